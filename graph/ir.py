@@ -1,0 +1,207 @@
+"""The graph as a frozen value: arguments, nodes in program order, results.
+
+Nothing here runs or checks anything: `build` makes graphs, `check` finds their faults, `passes`
+computes from them, `show` draws them. Every field is JSON-able, so that a graph crosses processes.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+Json = Any
+Clock = Literal["group", "update"]
+
+
+class Firing(NamedTuple):
+    """One execution of a node. `index` is a group's ordinal or an update, by the node's clock."""
+
+    node: str
+    index: int
+    turn: int = 0
+    segment: int = 0
+
+    def __str__(self) -> str:
+        extra = f".{self.turn}" if self.turn or self.segment else ""
+        return f"{self.node}[{self.index}{extra}{f'.{self.segment}' if self.segment else ''}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The tail of an edge: an output of a node, or an argument (whose output is "out")."""
+
+    node: str
+    output: str = "out"
+
+    def __str__(self) -> str:
+        return self.node if self.output == "out" else f"{self.node}.{self.output}"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What the program is called with: a carried value (the policy) or a source (the prompts).
+
+    `maker` is the import path of the function that makes the value in the worker that holds it:
+    `maker(context) -> Carried` or `maker(context) -> Source` (see `graph.types`). A carried value's
+    `pool` is a label like a node's: the pool of the node that makes its next value, if there is one.
+    """
+
+    name: str
+    kind: Literal["carried", "source"]
+    type: str
+    maker: str
+    pool: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a node: the parameter's name, the type it declares, and what is passed."""
+
+    name: str
+    type: str
+    ref: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call in the program.
+
+    `op` is the import path of the node's function (`package.module:name` or `/path/file.py:name`); for a
+    construct of the language (`construct` other than "call") it is the construct's name. `options` are the
+    call's keyword arguments, defaults included, JSON-able, sorted by name; a function passed as an option is
+    `{"path": "package.module:name"}`. `stateful` nodes own a state that one replica keeps.
+    `lag` is set on constructs that read a carried value as it was up to `lag` updates ago.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    options: tuple[tuple[str, Json], ...] = ()
+    pool: str = "default"
+    clock: Clock = "group"
+    construct: Literal["call", "broadcast"] = "call"
+    stateful: bool = False
+    lag: int | None = None
+    every: int = 1
+    where: str = ""
+
+    def option(self, name: str) -> Json:
+        return dict(self.options)[name]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced program.
+
+    `results` says for each carried value which node's output is its next value; a carried value whose
+    result is the argument itself never changes. `types` lists each type's bases, so that a subclass is
+    accepted where its base is needed.
+    """
+
+    name: str
+    op: str
+    arguments: tuple[Argument, ...]
+    nodes: tuple[Node, ...]
+    results: tuple[tuple[str, Ref], ...]
+    options: tuple[tuple[str, Json], ...] = ()
+    types: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    doc: str = ""
+    where: str = ""
+    _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._by_name.update((n.name, n) for n in self.nodes)
+
+    def __getitem__(self, name: str) -> Node:
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def argument(self, name: str) -> Argument | None:
+        return next((a for a in self.arguments if a.name == name), None)
+
+    @property
+    def carried(self) -> tuple[Argument, ...]:
+        return tuple(a for a in self.arguments if a.kind == "carried")
+
+    @property
+    def sources(self) -> tuple[Argument, ...]:
+        return tuple(a for a in self.arguments if a.kind == "source")
+
+    def producer(self, carried: str) -> str | None:
+        """The node that makes a carried value's next value; None if the value never changes."""
+        ref = dict(self.results).get(carried)
+        return ref.node if ref is not None and ref.node in self._by_name else None
+
+    def pools(self) -> tuple[str, ...]:
+        """Pool labels in program order."""
+        labels = [a.pool for a in self.arguments] + [n.pool for n in self.nodes]
+        return tuple(dict.fromkeys(labels))
+
+    def replace(self, **changes: Any) -> "Graph":
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "format": 1,
+            "name": self.name,
+            "op": self.op,
+            "doc": self.doc,
+            "where": self.where,
+            "options": dict(self.options),
+            "types": {name: list(bases) for name, bases in self.types},
+            "arguments": [{slot: getattr(a, slot) for slot in Argument.__slots__} for a in self.arguments],
+            "nodes": [_node_to_json(n) for n in self.nodes],
+            "results": {name: [ref.node, ref.output] for name, ref in self.results},
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Json]) -> "Graph":
+        if data.get("format") != 1:
+            raise ValueError(f"graph: given format {data.get('format')!r}, needed 1")
+        return Graph(
+            name=data["name"],
+            op=data["op"],
+            doc=data["doc"],
+            where=data["where"],
+            options=_options(data["options"]),
+            types=tuple((name, tuple(bases)) for name, bases in sorted(data["types"].items())),
+            arguments=tuple(Argument(**a) for a in data["arguments"]),
+            nodes=tuple(_node_from_json(n) for n in data["nodes"]),
+            results=tuple((name, Ref(*ref)) for name, ref in data["results"].items()),
+        )
+
+    def digest(self) -> str:
+        """A hash of the graph's meaning: equal for equal graphs, whatever file they were written in."""
+        data = self.to_json()
+        for item in [data, *data["arguments"], *data["nodes"]]:
+            item.pop("where")
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _options(options: Mapping[str, Json]) -> tuple[tuple[str, Json], ...]:
+    return tuple(sorted(options.items()))
+
+
+def _node_to_json(node: Node) -> dict[str, Json]:
+    data = {slot: getattr(node, slot) for slot in Node.__slots__}
+    data["inputs"] = [[i.name, i.type, i.ref.node, i.ref.output] for i in node.inputs]
+    data["outputs"] = [[o.name, o.type] for o in node.outputs]
+    data["options"] = dict(node.options)
+    return data
+
+
+def _node_from_json(data: Mapping[str, Json]) -> Node:
+    inputs = tuple(Input(name, type_, Ref(node, output)) for name, type_, node, output in data["inputs"])
+    outputs = tuple(Output(*o) for o in data["outputs"])
+    return Node(**{**data, "inputs": inputs, "outputs": outputs, "options": _options(data["options"])})

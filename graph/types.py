@@ -1,0 +1,209 @@
+"""What flows on edges: plain dataclasses over an array protocol, so that a graph needs no torch.
+
+Shape suffixes: N rows (the samples of one group, or of a batch of groups), S tokens of prompt and response
+together, T tokens of a response.
+
+A type of a program's argument names its `maker`, the import path of the function that makes the value in the
+worker that holds it, and the `pool` label it belongs to by default.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+Array = Any
+"""A tensor of any library that has shapes, slices and arithmetic; torch in the workers."""
+
+Metrics = dict[str, float]
+"""Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run's flags say, as every `maker` and `init` sees it. JSON-able.
+
+    `max_tokens` bounds a response, `slots` is the number of rows that a generator decodes at once, `batch` the
+    prompt groups per update, `split` "train" or "evaluate". `node` is the node or argument being made.
+    """
+
+    node: str = ""
+    seed: int = 0
+    model: str = ""
+    data: str = ""
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_tokens: int = 16
+    batch: int = 32
+    updates: int = 100
+    slots: int = 64
+    split: str = "train"
+    threads: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def key(self, *parts: str | int) -> int:
+        """A 63-bit key for this node's randomness: a pure function of seed, node and `parts`."""
+        text = "/".join(map(str, (self.seed, self.node, *parts)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@runtime_checkable
+class Carried(Protocol):
+    """A value that each update replaces, such as the policy with its optimizer. It stays in its workers."""
+
+    def weights(self) -> Mapping[str, Array]:
+        """What `broadcast` sends: the logical tensors by name, in the dtype in which they travel."""
+
+    def state(self) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
+        """All that a checkpoint needs to go on exactly: tensors, and JSON-able facts."""
+
+    def restore(self, tensors: Mapping[str, Array], facts: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+
+    def export(self, folder: str) -> None:
+        """Write what other tools read (an HF directory) into an existing folder; nothing if there is nothing."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A stream of inputs by ordinal: a pure function of the ordinal, so that nothing is lost on resume."""
+
+    def read(self, ordinal: int) -> Any:
+        """The value of group `ordinal`."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """The state of a node that works on several firings at once, such as an engine with slots."""
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        """Take a firing; its outputs come from `step` later. `inputs` hold the edges' values only."""
+
+    def step(self) -> Sequence[tuple[Any, Any]]:
+        """Work a little (one decode step); the finished firings, as (tag, outputs)."""
+
+    def busy(self) -> bool:
+        """Is there anything left to work on?"""
+
+
+class Policy:
+    """A language model with its optimizer: a carried value (`nodes.policy`)."""
+
+    maker: ClassVar[str] = "penstock.nodes.policy:make_policy"
+    pool: ClassVar[str] = "trainer"
+
+
+@dataclass
+class Weights:
+    """Live weights as `broadcast` delivers them. Changes only between steps of the node that reads it."""
+
+    version: int
+    tensors: Mapping[str, Array]
+
+
+@dataclass
+class Batchable:
+    """A dataclass of arrays (first axis N) and of tuples with one entry per row; `concat` joins groups."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """One value with the rows of all parts in order; arrays are padded to a common width with zeros."""
+        joined = {f.name: _join([getattr(p, f.name) for p in parts]) for f in fields(cls)}
+        return cls(**joined)
+
+
+def _join(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(item for value in values for item in value)
+    widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
+    row = 0
+    for value in values:
+        box = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
+        out[box] = value
+        row += value.shape[0]
+    return out
+
+
+@dataclass
+class Prompts(Batchable):
+    """Prompt groups: texts with their reference answers; one row per group."""
+
+    ordinals: tuple[int, ...]
+    texts: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    maker: ClassVar[str] = "penstock.nodes.data:open_prompts"
+    pool: ClassVar[str] = "generator"
+
+
+@dataclass
+class Rollouts(Batchable):
+    """Sampled responses with what made each token.
+
+    `tokens_NS` holds prompt and response, padded on the right; the response of row i starts at
+    `prompt_lengths_N[i]` and has `response_lengths_N[i]` tokens, the end token included. `logprobs_NT` are the
+    behaviour policy's log-probabilities (nats) of the sampled tokens and `versions_NT` the weights that made
+    them, both zero past a response's end. `finished_N` is False where the token bound cut a response.
+    """
+
+    ordinals: tuple[int, ...]
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+    texts: tuple[str, ...]
+    tokens_NS: Array
+    prompt_lengths_N: Array
+    response_lengths_N: Array
+    logprobs_NT: Array
+    versions_NT: Array
+    finished_N: Array
+
+    def lengths(self) -> Array:
+        """Response lengths in tokens, float [N]."""
+        return self.response_lengths_N * 1.0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass
+class Rewards(Batchable):
+    """One number per response, float [N]; arithmetic works on it as on an array."""
+
+    values_N: Array
+
+    def __add__(self, other: Any) -> "Rewards":
+        return Rewards(self.values_N + _values(other))
+
+    def __sub__(self, other: Any) -> "Rewards":
+        return Rewards(self.values_N - _values(other))
+
+    def __mul__(self, other: Any) -> "Rewards":
+        return Rewards(self.values_N * _values(other))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values_N)
+
+
+@dataclass
+class Advantages(Batchable):
+    """One number per response, float [N]."""
+
+    values_N: Array
+
+
+@dataclass
+class Logprobs(Batchable):
+    """Log-probabilities (nats) of the sampled tokens under some policy, float [N, T]; zero past the end."""
+
+    logprobs_NT: Array
+
+
+def _values(other: Any) -> Any:
+    return other.values_N if isinstance(other, Rewards) else other

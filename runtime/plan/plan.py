@@ -1,0 +1,80 @@
+"""Where the nodes run, as a value: pools of replicas of ranks. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process: its host (a name of the cluster file), device, and number of CPU threads."""
+
+    host: str = "local"
+    device: str = "cpu"
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in work at once."""
+
+    name: str
+    ranks: tuple[Rank, ...]
+    capacity: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A process group: the nodes and program arguments it holds, and its replicas ("pool/0", "pool/1", …)."""
+
+    name: str
+    holds: tuple[str, ...]
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    pools: tuple[Pool, ...]
+
+    def pool_of(self, name: str) -> Pool:
+        """The pool that holds a node or an argument."""
+        return next(p for p in self.pools if name in p.holds)
+
+    def replica(self, name: str) -> Replica:
+        return next(r for p in self.pools for r in p.replicas if r.name == name)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        return tuple(r for p in self.pools for r in p.replicas)
+
+    def to_json(self) -> dict[str, Any]:
+        def rank(r: Rank) -> dict[str, Any]:
+            return {"host": r.host, "device": r.device, "threads": r.threads}
+
+        def replica(r: Replica) -> dict[str, Any]:
+            return {"name": r.name, "capacity": r.capacity, "ranks": [rank(x) for x in r.ranks]}
+
+        return {
+            "format": 1,
+            "pools": [
+                {"name": p.name, "holds": list(p.holds), "replicas": [replica(r) for r in p.replicas]}
+                for p in self.pools
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Plan":
+        if data.get("format") != 1:
+            raise ValueError(f"plan: given format {data.get('format')!r}, needed 1")
+        return Plan(
+            tuple(
+                Pool(
+                    p["name"],
+                    tuple(p["holds"]),
+                    tuple(
+                        Replica(r["name"], tuple(Rank(**x) for x in r["ranks"]), r["capacity"]) for r in p["replicas"]
+                    ),
+                )
+                for p in data["pools"]
+            )
+        )

@@ -1,0 +1,85 @@
+"""Which prompt group has which fate, in what order groups are consumed, and how many stand before one.
+
+Invariants:
+- each ordinal below `next` has exactly one fate: pending, consumed, dropped or failed; fates other than pending are final;
+- groups are consumed in ordinal order, `batch` by `batch`, lost (dropped, failed) ones skipped;
+- `before(g)` counts the ordinals below g that are not known to be lost.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Group:
+    """A pending group: the steps done with the replica that holds each output, and the readers still to come."""
+
+    ordinal: int
+    made: dict[str, str] = field(default_factory=dict)
+    readers: dict[str, int] = field(default_factory=dict)
+    finished: bool = False
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+        self.lost: list[int] = []
+        self.fates = {"consumed": 0, "dropped": 0, "failed": 0}
+        self.next = 0
+        self._walked = 0
+        self._line: deque[int] = deque()
+
+    def open(self) -> Group:
+        """The group of the next ordinal."""
+        group = self.groups[self.next] = Group(self.next)
+        self.next += 1
+        return group
+
+    def before(self, ordinal: int) -> int:
+        return ordinal - bisect_left(self.lost, ordinal)
+
+    def lose(self, ordinal: int, fate: str) -> Group:
+        """Give a group its final fate "dropped" or "failed"; it leaves the ledger."""
+        insort(self.lost, ordinal)
+        self.fates[fate] += 1
+        return self.groups.pop(ordinal)
+
+    def take(self, batch: int) -> tuple[int, ...] | None:
+        """The next `batch` kept ordinals, in order, once all of them are finished."""
+        while self._walked < self.next and len(self._line) < batch:
+            group = self.groups.get(self._walked)
+            if group is not None and not group.finished:
+                break
+            if group is not None:
+                self._line.append(self._walked)
+            self._walked += 1
+        if len(self._line) < batch:
+            return None
+        return tuple(self._line.popleft() for _ in range(batch))
+
+    def put_back(self, ordinals: tuple[int, ...]) -> None:
+        """Undo `take`: the batch is taken again later, or by the run that resumes."""
+        self._line.extendleft(reversed(ordinals))
+
+    def consume(self, ordinals: tuple[int, ...]) -> list[Group]:
+        self.fates["consumed"] += len(ordinals)
+        return [self.groups.pop(g) for g in ordinals]
+
+    def to_json(self) -> dict[str, Any]:
+        """All that a resume needs. Taken between updates, when no batch is assembled and not consumed."""
+        return {
+            "next": self.next,
+            "lost": self.lost,
+            "fates": self.fates,
+            "groups": [[g.ordinal, g.made, g.readers] for g in self.groups.values()],
+        }
+
+    def restore(self, cut: Mapping[str, Any]) -> None:
+        """The inverse of `to_json`, on a new ledger."""
+        self.next, self.lost, self.fates = cut["next"], list(cut["lost"]), dict(cut["fates"])
+        for ordinal, made, readers in cut["groups"]:
+            self.groups[ordinal] = Group(ordinal, dict(made), dict(readers))
+        self._walked = min(self.groups, default=self.next)

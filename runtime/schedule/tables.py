@@ -1,0 +1,179 @@
+"""The graph and the plan compiled into what the scheduler looks up: steps, channels, readers. Pure, made once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.graph.ir import Graph, Node
+from penstock.runtime.plan.plan import Plan, Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A run's numbers. Updates `start` to `end` - 1 run; each takes `batch` fresh prompt groups.
+
+    `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
+    A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
+    takes another ("replace").
+    """
+
+    batch: int
+    end: int
+    start: int = 0
+    versions: Literal["free", "pinned"] = "free"
+    retries: int = 0
+    on_failure: Literal["stop", "replace"] = "stop"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch: given {self.batch}, needed at least 1 prompt group per update")
+        if self.end < self.start:
+            raise ValueError(f"updates: given {self.end}, but {self.start} are done already")
+        if self.versions == "pinned" and self.on_failure == "replace":
+            raise ValueError(
+                'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '
+                'use versions="free" with it'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """The way of one carried value's weights to one pool, and the publishing node of each broadcast on it."""
+
+    name: str
+    carried: str
+    source: Replica
+    node: str
+    pool: str
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A node or a source, compiled. `place` is its order in the program.
+
+    groups: per-group values it reads. updates: per-update values of the same update it reads.
+    carried: carried values that change and that it reads as they are. after: readers of the value it donates.
+    weights: (channel, lag) of the lagged edges it reads. readers: the steps that read its output.
+    """
+
+    name: str
+    place: int
+    pool: str
+    per_update: bool
+    source: bool = False
+    stateful: bool = False
+    makes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    weights: tuple[tuple[str, int], ...] = ()
+    readers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tables:
+    steps: dict[str, Step]
+    channels: dict[str, Channel]
+    replicas: dict[str, Replica]
+    pool_of: dict[str, str]
+    by_pool: dict[str, tuple[Replica, ...]]
+    group_steps: dict[str, tuple[Step, ...]]
+    update_steps: dict[str, tuple[Step, ...]]
+    makers: dict[str, str]
+    max_lag: int
+    num_group_steps: int = field(default=0)
+
+
+def compile_tables(graph: Graph, plan: Plan) -> Tables:
+    """Look up once what the scheduler needs at each event. Raises ValueError for a plan that cannot work."""
+    held = {name for pool in plan.pools for name in pool.holds}
+    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.construct == "call"]
+    if missing := [name for name in needed if name not in held]:
+        raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
+    makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+    channels, edges = _channels(graph, plan, makers)
+    steps = _steps(graph, plan, makers, edges)
+    by_pool = {p.name: p.replicas for p in plan.pools}
+
+    def select(pool: str, per_update: bool) -> tuple[Step, ...]:
+        chosen = [s for s in steps.values() if s.pool == pool and s.per_update == per_update]
+        return tuple(sorted(chosen, key=lambda s: -s.place))
+
+    return Tables(
+        steps=steps,
+        channels=channels,
+        replicas={r.name: r for r in plan.replicas},
+        pool_of={r.name: p.name for p in plan.pools for r in p.replicas},
+        by_pool=by_pool,
+        group_steps={p: select(p, False) for p in by_pool},
+        update_steps={p: tuple(reversed(select(p, True))) for p in by_pool},
+        makers=makers,
+        max_lag=max((lag for s in steps.values() for _, lag in s.weights), default=0),
+        num_group_steps=sum(not s.per_update for s in steps.values()),
+    )
+
+
+def channel_name(carried: str, pool: str) -> str:
+    return f"{carried}>{pool}"
+
+
+def _channels(
+    graph: Graph, plan: Plan, makers: dict[str, str]
+) -> tuple[dict[str, Channel], dict[str, list[tuple[str, int]]]]:
+    """The channels by name, and for each consumer of a broadcast its (channel, lag) edges."""
+    channels: dict[str, Channel] = {}
+    edges: dict[str, list[tuple[str, int]]] = {}
+    for node in graph.nodes:
+        if node.construct != "broadcast":
+            continue
+        carried = node.inputs[0].ref.node
+        home = plan.pool_of(carried)
+        if len(home.replicas) != 1:
+            raise ValueError(
+                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
+                "replicas; needed 1, since an update makes one next value"
+            )
+        for reader in _readers(graph.nodes, node.name):
+            pool = plan.pool_of(reader.name)
+            name = channel_name(carried, pool.name)
+            channels.setdefault(name, Channel(name, carried, home.replicas[0], node.name, pool.name, pool.replicas))
+            edges.setdefault(reader.name, []).append((name, node.lag or 0))
+    return channels, edges
+
+
+def _readers(nodes: Sequence[Node], name: str) -> list[Node]:
+    return [n for n in nodes if any(i.ref.node == name for i in n.inputs)]
+
+
+def _steps(
+    graph: Graph, plan: Plan, makers: dict[str, str], edges: dict[str, list[tuple[str, int]]]
+) -> dict[str, Step]:
+    calls = [n for n in graph.nodes if n.construct == "call"]
+    clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
+    steps: dict[str, Step] = {}
+    for place, argument in enumerate(graph.sources):
+        readers = tuple(n.name for n in _readers(calls, argument.name))
+        pool = plan.pool_of(argument.name).name
+        steps[argument.name] = Step(argument.name, place, pool, False, source=True, readers=readers)
+    for place, node in enumerate(calls, start=len(steps)):
+        reads = tuple(dict.fromkeys(i.ref.node for i in node.inputs))
+        changing = tuple(r for r in reads if r in makers)
+        made = tuple(c for c, maker in makers.items() if maker == node.name)
+        others = [n.name for c in made for n in _readers(calls, c) if n.name != node.name]
+        steps[node.name] = Step(
+            name=node.name,
+            place=place,
+            pool=plan.pool_of(node.name).name,
+            per_update=node.clock == "update",
+            stateful=node.stateful,
+            makes=made,
+            groups=tuple(r for r in reads if clocks.get(r) == "group"),
+            updates=tuple(r for r in reads if clocks.get(r) == "update"),
+            carried=changing,
+            after=tuple(dict.fromkeys(others)),
+            weights=tuple(dict.fromkeys(edges.get(node.name, []))),
+            readers=tuple(n.name for n in _readers(calls, node.name)),
+        )
+    return steps
