@@ -1,1 +1,44 @@
-""""""
+"""The language: a reinforcement-learning algorithm is a function with `@program` that calls functions with `@node`.
+
+    @program
+    def aipo(policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1, rho: float = 4.0) -> Policy:
+        behaviour = broadcast(policy, lag=lag)
+        rollouts = generate(prompts, behaviour, samples=samples)
+        rewards = score(rollouts, by=math_answer)
+        advantage = group_advantage(rewards)
+        return aipo_update(policy, rollouts, advantage, rho=rho)
+
+`trace` makes a graph of it: a frozen value to print, check, plan, simulate and run. Nothing here imports torch.
+"""
+
+from penstock.graph.build import Program, broadcast, program, trace
+from penstock.graph.check import check
+from penstock.graph.definition import NodeDef, node
+from penstock.graph.faults import Fault, GraphError
+from penstock.graph.ir import Firing, Graph
+from penstock.graph.paths import load
+from penstock.graph.types import Advantages, Context, Logprobs, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+
+__all__ = [
+    "Advantages",
+    "Context",
+    "Fault",
+    "Firing",
+    "Graph",
+    "GraphError",
+    "Logprobs",
+    "Metrics",
+    "NodeDef",
+    "Policy",
+    "Program",
+    "Prompts",
+    "Rewards",
+    "Rollouts",
+    "Weights",
+    "broadcast",
+    "check",
+    "load",
+    "node",
+    "program",
+    "trace",
+]

@@ -18,7 +18,7 @@ class Firing(NamedTuple):
     """One execution of a node. `index` is a group's ordinal or an update, by the node's clock."""
 
     node: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which a firing has no use for
     turn: int = 0
     segment: int = 0
 
@@ -77,7 +77,8 @@ class Node:
     `op` is the import path of the node's function (`package.module:name` or `/path/file.py:name`); for a
     construct of the language (`construct` other than "call") it is the construct's name. `options` are the
     call's keyword arguments, defaults included, JSON-able, sorted by name; a function passed as an option is
-    `{"path": "package.module:name"}`. `stateful` nodes own a state that one replica keeps.
+    `{"path": "package.module:name"}`. `stateful` nodes own a state that one replica keeps and that
+    their firings pass on in order (a `Stream` is none: its firings do not depend on each other).
     `lag` is set on constructs that read a carried value as it was up to `lag` updates ago.
     """
 
@@ -120,6 +121,15 @@ class Graph:
 
     def __post_init__(self) -> None:
         self._by_name.update((n.name, n) for n in self.nodes)
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __str__(self) -> str:
+        """The graph as a program."""
+        from penstock.graph.show import text
+
+        return text(self)
 
     def __getitem__(self, name: str) -> Node:
         return self._by_name[name]

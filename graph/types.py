@@ -96,6 +96,13 @@ class Policy:
     pool: ClassVar[str] = "trainer"
 
 
+class Reference(Policy):
+    """The model that a run starts from, frozen: a policy to stay close to."""
+
+    maker: ClassVar[str] = "penstock.nodes.policy:make_reference"
+    pool: ClassVar[str] = "reference"
+
+
 @dataclass
 class Weights:
     """Live weights as `broadcast` delivers them. Changes only between steps of the node that reads it."""

@@ -6,7 +6,10 @@ Invariants:
 - nothing is sent to a replica whose shadow arena holds a version that is not live yet.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from penstock.runtime.plan.plan import Replica
 
 NONE = -1
 
@@ -24,12 +27,18 @@ class Receiver:
     def settled(self) -> bool:
         return not self.sending and not self.swapping and self.shadow == self.live
 
+    @property
+    def swappable(self) -> bool:
+        return self.shadow > self.live and not self.swapping
+
 
 class Way:
     """State of one channel."""
 
-    def __init__(self, replicas: tuple[str, ...], live: dict[str, int]) -> None:
-        self.receivers = {r: Receiver(live.get(r, NONE), live.get(r, NONE)) for r in replicas}
+    def __init__(self, replicas: Sequence[Replica], live: Mapping[str, int]) -> None:
+        """`live` are versions that replicas hold already."""
+        versions = {r.name: live.get(r.name, NONE) for r in replicas}
+        self.receivers = {name: Receiver(version, version) for name, version in versions.items()}
         self.published = NONE
         self.publishing = False
 
@@ -38,18 +47,14 @@ class Way:
         if self.publishing or self.published >= version:
             return False
         behind = any(r.live < version for r in self.receivers.values())
-        return behind and not any(self.unsent())
+        return behind and not any(r.sending or r.shadow < self.published for r in self.receivers.values())
 
-    def unsent(self) -> list[str]:
-        """Replicas that the published version has not reached."""
-        return [n for n, r in self.receivers.items() if r.sending or r.shadow < self.published]
+    def holds(self, version: int, replica: str) -> bool:
+        """Can `replica` still get a version that is at least this new without another publication?"""
+        return max(self.published, self.receivers[replica].shadow) >= version
 
     def to_send(self) -> list[str]:
         """Replicas whose shadow is free and behind what is published."""
         if self.publishing:
             return []
         return [n for n, r in self.receivers.items() if r.settled and r.shadow < self.published]
-
-    @property
-    def settled(self) -> bool:
-        return not self.publishing and all(r.settled for r in self.receivers.values()) and not self.to_send()

@@ -1,7 +1,7 @@
 """Which prompt group has which fate, in what order groups are consumed, and how many stand before one.
 
 Invariants:
-- each ordinal below `next` has exactly one fate: pending, consumed, dropped or failed; fates other than pending are final;
+- each ordinal below `next` has exactly one fate: pending, consumed, dropped or failed; all but pending are final;
 - groups are consumed in ordinal order, `batch` by `batch`, lost (dropped, failed) ones skipped;
 - `before(g)` counts the ordinals below g that are not known to be lost.
 """
@@ -15,22 +15,34 @@ from typing import Any
 
 @dataclass(slots=True)
 class Group:
-    """A pending group: the steps done with the replica that holds each output, and the readers still to come."""
+    """A pending group: the steps done with the replica that holds each output, and the readers still to come.
+
+    `working` firings are in work on it; `finished` when it has been through every step.
+    """
 
     ordinal: int
     made: dict[str, str] = field(default_factory=dict)
     readers: dict[str, int] = field(default_factory=dict)
+    working: int = 0
     finished: bool = False
 
 
 class Ledger:
+    """`lost` holds the lost ordinals above the last consumed one: all below that are final, and only counted."""
+
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
+        self.leaving: dict[int, Group] = {}
         self.lost: list[int] = []
         self.fates = {"consumed": 0, "dropped": 0, "failed": 0}
         self.next = 0
         self._walked = 0
         self._line: deque[int] = deque()
+
+    @property
+    def first(self) -> int:
+        """The lowest pending ordinal; `next` if none is pending."""
+        return next(iter(self.groups), self.next)
 
     def open(self) -> Group:
         """The group of the next ordinal."""
@@ -39,13 +51,18 @@ class Ledger:
         return group
 
     def before(self, ordinal: int) -> int:
-        return ordinal - bisect_left(self.lost, ordinal)
+        """How many groups not known to be lost stand before `ordinal`, which is past the last consumed group."""
+        settled = self.fates["dropped"] + self.fates["failed"] - len(self.lost)
+        return ordinal - settled - bisect_left(self.lost, ordinal)
 
     def lose(self, ordinal: int, fate: str) -> Group:
-        """Give a group its final fate "dropped" or "failed"; it leaves the ledger."""
+        """Give a group its final fate "dropped" or "failed". It is `leaving` while firings are in work on it."""
         insort(self.lost, ordinal)
         self.fates[fate] += 1
-        return self.groups.pop(ordinal)
+        group = self.groups.pop(ordinal)
+        if group.working:
+            self.leaving[ordinal] = group
+        return group
 
     def take(self, batch: int) -> tuple[int, ...] | None:
         """The next `batch` kept ordinals, in order, once all of them are finished."""
@@ -65,16 +82,18 @@ class Ledger:
         self._line.extendleft(reversed(ordinals))
 
     def consume(self, ordinals: tuple[int, ...]) -> list[Group]:
+        """Give the groups of a batch that was taken their final fate."""
         self.fates["consumed"] += len(ordinals)
+        del self.lost[: bisect_left(self.lost, ordinals[-1])]
         return [self.groups.pop(g) for g in ordinals]
 
     def to_json(self) -> dict[str, Any]:
         """All that a resume needs. Taken between updates, when no batch is assembled and not consumed."""
         return {
             "next": self.next,
-            "lost": self.lost,
-            "fates": self.fates,
-            "groups": [[g.ordinal, g.made, g.readers] for g in self.groups.values()],
+            "lost": list(self.lost),
+            "fates": dict(self.fates),
+            "groups": [[g.ordinal, dict(g.made), dict(g.readers)] for g in self.groups.values()],
         }
 
     def restore(self, cut: Mapping[str, Any]) -> None:
@@ -82,4 +101,4 @@ class Ledger:
         self.next, self.lost, self.fates = cut["next"], list(cut["lost"]), dict(cut["fates"])
         for ordinal, made, readers in cut["groups"]:
             self.groups[ordinal] = Group(ordinal, dict(made), dict(readers))
-        self._walked = min(self.groups, default=self.next)
+        self._walked = self.first

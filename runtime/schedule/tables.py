@@ -1,7 +1,8 @@
 """The graph and the plan compiled into what the scheduler looks up: steps, channels, readers. Pure, made once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 from penstock.graph.ir import Graph, Node
@@ -55,6 +56,7 @@ class Step:
     groups: per-group values it reads. updates: per-update values of the same update it reads.
     carried: carried values that change and that it reads as they are. after: readers of the value it donates.
     weights: (channel, lag) of the lagged edges it reads. readers: the steps that read its output.
+    publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
     """
 
     name: str
@@ -70,10 +72,19 @@ class Step:
     after: tuple[str, ...] = ()
     weights: tuple[tuple[str, int], ...] = ()
     readers: tuple[str, ...] = ()
+    publishes: tuple[str, ...] = ()
+    private: bool = False
 
 
 @dataclass(frozen=True)
 class Tables:
+    """Steps and channels by name, and by what asks for them.
+
+    group_steps, update_steps, sends: what each pool runs per group (latest first), per update, and publishes.
+    stirs: the per-group steps that may start when a per-group step is done. weight_readers: who reads a channel.
+    makers: the step that makes the next value of each carried value that changes.
+    """
+
     steps: dict[str, Step]
     channels: dict[str, Channel]
     replicas: dict[str, Replica]
@@ -81,9 +92,15 @@ class Tables:
     by_pool: dict[str, tuple[Replica, ...]]
     group_steps: dict[str, tuple[Step, ...]]
     update_steps: dict[str, tuple[Step, ...]]
+    sends: dict[str, tuple[Channel, ...]]
+    stirs: dict[str, tuple[Step, ...]]
+    sources: tuple[Step, ...]
+    stateful: frozenset[str]
+    weight_readers: dict[str, tuple[tuple[Step, int], ...]]
     makers: dict[str, str]
     max_lag: int
-    num_group_steps: int = field(default=0)
+    num_group_steps: int
+    takes_groups: bool
 
 
 def compile_tables(graph: Graph, plan: Plan) -> Tables:
@@ -93,13 +110,17 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
     if missing := [name for name in needed if name not in held]:
         raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
-    channels, edges = _channels(graph, plan, makers)
-    steps = _steps(graph, plan, makers, edges)
+    channels, edges = _channels(graph, plan)
+    steps = _steps(graph, plan, makers, channels, edges)
+    _check_order(steps)
     by_pool = {p.name: p.replicas for p in plan.pools}
 
-    def select(pool: str, per_update: bool) -> tuple[Step, ...]:
-        chosen = [s for s in steps.values() if s.pool == pool and s.per_update == per_update]
-        return tuple(sorted(chosen, key=lambda s: -s.place))
+    def select(pools: Collection[str], per_update: bool) -> tuple[Step, ...]:
+        chosen = [s for s in steps.values() if s.pool in pools and s.per_update == per_update]
+        return tuple(sorted(chosen, key=lambda s: s.place if per_update else -s.place))
+
+    def stirred(step: Step) -> tuple[Step, ...]:
+        return select({step.pool, *(steps[r].pool for r in step.readers)}, False)
 
     return Tables(
         steps=steps,
@@ -107,21 +128,45 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
         replicas={r.name: r for r in plan.replicas},
         pool_of={r.name: p.name for p in plan.pools for r in p.replicas},
         by_pool=by_pool,
-        group_steps={p: select(p, False) for p in by_pool},
-        update_steps={p: tuple(reversed(select(p, True))) for p in by_pool},
+        group_steps={p: select({p}, False) for p in by_pool},
+        update_steps={p: select({p}, True) for p in by_pool},
+        sends={p: tuple(c for c in channels.values() if c.source in by_pool[p]) for p in by_pool},
+        stirs={s.name: stirred(s) for s in steps.values() if not s.per_update},
+        sources=tuple(s for s in steps.values() if s.source),
+        stateful=frozenset(s.name for s in steps.values() if s.stateful),
+        weight_readers={
+            name: tuple((s, lag) for s in steps.values() for c, lag in s.weights if c == name) for name in channels
+        },
         makers=makers,
         max_lag=max((lag for s in steps.values() for _, lag in s.weights), default=0),
         num_group_steps=sum(not s.per_update for s in steps.values()),
+        takes_groups=any(s.groups for s in steps.values() if s.per_update),
     )
+
+
+def check_rules(tables: Tables, rules: Rules) -> None:
+    """Raises ValueError for pinned versions that the graph's lags do not allow.
+
+    A replica keeps one version live and a resumed run makes none older than its cut: so all per-group readers of
+    weights need the same version for a group, and per-update readers the current one.
+    """
+    if rules.versions == "free":
+        return
+    lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
+    late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
+    if len({lag for _, lag in lags}) > 1 or late:
+        given = ", ".join(f"{name} lag={lag}" for name, lag in sorted(lags | late))
+        raise ValueError(
+            f'versions="pinned": given {given}; needed one lag for all per-group nodes that read weights, and lag=0 '
+            'for per-update ones; use versions="free" or make the lags equal'
+        )
 
 
 def channel_name(carried: str, pool: str) -> str:
     return f"{carried}>{pool}"
 
 
-def _channels(
-    graph: Graph, plan: Plan, makers: dict[str, str]
-) -> tuple[dict[str, Channel], dict[str, list[tuple[str, int]]]]:
+def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], dict[str, list[tuple[str, int]]]]:
     """The channels by name, and for each consumer of a broadcast its (channel, lag) edges."""
     channels: dict[str, Channel] = {}
     edges: dict[str, list[tuple[str, int]]] = {}
@@ -148,24 +193,33 @@ def _readers(nodes: Sequence[Node], name: str) -> list[Node]:
 
 
 def _steps(
-    graph: Graph, plan: Plan, makers: dict[str, str], edges: dict[str, list[tuple[str, int]]]
+    graph: Graph,
+    plan: Plan,
+    makers: dict[str, str],
+    channels: dict[str, Channel],
+    edges: dict[str, list[tuple[str, int]]],
 ) -> dict[str, Step]:
     calls = [n for n in graph.nodes if n.construct == "call"]
     clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
     steps: dict[str, Step] = {}
+    shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
+    shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     for place, argument in enumerate(graph.sources):
         readers = tuple(n.name for n in _readers(calls, argument.name))
         pool = plan.pool_of(argument.name).name
-        steps[argument.name] = Step(argument.name, place, pool, False, source=True, readers=readers)
+        steps[argument.name] = Step(
+            argument.name, place, pool, False, source=True, readers=readers, private=pool not in shared
+        )
     for place, node in enumerate(calls, start=len(steps)):
         reads = tuple(dict.fromkeys(i.ref.node for i in node.inputs))
         changing = tuple(r for r in reads if r in makers)
         made = tuple(c for c, maker in makers.items() if maker == node.name)
+        pool = plan.pool_of(node.name).name
         others = [n.name for c in made for n in _readers(calls, c) if n.name != node.name]
         steps[node.name] = Step(
             name=node.name,
             place=place,
-            pool=plan.pool_of(node.name).name,
+            pool=pool,
             per_update=node.clock == "update",
             stateful=node.stateful,
             makes=made,
@@ -175,5 +229,20 @@ def _steps(
             after=tuple(dict.fromkeys(others)),
             weights=tuple(dict.fromkeys(edges.get(node.name, []))),
             readers=tuple(n.name for n in _readers(calls, node.name)),
+            publishes=tuple(c.name for c in channels.values() if c.carried in made),
+            private=pool not in shared,
         )
     return steps
+
+
+def _check_order(steps: dict[str, Step]) -> None:
+    """Within an update, those who read a carried value come before the one that donates it."""
+    waits = {s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        names = " -> ".join(error.args[1])
+        raise ValueError(
+            f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
+            "output; needed an order in which every carried value is read before the node that makes its next value"
+        ) from None

@@ -1,0 +1,62 @@
+"""What every benchmark prints last and keeps: one JSON object with machine, date and commit."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on: CPU model, cores this process may use, memory in GiB, GPU if there is one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory), "gpu": _gpu()}
+    return {**found, "python": platform.python_version()}
+
+
+def _gpu() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def commit() -> str:
+    """The commit measured; "+" at its end when the tree had changes."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") or "unknown"
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median with the smallest and the largest: on a shared machine one figure says little."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)}
+
+
+def publish(name: str, figures: dict[str, Any], keep: bool) -> None:
+    """Print the figures as the last line; with `keep`, also write them to `benchmarks/results/NAME.json`."""
+    record = {
+        "benchmark": name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        **figures,
+    }
+    if keep:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record))

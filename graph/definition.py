@@ -1,0 +1,149 @@
+"""`@node`: a function with a typed signature that a program can call."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple, overload
+
+from penstock.graph.faults import defined, fault
+from penstock.graph.interface import Interface, interface
+from penstock.graph.ir import Clock
+from penstock.graph.paths import path_of
+from penstock.graph.recorder import current, has_handles
+from penstock.graph.types import Metrics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S")
+Ts = TypeVarTuple("Ts")
+
+
+class NodeDef(Generic[P, T]):
+    """A node's definition. Typed as it reads in a program: without the state, and without the metrics.
+
+    Called in a program it records one node and returns handles. Called anywhere else it is the plain function `fn`:
+    same arguments, state included, and same result, metrics included.
+    """
+
+    __name__: str
+
+    def __init__(self, fn: Callable[..., Any], pool: str, clock: Clock, init: Callable[..., Any] | None = None) -> None:
+        if clock not in ("group", "update"):
+            raise fault(f"{fn.__name__}: clock", repr(clock), '"group" or "update"', defined(fn))
+        functools.update_wrapper(self, fn)
+        self.fn, self.pool, self.init = fn, pool, init
+        self.clock: Clock = clock
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = current.get()
+        if recorder is not None:
+            made: T = recorder.call(self, args, kwargs)
+            return made
+        if has_handles((*args, *kwargs.values())):
+            needed = "a call while the program is traced; values of a program exist only there"
+            raise fault(self.__name__, "a value of a program that has been traced", needed)
+        result: T = self.fn(*args, **kwargs)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<node {self.path}>"
+
+    @property
+    def path(self) -> str:
+        return path_of(self.fn)
+
+    @functools.cached_property
+    def interface(self) -> Interface:
+        """Read at the first use, since annotations may name classes that stand further down the file."""
+        return interface(self.fn, stateful=self.init is not None)
+
+    def run(self, state: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Call the function as a worker does. `state` is ignored by a node without one."""
+        if self.init is None:
+            return self.fn(**inputs, **options)
+        return self.fn(state, **inputs, **options)
+
+    def split(self, result: Any, *, stateful: bool) -> tuple[Any, dict[str, Any], Metrics]:
+        """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
+
+        A `Stream` hands its outputs over without the state. Raises TypeError for a result that does not fit the
+        return annotation.
+        """
+        shape = self.interface
+        parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
+        state = parts.pop(0) if stateful else None
+        metrics: Any = parts.pop() if shape.metrics and parts else {}
+        values = shape.values(parts[0] if len(parts) == 1 else tuple(parts))
+        fit = len(values) == len(shape.outputs) and isinstance(metrics, dict)
+        if not fit or not all(_fits(v, port.type) for v, port in zip(values, shape.outputs, strict=True)):
+            names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
+            given = f"tuple[{names}]" if names else type(result).__name__
+            raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {shape.returns}")
+        return state, {port.name: v for port, v in zip(shape.outputs, values, strict=True)}, metrics
+
+
+def _fits(value: Any, type_: Any) -> bool:
+    return type_ is Any or getattr(type_, "_is_protocol", False) or isinstance(value, type_)
+
+
+class Stateless(Protocol):
+    """What `@node(pool=…)` is."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Metrics], /) -> NodeDef[P, None]: ...
+    @overload
+    def __call__(self, fn: Callable[P, tuple[T, Metrics]], /) -> NodeDef[P, T]: ...
+    @overload
+    def __call__(self, fn: Callable[P, tuple[*Ts, Metrics]], /) -> NodeDef[P, tuple[*Ts]]: ...
+    @overload
+    def __call__(self, fn: Callable[P, T], /) -> NodeDef[P, T]: ...
+
+
+class Stateful(Protocol[S]):
+    """What `@node(init=…)` is: the function's first parameter and its first result are the state."""
+
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, Metrics]], /) -> NodeDef[P, None]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, T, Metrics]], /) -> NodeDef[P, T]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, T]], /) -> NodeDef[P, T]: ...
+
+
+@overload
+def node(fn: Callable[P, Metrics], /) -> NodeDef[P, None]: ...
+@overload
+def node(fn: Callable[P, tuple[T, Metrics]], /) -> NodeDef[P, T]: ...
+@overload
+def node(fn: Callable[P, tuple[*Ts, Metrics]], /) -> NodeDef[P, tuple[*Ts]]: ...
+@overload
+def node(fn: Callable[P, T], /) -> NodeDef[P, T]: ...
+@overload
+def node(*, pool: str = ..., clock: Clock = ..., init: None = ...) -> Stateless: ...
+@overload
+def node(*, pool: str = ..., clock: Clock = ..., init: Callable[..., S]) -> Stateful[S]: ...
+def node(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    pool: str = "default",
+    clock: Clock = "group",
+    init: Callable[..., Any] | None = None,
+) -> Any:
+    """Make a function a node. Its signature is the interface.
+
+    Positional parameters are inputs (their annotations the edges' types), keyword-only ones options, the return
+    annotation the outputs: one class, `tuple[A, B]` or a NamedTuple. A `Metrics` (dict of float) at the end of a
+    returned tuple is not an output: its figures end in `metrics.jsonl`. A node that returns `Metrics` alone, or None,
+    has no outputs.
+
+    `pool` is a label for the planner. `clock` says how often it fires: once per prompt group, or once per update, on
+    the whole batch. `init(context, **options)` makes it stateful: the function's first parameter is the state, and it
+    returns `(state, outputs)` or `(state, outputs, metrics)`.
+
+        @node(pool="scorer")
+        def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:
+            return rewards - weight * rollouts.lengths()
+    """
+    if fn is not None:
+        return NodeDef(fn, pool, clock)
+    return lambda fn: NodeDef(fn, pool, clock, init)

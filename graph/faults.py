@@ -1,0 +1,57 @@
+"""What is wrong with a program, said in one way: what, what was given, what is needed, and where it was written."""
+
+import difflib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CodeType
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `where` is "file:line" of the call, or "" for a graph that no file wrote."""
+
+    what: str
+    given: str
+    needed: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{place}{self.what}\n    given   {self.given}\n    needed  {self.needed}"
+
+
+class GraphError(ValueError):
+    """The user's program, path or graph cannot work; `faults` says why."""
+
+    def __init__(self, *faults: Fault) -> None:
+        super().__init__("\n".join(map(str, faults)))
+        self.faults = faults
+
+
+def fault(what: str, given: str, needed: str, where: str | None = None) -> GraphError:
+    """A `GraphError` of one fault, at the user's line unless `where` is given."""
+    return GraphError(Fault(what, given, needed, caller() if where is None else where))
+
+
+def caller() -> str:
+    """ "file:line" of the innermost frame outside this package: the line of the program that is being traced."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith(f"{__package__}.") and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def defined(function: object) -> str:
+    """ "file:line" of a function's definition; "" if it was not written in Python."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The names to choose from, the most similar first, as the end of a sentence."""
+    known = sorted(set(names))
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return f"; the nearest: {', '.join(close)}"
+    return f"; there are: {', '.join(known[:12])}{', …' if len(known) > 12 else ''}" if known else ""

@@ -1,0 +1,134 @@
+"""A node's signature is its interface: positional parameters are inputs, keyword-only ones options, the return
+annotation the outputs."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from penstock.graph.faults import defined, fault
+from penstock.graph.types import Metrics, Stream
+
+REQUIRED = inspect.Parameter.empty
+"""The default of an option that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output. Only an optional input (`x: X | None = None`) may be left out of a call."""
+
+    name: str
+    type: Any
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """`bundle` makes what a call returns out of its outputs' values in order; `metrics`: figures come beside them.
+
+    `returns` is the return annotation, for messages. `stream`: the state is a `Stream`, which works on several firings
+    at once and keeps nothing between them.
+    """
+
+    inputs: tuple[Port, ...]
+    options: Mapping[str, Any]
+    outputs: tuple[Port, ...]
+    bundle: Callable[..., Any]
+    metrics: bool
+    returns: str
+    stream: bool = False
+
+    def values(self, payload: Any) -> tuple[Any, ...]:
+        """The outputs' values in what a call returned, taken off state and metrics."""
+        if self.bundle is _single or not isinstance(payload, tuple):
+            return () if payload is None and not self.outputs else (payload,)
+        return payload
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature with evaluated annotations. Raises GraphError at the function's line."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError as error:
+        needed = "annotations that exist when the program runs (imported, and not only for type checkers)"
+        raise fault(f"{function.__name__}: signature", str(error), needed, defined(function)) from error
+
+
+def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
+    """Read a node's signature. Raises GraphError at the function's line."""
+    sig = signature(function)
+    inputs, options = [], {}
+    parameters = list(sig.parameters.values())
+    for parameter in parameters[1:] if stateful else parameters:
+        what = f"{function.__name__}: parameter {parameter.name!r}"
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            options[parameter.name] = parameter.default
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            inputs.append(_input(parameter, what, function))
+        else:
+            needed = "a plain parameter for each input, and options after `*`"
+            raise fault(what, f"a parameter that is {parameter.kind.description}", needed, defined(function))
+    outputs, bundle, metrics = _outputs(sig.return_annotation, function, stateful)
+    returns = inspect.formatannotation(sig.return_annotation).replace("dict[str, float]", "Metrics")
+    state = parameters[0].annotation if stateful and parameters else None
+    stream = isinstance(state, type) and issubclass(state, Stream)
+    return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream)
+
+
+def type_of(annotation: Any, what: str, where: str) -> Any:
+    """The class that an annotation names (or `Any`): edges are typed by classes."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    found = get_origin(annotation) or annotation
+    if found is Any or (isinstance(found, type) and found is not inspect.Parameter.empty):
+        return found
+    given = "no annotation" if annotation is inspect.Parameter.empty else f"the annotation {annotation!r}"
+    raise fault(what, given, "a class: the type of the edge, such as Rollouts or Rewards", where)
+
+
+def _input(parameter: inspect.Parameter, what: str, function: Callable[..., Any]) -> Port:
+    annotation = parameter.annotation
+    if get_origin(annotation) in (Union, UnionType):
+        rest = [a for a in get_args(annotation) if a is not NoneType]
+        annotation = rest[0] if len(rest) == 1 else annotation
+    default = parameter.default
+    if default is not None and default is not parameter.empty:
+        needed = "no default, or None, for an input; options stand after `*`"
+        raise fault(what, f"the default {default!r}", needed, defined(function))
+    return Port(parameter.name, type_of(annotation, what, defined(function)), optional=default is None)
+
+
+def _outputs(
+    annotation: Any, function: Callable[..., Any], stateful: bool
+) -> tuple[tuple[Port, ...], Callable[..., Any], bool]:
+    """Take state and metrics off the return annotation; what is left are the outputs."""
+    what, where = f"{function.__name__}: return annotation", defined(function)
+    parts = list(get_args(annotation)) if get_origin(annotation) is tuple else [annotation]
+    if stateful:
+        if len(parts) < 2:
+            needed = "tuple[State, Output] or tuple[State, Output, Metrics], since the node has an `init`"
+            raise fault(what, repr(annotation), needed, where)
+        parts = parts[1:]
+    metrics = parts[-1] == Metrics
+    parts = parts[:-1] if metrics else parts
+    if len(parts) == 1 and get_origin(parts[0]) is tuple:
+        parts = list(get_args(parts[0]))
+    if len(parts) != 1:
+        ports = tuple(Port(str(i), type_of(part, what, where)) for i, part in enumerate(parts))
+        return ports, _tuple, metrics
+    if parts[0] in (None, NoneType):
+        return (), _tuple, metrics
+    fields = getattr(parts[0], "_fields", None)
+    if fields is not None:
+        hints = inspect.get_annotations(parts[0], eval_str=True)
+        return tuple(Port(f, type_of(hints.get(f), what, where)) for f in fields), parts[0], metrics
+    return (Port("out", type_of(parts[0], what, where)),), _single, metrics
+
+
+def _tuple(*values: Any) -> Any:
+    return values or None
+
+
+def _single(value: Any) -> Any:
+    return value

@@ -1,0 +1,143 @@
+"""Import paths: what names a function or a class in a graph, so that another process finds the same one.
+
+"package.module:name", or "/absolute/file.py:name" for a module that was loaded from a file. Names of the built-in
+programs ("aipo") are short for `penstock.programs.aipo:aipo`.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import math
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from penstock.graph.faults import fault, nearest
+from penstock.graph.ir import Json
+
+PROGRAMS = "penstock.programs"
+
+_files: dict[str, str] = {}
+"""The modules that were loaded from a file: their names, and the files' absolute paths."""
+
+
+def path_of(thing: Any) -> str:
+    """The import path of a function, class, node or program."""
+    module = thing.__module__
+    if module == "__main__" and (file := getattr(sys.modules["__main__"], "__file__", None)):
+        module = os.path.abspath(file)
+    return f"{_files.get(module, module)}:{thing.__qualname__}"
+
+
+def load(path: str) -> Any:
+    """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program.
+
+    Raises GraphError with the nearest names if there is none. What a module itself raises while it is imported is
+    not caught: its traceback names the line.
+    """
+    place, _, name = path.rpartition(":")
+    if not place and not name.endswith(".py"):
+        place = f"{PROGRAMS}.{name}"
+        if not name.isidentifier() or importlib.util.find_spec(place) is None:
+            needed = '"package.module:name", "file.py:name" or the name of a built-in program'
+            raise fault("nothing to load", repr(path), needed + nearest(name, _built_in()), "")
+    elif name.endswith(".py"):
+        place, name = path, ""
+    module = _from_file(path, place) if place.endswith(".py") else _import(path, place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise _unknown(path, module, name)
+        found = getattr(found, part)
+    return found
+
+
+def _import(path: str, module: str) -> ModuleType:
+    _reachable(os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing or not f"{module}.".startswith(f"{missing}."):
+            raise
+    needed = "a module that can be imported here (is it installed, or in the current folder?)"
+    raise fault("nothing to load", f"{path!r}: there is no module {missing!r}", needed, "")
+
+
+def _from_file(path: str, file: str) -> ModuleType:
+    """The module of a file: loaded once, whatever its path was given as."""
+    real = os.path.abspath(file)
+    if not os.path.isfile(real):
+        siblings = [p.name for p in Path(real).parent.glob("*.py")]
+        given = f"{path!r}: there is no file {real}"
+        raise fault("nothing to load", given, "an existing file" + nearest(Path(real).name, siblings), "")
+    main = sys.modules.get("__main__")
+    if main is not None and os.path.abspath(getattr(main, "__file__", None) or "") == real:
+        return main
+    # The name must be the same in every process, since keys and digests may hold it.
+    module = f"penstock_file_{hashlib.blake2b(real.encode(), digest_size=6).hexdigest()}"
+    if module in sys.modules:
+        return sys.modules[module]
+    spec = importlib.util.spec_from_file_location(module, real)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[module], _files[module] = made, real
+    _reachable(os.path.dirname(real))
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[module]
+        raise
+    return made
+
+
+def _reachable(folder: str) -> None:
+    """Let modules beside a user's file be imported; last in the path, so that they shadow nothing."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _unknown(path: str, module: ModuleType, name: str) -> Exception:
+    public = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+    own = [n for n, v in public.items() if getattr(v, "__module__", "") == module.__name__]
+    needed = 'a name after ":"' if not name else f"a name that is defined at the top of {module.__file__}"
+    if "<locals>" in name or "<lambda>" in name:
+        needed += " (other processes cannot import what is defined inside a function)"
+    return fault("nothing to load", repr(path), needed + nearest(name, own or public), "")
+
+
+def _built_in() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__)]
+
+
+def encode(value: Any, what: str) -> Json:
+    """An option as JSON; a node, function or class as `{"path": …}`. `what` names the option in the error."""
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
+        return value
+    if isinstance(value, list | tuple):
+        return [encode(item, what) for item in value]
+    if isinstance(value, dict) and all(type(key) is str for key in value) and set(value) != {"path"}:
+        return {key: encode(item, what) for key, item in value.items()}
+    if isinstance(value, FunctionType | BuiltinFunctionType | type) or hasattr(value, "__wrapped__"):
+        path = path_of(value)
+        if "<" not in path:
+            return {"path": path}
+        needed = "one that is defined at the top of a module, so that other processes can import it"
+        raise fault(what, path, needed)
+    needed = "a constant (number, text, True, False, None, or lists and dicts of them), a function or a node"
+    raise fault(what, f"{value!r} ({type(value).__name__})", needed)
+
+
+def resolve(option: Json) -> Any:
+    """The inverse of `encode`, but for tuples, which stay lists."""
+    if isinstance(option, list):
+        return [resolve(item) for item in option]
+    if isinstance(option, dict):
+        if set(option) == {"path"}:
+            return load(option["path"])
+        return {key: resolve(item) for key, item in option.items()}
+    return option

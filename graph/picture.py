@@ -1,0 +1,91 @@
+"""A graph as boxes and links, as people draw it: a broadcast is not a box but the link that feeds weights back."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.graph.ir import Argument, Graph, Json, Node, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An argument or a node. `note` is a second, short line."""
+
+    name: str
+    title: str
+    note: str
+    pool: str
+    kind: Literal["source", "frozen", "node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From a box's output to a box: within an update ("data"), to a later one ("feedback"), or to the next update of
+    the same box ("own")."""
+
+    tail: str
+    output: str
+    head: str
+    label: str
+    kind: Literal["data", "feedback", "own"]
+
+
+def picture(graph: Graph) -> tuple[list[Box], list[Link]]:
+    """The boxes in program order and the links between them. Arguments that updates change have no box of their own:
+    the node that makes their next value stands for them."""
+    boxes = [_argument(a) for a in graph.arguments if graph.producer(a.name) is None]
+    boxes += [_node(n, graph) for n in graph.nodes if n.construct == "call"]
+    known = {box.name for box in boxes}
+    links = [_link(graph, item.ref, n) for n in graph.nodes if n.construct == "call" for item in n.inputs]
+    return boxes, [link for link in links if link.tail in known]
+
+
+def value(option: Json) -> str:
+    """An option as the program would write it."""
+    if isinstance(option, dict) and set(option) == {"path"}:
+        return str(option["path"]).rpartition(":")[2]
+    if isinstance(option, list):
+        return f"({', '.join(map(value, option))}{',' if len(option) == 1 else ''})"
+    return repr(option)
+
+
+def short(type_: str) -> str:
+    """A type without its module."""
+    return type_.rpartition(":")[2]
+
+
+def clock(node: Node) -> str:
+    if node.clock == "update" and node.every > 1:
+        return f"every {node.every} updates"
+    return f"per {node.clock}"
+
+
+def _argument(argument: Argument) -> Box:
+    frozen = argument.kind == "carried"
+    note = f"{short(argument.type)}, frozen" if frozen else "source"
+    return Box(argument.name, argument.name, note, argument.pool, "frozen" if frozen else "source")
+
+
+def _node(node: Node, graph: Graph) -> Box:
+    """The note tells the options that say most: those that the program's own flags set, and functions."""
+    flags = dict(graph.options)
+    told = [f"{k}={value(v)}" for k, v in node.options if k in flags or isinstance(v, dict)]
+    return Box(node.name, node.name, ", ".join([clock(node), *told[:2]]), node.pool, "node")
+
+
+def _link(graph: Graph, ref: Ref, head: Node) -> Link:
+    lag = ""
+    if ref.node in graph and graph[ref.node].construct == "broadcast":
+        node = graph[ref.node]
+        lag, ref = f", lag={node.lag}", node.inputs[0].ref
+    maker = graph.producer(ref.node)
+    if maker is not None:
+        kind: Literal["own", "feedback"] = "own" if maker == head.name and not lag else "feedback"
+        return Link(maker, dict(graph.results)[ref.node].output, head.name, ref.node + lag, kind)
+    return Link(ref.node, ref.output, head.name, "Weights" if lag else _type(graph, ref), "data")
+
+
+def _type(graph: Graph, ref: Ref) -> str:
+    if ref.node in graph:
+        return next((short(o.type) for o in graph[ref.node].outputs if o.name == ref.output), "")
+    argument = graph.argument(ref.node)
+    return short(argument.type) if argument else ""

@@ -1,0 +1,264 @@
+"""The rules that `check` applies to a graph, each a function that yields its faults.
+
+A rule says nothing about what another rule has found broken (a name that does not exist is one fault, not five), so
+all rules run on every graph.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.graph.faults import Fault, nearest
+from penstock.graph.ir import Argument, Input, Node, Ref
+from penstock.graph.view import View
+
+
+def _say(what: Node | Argument, item: Input | None = None) -> str:
+    if item is not None:
+        return f"{what.name}: input {item.name!r}"
+    return what.name if isinstance(what, Node) else f"{what.kind} {what.name!r}"
+
+
+def _short(type_: str) -> str:
+    return type_.rpartition(":")[2] or "a value of no known type"
+
+
+def _names(view: View) -> Iterator[Fault]:
+    seen: dict[str, Node | Argument] = {}
+    for thing in view.things:
+        if thing.name in seen:
+            given = f"the name a second time; the first is at {seen[thing.name].where or 'the same place'}"
+            yield Fault(_say(thing), given, "a name of its own: two producers of one value", thing.where)
+        seen.setdefault(thing.name, thing)
+
+
+def _forms(view: View) -> Iterator[Fault]:
+    """Clocks and constructs that the language has."""
+    for node in view.graph.nodes:
+        if node.clock not in ("group", "update"):
+            yield Fault(f"{node.name}: clock", repr(node.clock), '"group" or "update"', node.where)
+        if node.construct not in ("call", "broadcast"):
+            yield Fault(f"{node.name}: construct", repr(node.construct), '"call" or "broadcast"', node.where)
+        elif node.construct == "call" and node.lag is not None:
+            yield Fault(f"{node.name}: lag", repr(node.lag), "none: a lag belongs to a broadcast", node.where)
+        elif node.construct == "broadcast" and (len(node.inputs) != 1 or node.clock != "update"):
+            given = f"{len(node.inputs)} inputs, clock {node.clock!r}"
+            yield Fault(node.name, given, "a broadcast of one value, once per update", node.where)
+
+
+def _references(view: View) -> Iterator[Fault]:
+    known = [*view.arguments, *view.nodes]
+
+    def missing(ref: Ref) -> tuple[str, str] | None:
+        if view.type_of(ref) is not None:
+            return None
+        if ref.node not in known:
+            return f"{str(ref)!r}, which is nowhere in the graph", f"an argument or node{nearest(ref.node, known)}"
+        outputs = [o.name for o in view.nodes[ref.node].outputs] if ref.node in view.nodes else ["out"]
+        has = f"an output of {ref.node}: {', '.join(outputs)}" if outputs else "a node with outputs"
+        return f"{str(ref)!r}, an output that {ref.node} does not have", has
+
+    for node, item in view.inputs():
+        if said := missing(item.ref):
+            yield Fault(_say(node, item), *said, node.where)
+    for name, ref in view.graph.results:
+        if said := missing(ref):
+            yield Fault(f"the next {name!r}", *said, view.graph.where)
+
+
+def _types(view: View) -> Iterator[Fault]:
+    for node, item in view.inputs():
+        given = view.type_of(item.ref)
+        if given is not None and not view.fits(given, item.type):
+            yield Fault(_say(node, item), f"{_short(given)} (from {item.ref})", _short(item.type), node.where)
+    for name, ref in view.graph.results:
+        given, argument = view.type_of(ref), view.arguments.get(name)
+        if given is not None and argument is not None and not view.fits(given, argument.type):
+            where = view.nodes[ref.node].where if ref.node in view.nodes else view.graph.where
+            yield Fault(f"the next {name!r}", f"{_short(given)} (from {ref})", _short(argument.type), where)
+
+
+def _clocks(view: View) -> Iterator[Fault]:
+    """What may be read by a node that fires per group, per update, or by a broadcast."""
+    for node in view.graph.nodes:
+        if node.construct == "broadcast":
+            for item in node.inputs:
+                argument = view.arguments.get(item.ref.node)
+                if view.type_of(item.ref) is not None and (argument is None or argument.kind != "carried"):
+                    given = f"{str(item.ref)!r}, which is " + ("a source" if argument else "the output of a node")
+                    yield Fault(node.name, given, "a carried value: an argument that the program returns", node.where)
+        elif node.clock == "group":
+            for item in node.inputs:
+                maker = view.nodes.get(item.ref.node)
+                if maker is not None and maker.clock == "update" and maker.construct == "call":
+                    needed = "a per-group value, or a carried value through broadcast(…, lag=k)"
+                    given = f"{str(item.ref)!r}, which {maker.name} makes once per update"
+                    yield Fault(f"{_say(node, item)} of a per-group node", given, needed, node.where)
+            if not any(view.per_group(i.ref) or view.type_of(i.ref) is None for i in node.inputs):
+                reads = ", ".join(str(i.ref) for i in node.inputs) or "no input"
+                needed = "at least one input per group (a source, or what a per-group node makes)"
+                yield Fault(f"{node.name} fires per group", reads, needed, node.where)
+        elif not node.inputs:
+            yield Fault(node.name, "no input", "at least one", node.where)
+
+
+def _carried(view: View) -> Iterator[Fault]:
+    """Each carried value has one next value, made once per update, and a reader."""
+    graph, seen = view.graph, set()
+    names = [name for name, _ in graph.results]
+    for name, ref in graph.results:
+        argument = view.arguments.get(name)
+        node = view.nodes.get(ref.node)
+        what, where = f"the next {name!r}", node.where if node is not None else graph.where
+        if argument is None or argument.kind != "carried":
+            kind = "a source" if argument else "no argument"
+            carried = [a.name for a in graph.carried]
+            yield Fault(what, f"{name!r}, which is {kind}", f"a carried value{nearest(name, carried)}", where)
+        elif name in seen:
+            yield Fault(what, "two producers of one value", "one result for each carried value", where)
+        elif node is None and ref != Ref(name) and view.type_of(ref) is not None:
+            needed = f"{name!r} itself, or what a node makes (a copy needs a node)"
+            yield Fault(what, f"another argument, {str(ref)!r}", needed, where)
+        elif node is not None and (node.clock != "update" or node.construct != "call"):
+            kind = "a broadcast" if node.construct == "broadcast" else "made once per group"
+            yield Fault(what, f"{str(ref)!r}, which is {kind}", 'what a node with clock="update" makes', where)
+        elif node is not None and (other := next((n for n, r in graph.results if r == ref and n in seen), None)):
+            needed = "a value of its own (an update may change it in place)"
+            yield Fault(what, f"{str(ref)!r}, which is the next {other!r} too", needed, where)
+        seen.add(name)
+    for argument in graph.arguments:
+        if argument.kind == "carried" and argument.name not in names:
+            needed = "its next value among the program's results (itself, if it never changes)"
+            yield Fault(_say(argument), "no next value", needed, argument.where)
+        if not argument.maker and view.readers(argument.name):
+            needed = "a type with the class attribute `maker`, the import path of what makes the value in a worker"
+            yield Fault(_say(argument), f"{_short(argument.type)}, without a maker", needed, argument.where)
+
+
+def _donations(view: View) -> Iterator[Fault]:
+    """An update changes a carried value in place, so only one node may be given a value to update."""
+    for carried in view.graph.carried:
+        takers = [n for n in view.graph.nodes if carried.name in _taken(view, n)]
+        for second in takers[1:]:
+            given = f"{carried.name!r}, which {takers[0].name} ({takers[0].where}) updates too"
+            needed = f"one update of a value; the second takes what {takers[0].name} returns"
+            yield Fault(f"{second.name} updates a value", given, needed, second.where)
+
+
+def _taken(view: View, node: Node) -> set[str]:
+    """The carried values that a node updates: those it makes; else, if it makes something of the same type, the one
+    that is its first input, which is where the value to update stands."""
+    if node.clock != "update" or node.construct != "call":
+        return set()
+    reads = {i.ref.node for i in node.inputs}
+    made = {c for c, maker in view.makers.items() if maker == node.name}
+    if made or not node.inputs or not view.changing(node.inputs[0].ref):
+        return made & reads
+    first = view.arguments[node.inputs[0].ref.node]
+    return {first.name} if any(view.fits(o.type, first.type) for o in node.outputs) else set()
+
+
+def _cycles(view: View) -> Iterator[Fault]:
+    """Feedback goes through updates: a per-group node reads what changes through a broadcast only."""
+    import networkx as nx  # type: ignore[import-untyped]  # late: it takes longer to import than a graph to check
+
+    flow = nx.DiGraph([(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes])
+    flow.add_nodes_from(view.nodes)
+    for node, item in view.inputs():
+        if node.clock == "group" and node.construct == "call" and view.changing(item.ref):
+            maker, name = view.makers[item.ref.node], item.ref.node
+            back = (
+                nx.shortest_path(flow, node.name, maker)
+                if maker in flow and nx.has_path(flow, node.name, maker)
+                else []
+            )
+            given = f"the cycle without a lag {' → '.join([name, *back, name])}" if back else f"{name!r}, which changes"
+            yield Fault(_say(node, item), given, f"broadcast({name}, lag=k)", node.where)
+    waits = [
+        (n.name, view.makers[i.ref.node])
+        for n, i in view.inputs()
+        if n.construct == "call" and n.clock == "update" and view.changing(i.ref) and n.name != view.makers[i.ref.node]
+    ]
+    flow.add_edges_from((reader, maker) for reader, maker in waits if maker in flow)
+    for names in nx.strongly_connected_components(flow):
+        part = flow.subgraph(names)
+        if part.number_of_edges():
+            cycle = [tail for tail, _ in nx.find_cycle(part)]
+            yield _cycle_fault(view, cycle, waits)
+
+
+def _cycle_fault(view: View, cycle: list[str], waits: list[tuple[str, str]]) -> Fault:
+    first = min(cycle, key=list(view.nodes).index)
+    at = cycle.index(first)
+    names = cycle[at:] + cycle[:at]
+    needed = "no cycle but through a carried value and broadcast(…, lag=k)"
+    if any(step in waits for step in zip(names, names[1:] + names[:1], strict=True)):
+        needed = (
+            "an order of the updates: a node that makes a carried value's next value waits until the others have read "
+            "the value as it is; let one of these read the other's result instead"
+        )
+    given = f"the cycle without a lag {' → '.join([*names, names[0]])}"
+    return Fault(f"{first} waits for itself", given, needed, view.nodes[first].where)
+
+
+def _unused(view: View) -> Iterator[Fault]:
+    used = {i.ref for _, i in view.inputs()} | {ref for _, ref in view.graph.results}
+    for node in view.graph.nodes:
+        for output in node.outputs:
+            if Ref(node.name, output.name) not in used:
+                given = f"nobody who uses it: {Ref(node.name, output.name)} ({_short(output.type)})"
+                yield Fault(
+                    f"{node.name}: output {output.name!r}", given, "a node that reads it, or no call", node.where
+                )
+    for argument in view.graph.arguments:
+        if not view.readers(argument.name):
+            needed = "a node that reads it, or no such argument"
+            yield Fault(_say(argument), "nobody who reads it", needed, argument.where)
+
+
+def _numbers(view: View) -> Iterator[Fault]:
+    def wrong(value: Any, least: int) -> bool:
+        return type(value) is not int or value < least
+
+    if view.batch is not None and wrong(view.batch, 1):
+        yield Fault(
+            "batch", repr(view.batch), "a whole number of prompt groups per update, at least 1", view.graph.where
+        )
+    for node in view.graph.nodes:
+        if node.construct == "broadcast" and wrong(node.lag, 0):
+            needed = "a whole number of updates, at least 0 (0 is synchronous)"
+            yield Fault(f"{node.name}: lag", repr(node.lag), needed, node.where)
+        if wrong(node.every, 1):
+            yield Fault(f"{node.name}: every", repr(node.every), "a whole number of updates, at least 1", node.where)
+        for name, value in node.options:
+            if name == "samples" and wrong(value, 1):
+                needed = "a whole number of responses per prompt, at least 1"
+                yield Fault(f"{node.name}: option 'samples'", repr(value), needed, node.where)
+
+
+def _places(view: View) -> Iterator[Fault]:
+    """A carried value stays in its pool."""
+    for node, item in view.inputs():
+        argument = view.arguments.get(item.ref.node)
+        if argument is None or argument.kind != "carried" or node.construct == "broadcast":
+            continue
+        if view.pools[node.name] != view.pools[argument.name] and not (
+            node.clock == "group" and view.changing(item.ref)
+        ):
+            given = f"{argument.name!r}, which pool {view.pools[argument.name]!r} holds"
+            needed = f"a value of its own pool {view.pools[node.name]!r}, or broadcast({argument.name}, lag=k)"
+            yield Fault(_say(node, item), given, needed, node.where)
+
+
+RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
+    _names,
+    _forms,
+    _references,
+    _types,
+    _clocks,
+    _carried,
+    _donations,
+    _cycles,
+    _unused,
+    _numbers,
+    _places,
+)

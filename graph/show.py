@@ -1,0 +1,129 @@
+"""A graph for people and for files: text that reads like the program, Mermaid, and JSON."""
+
+import json
+import textwrap
+from pathlib import Path
+
+from penstock.graph.faults import Fault, GraphError
+from penstock.graph.ir import Graph, Node, Ref
+from penstock.graph.picture import clock, picture, short, value
+
+WIDTH = 88
+
+
+def text(graph: Graph) -> str:
+    """The graph as a program: each value has the name that its first reader gives it."""
+    names = _names(graph)
+    arguments = [f"{_local(a.name)}: {short(a.type)}" for a in graph.arguments]
+    options = [f"{name}={value(v)}" for name, v in graph.options]
+    head = f"def {graph.name}({', '.join([*arguments, '*', *options] if options else arguments)}):"
+    lines = textwrap.wrap(head, WIDTH, subsequent_indent=" " * (len(graph.name) + 5), break_long_words=False)
+    if graph.doc:
+        summary = graph.doc.splitlines()[0]
+        lines.append(f'    """{summary}"""')
+    inline = _returned_call(graph)
+    calls = [(_statement(graph, n, names, returned=n is inline), _comment(n)) for n in graph.nodes]
+    column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
+    for (first, *rest), comment in calls:
+        lines += [f"{first:<{column}}# {comment}", *rest]
+    if inline is None:
+        results = [f'"{name}": {names.get(ref, ref)}' for name, ref in graph.results]
+        alone = len(results) == 1 and graph.arguments and graph.results[0][0] == graph.arguments[0].name
+        lines.append(f"    return {results[0].partition(': ')[2] if alone else '{' + ', '.join(results) + '}'}")
+    return "\n".join(lines)
+
+
+def mermaid(graph: Graph) -> str:
+    """The picture in Mermaid's language, as GitHub draws it in a Markdown file."""
+    boxes, links = picture(graph)
+    ids = {box.name: f"n{i}" for i, box in enumerate(boxes)}
+    lines = ["flowchart LR"]
+    for number, pool in enumerate(dict.fromkeys(box.pool for box in boxes)):
+        lines.append(f'  subgraph p{number}["{pool}"]')
+        for box in boxes:
+            if box.pool == pool:
+                opening, closing = ("[", "]") if box.kind == "node" else ("([", "])")
+                lines.append(f'    {ids[box.name]}{opening}"{_escape(box.title)}<br/>{_escape(box.note)}"{closing}')
+        lines.append("  end")
+    for link in links:
+        arrow = "-->" if link.kind == "data" else "-.->"
+        lines.append(f'  {ids[link.tail]} {arrow}|"{_escape(link.label)}"| {ids[link.head]}')
+    return "\n".join(lines) + "\n"
+
+
+def dumps(graph: Graph) -> str:
+    """The graph as JSON, which `loads` makes an equal graph of."""
+    return json.dumps(graph.to_json(), indent=1, ensure_ascii=False) + "\n"
+
+
+def loads(data: str, where: str = "") -> Graph:
+    """The graph of a JSON text. Raises GraphError for a text that is none; `where` says where it comes from."""
+    needed = "the JSON of a graph, as `penstock show --json` prints it"
+    try:
+        return Graph.from_json(json.loads(data))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        given = f"{type(error).__name__}: {error}"
+        raise GraphError(Fault("nothing to load", given, needed, where)) from error
+
+
+def read(path: Path | str) -> Graph:
+    """The graph in a file, such as a run's `graph.json`."""
+    return loads(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def _local(name: str) -> str:
+    """A name without the prefix that a second graph of a run has."""
+    return name.rpartition(".")[2]
+
+
+def _names(graph: Graph) -> dict[Ref, str]:
+    """A variable's name for each value: what its first reader calls it; "next_policy" for the next policy."""
+    names = {Ref(a.name): _local(a.name) for a in graph.arguments}
+    results = {ref: f"next_{name}" for name, ref in graph.results if ref not in names}
+    called: dict[Ref, str] = {}
+    for node in graph.nodes:
+        for item in node.inputs if node.construct == "call" else ():
+            called.setdefault(item.ref, item.name)
+    for node in graph.nodes:
+        for output in node.outputs:
+            ref = Ref(node.name, output.name)
+            own = _local(node.name) if len(node.outputs) == 1 else f"{_local(node.name)}_{output.name}"
+            wishes = [w for w in (results.get(ref), called.get(ref), own) if w and w not in names.values()]
+            names[ref] = wishes[0] if wishes else f"{own}_"
+    return names
+
+
+def _returned_call(graph: Graph) -> Node | None:
+    """The last node, if it makes all that the program returns: then it is written into the return statement."""
+    if len(graph.results) != 1 or not graph.nodes:
+        return None
+    (name, ref), last = graph.results[0], graph.nodes[-1]
+    alone = ref.node == last.name and len(last.outputs) == 1
+    return last if alone and name == graph.arguments[0].name else None
+
+
+def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
+    """The call's lines."""
+    function = short(node.op) if node.construct == "call" else node.construct
+    words = [names.get(i.ref, str(i.ref)) for i in node.inputs]
+    words += [f"lag={node.lag}"] if node.construct == "broadcast" else []
+    words += [f"{name}={value(v)}" for name, v in node.options]
+    targets = ", ".join(names[Ref(node.name, o.name)] for o in node.outputs)
+    start = "    return " if returned else f"    {targets} = " if targets else "    "
+    opening = f"{start}{function}("
+    # Non-breaking spaces keep each argument in one piece.
+    body = ", ".join(word.replace(" ", "\xa0") for word in words) + ")"
+    wrapped = textwrap.wrap(
+        body, WIDTH, initial_indent=opening, subsequent_indent=" " * len(opening), break_long_words=False
+    )
+    return [line.replace("\xa0", " ") for line in wrapped]
+
+
+def _comment(node: Node) -> str:
+    function = short(node.op) if node.construct == "call" else node.construct
+    named = [] if node.name == function else [node.name]
+    return ", ".join([*named, *([f"to {node.pool}"] if node.construct == "broadcast" else [node.pool, clock(node)])])
+
+
+def _escape(words: str) -> str:
+    return words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")

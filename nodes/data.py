@@ -1,0 +1,171 @@
+"""Where prompts and demonstrations come from: generated arithmetic, or a JSONL file with GSM8K's fields.
+
+Both are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
+`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+from penstock.graph.types import Batchable, Context, Prompts, Source
+from penstock.nodes.arithmetic import draw_problem, held_out, is_sloppy
+
+ROWS = 32
+"""Demonstrations in one group, so that an update of 128 takes four groups."""
+MAX_HELD_OUT = 500
+FINAL = "####"
+"""GSM8K writes the final number after this."""
+
+
+class DataError(ValueError):
+    """The data cannot be used as it is: what was given, what is needed, file and line."""
+
+
+@dataclass
+class Demonstrations(Batchable):
+    """Prompts with what a teacher wrote after each, one entry per row."""
+
+    texts: tuple[str, ...]
+    responses: tuple[str, ...]
+
+    maker: ClassVar[str] = "penstock.nodes.data:open_demonstrations"
+    pool: ClassVar[str] = "trainer"
+
+
+def open_prompts(context: Context) -> Source:
+    """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
+    digits = _arithmetic_digits(context.data)
+    return FilePrompts(context) if digits is None else ArithmeticPrompts(context, digits)
+
+
+def open_demonstrations(context: Context) -> Source:
+    """A teacher's demonstrations, `ROWS` per ordinal."""
+    digits = _arithmetic_digits(context.data)
+    return FileDemonstrations(context) if digits is None else ArithmeticDemonstrations(context, digits)
+
+
+class ArithmeticPrompts:
+    """Training problems for ever, or the held-out ones again and again."""
+
+    def __init__(self, context: Context, digits: int) -> None:
+        self.context, self.digits = context, digits
+
+    def read(self, ordinal: int) -> Prompts:
+        if self.context.split == "evaluate":
+            problems = held_out(self.digits)
+            problem = problems[ordinal % len(problems)]
+        else:
+            problem = draw_problem(self.context, self.digits, ordinal)
+        return Prompts((ordinal,), (problem.text,), (problem.answer,))
+
+
+class ArithmeticDemonstrations:
+    """A sloppy teacher, who is right less than half of the time: something is left for RL to find."""
+
+    def __init__(self, context: Context, digits: int) -> None:
+        self.context, self.digits = context, digits
+
+    def read(self, ordinal: int) -> Demonstrations:
+        problems = [draw_problem(self.context, self.digits, ordinal, row) for row in range(ROWS)]
+        responses = [p.demonstration(is_sloppy(self.context, ordinal, row)) for row, p in enumerate(problems)]
+        return Demonstrations(tuple(p.text for p in problems), tuple(responses))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A problem of a file: `answer` is the final number, `solution` the whole text that leads to it."""
+
+    question: str
+    answer: str
+    solution: str
+
+
+class _Epochs:
+    """Rows of a file by ordinal, in another keyed order in each epoch.
+
+    A fixed tenth of the rows, at most 500, is the evaluation's; of a file with fewer than ten rows, all are both.
+    """
+
+    def __init__(self, context: Context) -> None:
+        rows = read_jsonl(Path(context.data))
+        order = _permutation(len(rows), 0)
+        num_held_out = min(MAX_HELD_OUT, len(rows) // 10)
+        evaluate = context.split == "evaluate"
+        chosen = order[:num_held_out] if evaluate and num_held_out else order[num_held_out:]
+        self.rows = [rows[i] for i in chosen]
+        self.context = context
+
+    def row(self, index: int) -> Row:
+        epoch, place = divmod(index, len(self.rows))
+        if self.context.split == "evaluate":
+            return self.rows[place]
+        return self.rows[_permutation(len(self.rows), self.context.key("epoch", epoch))[place]]
+
+
+class FilePrompts(_Epochs):
+    def read(self, ordinal: int) -> Prompts:
+        row = self.row(ordinal)
+        return Prompts((ordinal,), (row.question,), (row.answer,))
+
+
+class FileDemonstrations(_Epochs):
+    def read(self, ordinal: int) -> Demonstrations:
+        rows = [self.row(ordinal * ROWS + i) for i in range(ROWS)]
+        return Demonstrations(tuple(r.question for r in rows), tuple(r.solution for r in rows))
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """All rows of a file with one JSON object per line. A faulty row raises `DataError` with file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"{path}: given an empty file, needed a JSON object per line with question and answer")
+    return rows
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: given a line that is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with question and answer")
+    for field in ("question", "answer"):
+        if field not in row:
+            raise DataError(f"{where}: given the fields {sorted(row)}, needed {field!r}")
+        if not isinstance(row[field], str) or not row[field].strip():
+            raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
+    _, mark, final = row["answer"].rpartition(FINAL)
+    if not mark or not final.strip():
+        raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
+    return Row(row["question"], final.strip(), row["answer"])
+
+
+def _arithmetic_digits(data: str) -> int | None:
+    """The digits that "arithmetic[:DIGITS]" asks for; None for the path of a file that is there."""
+    name, _, digits = (data or "arithmetic").partition(":")
+    if name == "arithmetic":
+        if (digits or "3") not in "23456":
+            raise DataError(f"data: given {data!r}, needed arithmetic:2 to arithmetic:6")
+        return int(digits or 3)
+    if Path(data).is_file():
+        return None
+    close = get_close_matches(name, ["arithmetic"])
+    hint = " (did you mean 'arithmetic'?)" if close else ""
+    raise DataError(f"data: given {data!r}, which is no file; needed 'arithmetic' or a JSONL file{hint}")
+
+
+@lru_cache(maxsize=4)
+def _permutation(size: int, key: int) -> Sequence[int]:
+    order = list(range(size))
+    random.Random(key).shuffle(order)
+    return order

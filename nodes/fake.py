@@ -1,0 +1,234 @@
+"""Deterministic stand-ins for the nodes of an algorithm, with given durations: schedules without a model.
+
+What they compute depends on all that the real nodes' results depend on (prompts, the weights of each token, the
+groups of an update), so a lost group, a wrong order or stale weights change the final policy. Durations never do.
+
+`raise_at` and `hang_at` name a firing (a group's ordinal, an update) that raises or never ends; −1 is none.
+`jitter_ms` adds to each firing's `ms` between nothing and so much more, keyed by the firing.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.graph import node
+from penstock.graph.types import Carried, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Source, Weights
+
+WIDTH = 64
+TOKENS = 4
+HANG_S = 3600.0
+STEP_S = 0.0005
+"""The longest that one step of the generator sleeps, so that messages are not kept waiting."""
+
+
+class FakeError(RuntimeError):
+    """Raised where `raise_at` says so."""
+
+
+class FakePolicy(Policy):
+    """A vector and its momentum, in place of a model and its optimizer."""
+
+    maker: ClassVar[str] = "penstock.nodes.fake:make_policy"
+
+    def __init__(self, context: Context) -> None:
+        self.version = 0
+        self.sync_s = float(context.options.get("sync_ms", 0.0)) / 1000
+        self.values_W = torch.linspace(0.5, 1.5, WIDTH)
+        self.momentum_W = torch.zeros(WIDTH)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        time.sleep(self.sync_s)
+        return {"values": self.values_W}
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {"values": self.values_W, "momentum": self.momentum_W}, {"version": self.version}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.values_W = tensors["values"].clone()
+        self.momentum_W = tensors["momentum"].clone()
+        self.version = facts["version"]
+
+    def export(self, folder: str) -> None:
+        """There is nothing that other tools could read."""
+
+
+class FakePrompts(Prompts):
+    """Prompts that are their own ordinals."""
+
+    maker: ClassVar[str] = "penstock.nodes.fake:open_prompts"
+
+
+class _Ordinals:
+    def read(self, ordinal: int) -> Prompts:
+        return FakePrompts((ordinal,), (f"prompt {ordinal}",), (str(ordinal),))
+
+
+def make_policy(context: Context) -> Carried:
+    return FakePolicy(context)
+
+
+def open_prompts(context: Context) -> Source:
+    return _Ordinals()
+
+
+@dataclass
+class _Group:
+    """A group in work: the time of its next token, and the samples' tokens so far, each [N, 1]."""
+
+    prompts: Prompts
+    behaviour: Weights
+    due: float
+    tokens: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """Works on any number of groups at once; each token is made with the weights that are live when it is due."""
+
+    def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0, raise_at: int = -1, hang_at: int = -1) -> None:
+        self.samples, self.ms, self.jitter_ms = samples, ms, jitter_ms
+        self.raise_at, self.hang_at = raise_at, hang_at
+        self.groups: dict[Any, _Group] = {}
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        prompts: Prompts = inputs["prompts"]
+        ordinal = prompts.ordinals[0]
+        _fault("fake_generate", ordinal, self.raise_at, self.hang_at)
+        self.groups[tag] = _Group(prompts, inputs["behaviour"], time.monotonic() + self._token_s(ordinal))
+
+    def step(self) -> Sequence[tuple[Any, Any]]:
+        """Make the tokens that are due. With nothing due, wait for the next one, at most `STEP_S`."""
+        wait = min(group.due for group in self.groups.values()) - time.monotonic()
+        if wait > 0:
+            time.sleep(min(wait, STEP_S))
+        now, finished = time.monotonic(), []
+        for tag, group in list(self.groups.items()):
+            while group.due <= now and len(group.tokens) < TOKENS:
+                self._make_token(group)
+            if len(group.tokens) == TOKENS:
+                del self.groups[tag]
+                finished.append((tag, _rollouts(group, self.samples)))
+        return finished
+
+    def busy(self) -> bool:
+        return bool(self.groups)
+
+    def _token_s(self, ordinal: int) -> float:
+        return _duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / TOKENS
+
+    def _make_token(self, group: _Group) -> None:
+        ordinal, place = group.prompts.ordinals[0], len(group.tokens)
+        weights_W = group.behaviour.tensors["values"]
+        keys_N = torch.tensor([_key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
+        logprobs_N = -weights_W[keys_N].float().abs()
+        group.tokens.append(keys_N[:, None] + (logprobs_N * 1000).long()[:, None].abs())
+        group.logprobs.append(logprobs_N[:, None])
+        group.versions.append(group.behaviour.version)
+        group.due += self._token_s(ordinal)
+
+
+def _init_engine(context: Context, **options: Any) -> FakeEngine:
+    return FakeEngine(**options)
+
+
+@node(pool="generator", init=_init_engine)
+def fake_generate(
+    engine: FakeEngine,
+    prompts: Prompts,
+    behaviour: Weights,
+    *,
+    samples: int = 4,
+    ms: float = 0.0,
+    jitter_ms: float = 0.0,
+    raise_at: int = -1,
+    hang_at: int = -1,
+) -> tuple[FakeEngine, Rollouts]:
+    """`samples` responses of four tokens that depend on the prompt and on each token's weights, `ms` per group."""
+    engine.submit(0, {"prompts": prompts, "behaviour": behaviour})
+    finished: Sequence[tuple[Any, Any]] = ()
+    while not finished:
+        finished = engine.step()
+    return engine, finished[0][1]
+
+
+@node(pool="scorer")
+def fake_score(
+    rollouts: Rollouts, *, ms: float = 0.0, jitter_ms: float = 0.0, raise_at: int = -1, hang_at: int = -1
+) -> tuple[Rewards, Metrics]:
+    """A reward between 0 and 1 that depends on every token."""
+    ordinal = rollouts.ordinals[0]
+    _fault("fake_score", ordinal, raise_at, hang_at)
+    time.sleep(_duration(ms, jitter_ms, "fake_score", ordinal) / 1000)
+    values_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
+    return Rewards(values_N), {"reward_mean": float(values_N.mean())}
+
+
+@node(pool="trainer", clock="update")
+def fake_update(
+    policy: FakePolicy,
+    rollouts: Rollouts,
+    rewards: Rewards,
+    *,
+    ms: float = 0.0,
+    jitter_ms: float = 0.0,
+    raise_at: int = -1,
+    hang_at: int = -1,
+) -> tuple[FakePolicy, Metrics]:
+    """The next vector: depends on the old one and on each row's place, tokens, log-probabilities and reward."""
+    _fault("fake_update", policy.version, raise_at, hang_at)
+    time.sleep(_duration(ms, jitter_ms, "fake_update", policy.version) / 1000)
+    gradient_W = torch.zeros(WIDTH)
+    for row, value in enumerate(rewards.values_N.tolist()):
+        place_T = rollouts.tokens_NS[row, 1:] % WIDTH
+        gradient_W[place_T] += (value + row * 0.01) * (1 + rollouts.logprobs_NT[row])
+    policy.momentum_W = 0.9 * policy.momentum_W + gradient_W / len(rollouts)
+    policy.values_W = (policy.values_W + 0.01 * policy.momentum_W).clamp(0.01, 4.0)
+    lags_NT = policy.version - rollouts.versions_NT
+    policy.version += 1
+    metrics = {
+        "loss": float(gradient_W.mean()),
+        "lag_mean": float(lags_NT.float().mean()),
+        "lag_max": float(lags_NT.max()),
+        "tokens": float(rollouts.lengths().sum()),
+    }
+    return policy, metrics
+
+
+def _rollouts(group: _Group, samples: int) -> Rollouts:
+    """One prompt token (0), then the response."""
+    tokens_NT, logprobs_NT = torch.cat(group.tokens, 1), torch.cat(group.logprobs, 1)
+    return Rollouts(
+        ordinals=group.prompts.ordinals * samples,
+        prompts=group.prompts.texts * samples,
+        answers=group.prompts.answers * samples,
+        texts=tuple(" ".join(map(str, row)) for row in tokens_NT.tolist()),
+        tokens_NS=torch.cat([torch.zeros(samples, 1, dtype=torch.long), tokens_NT], 1),
+        prompt_lengths_N=torch.ones(samples, dtype=torch.long),
+        response_lengths_N=torch.full((samples,), TOKENS),
+        logprobs_NT=logprobs_NT,
+        versions_NT=torch.tensor(group.versions).expand(samples, TOKENS).clone(),
+        finished_N=torch.ones(samples, dtype=torch.bool),
+    )
+
+
+def _key(*parts: str | int) -> int:
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _duration(ms: float, jitter_ms: float, name: str, index: int) -> float:
+    """Milliseconds of one firing."""
+    return ms + jitter_ms * (_key("jitter", name, index) % 10_000) / 10_000
+
+
+def _fault(name: str, index: int, raise_at: int, hang_at: int) -> None:
+    if index == raise_at:
+        raise FakeError(f"{name}[{index}] was told to raise")
+    if index == hang_at:
+        time.sleep(HANG_S)

@@ -1,0 +1,72 @@
+"""Log-probabilities of given tokens from hidden states, without ever keeping the tokens × vocabulary matrix.
+
+Shapes: P predicted tokens, D hidden width, V vocabulary, C tokens of one chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.nodes.model.linear import linear
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits kept at once, in elements: 16 MiB of float32."""
+
+
+def token_logprobs(
+    hidden_PD: Tensor, weight_VD: Tensor, targets_P: Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+) -> tuple[Tensor, Tensor]:
+    """log π of each target (with a gradient) and the entropy of each distribution (without); both float32, nats.
+
+    Where the logits fit in one chunk autograd keeps them; else they are computed by chunks of tokens and once
+    more in the backward pass, so that memory does not grow with tokens × vocabulary.
+    """
+    if hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
+        logprobs_PV = torch.log_softmax(linear(hidden_PD, weight_VD).float(), dim=-1)
+        return _gather(logprobs_PV, targets_P), _entropy(logprobs_PV.detach())
+    size = max(1, chunk_elements // weight_VD.shape[0])
+    logprobs_P, entropy_P = _Chunked.apply(hidden_PD, weight_VD, targets_P, size)  # type: ignore[no-untyped-call]
+    return logprobs_P, entropy_P
+
+
+class _Chunked(torch.autograd.Function):
+    """The same by chunks: forward keeps log-probabilities only, backward computes each chunk's logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, targets_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = [], []
+        for hidden_CD, targets_C in zip(torch.split(hidden_PD, size), torch.split(targets_P, size), strict=True):
+            logprobs_CV = torch.log_softmax(linear(hidden_CD, weight_VD).float(), dim=-1)
+            logprobs.append(_gather(logprobs_CV, targets_C))
+            entropies.append(_entropy(logprobs_CV))
+        ctx.save_for_backward(hidden_PD, weight_VD, targets_P)
+        ctx.size = size
+        entropy_P = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy_P)
+        return torch.cat(logprobs), entropy_P
+
+    @staticmethod
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """∂ log π(y) / ∂ logit_v = 1[v = y] − π(v)."""
+        hidden_PD, weight_VD, targets_P = ctx.saved_tensors
+        grad_hidden_PD = torch.empty_like(hidden_PD)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        for begin in range(0, hidden_PD.shape[0], ctx.size):
+            rows = slice(begin, begin + ctx.size)
+            hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
+            probs_CV = torch.softmax(linear(hidden_CD, weight_VD).float(), dim=-1)
+            grad_CV = probs_CV.mul_(-grad_C[:, None])
+            grad_CV.scatter_add_(1, targets_P[rows, None], grad_C[:, None])
+            grad_CV = grad_CV.to(weight_VD.dtype)
+            grad_hidden_PD[rows] = grad_CV @ weight_VD
+            grad_weight_VD += grad_CV.T @ hidden_CD
+        return grad_hidden_PD, grad_weight_VD.to(weight_VD.dtype), None, None
+
+
+def _gather(logprobs_CV: Tensor, targets_C: Tensor) -> Tensor:
+    return logprobs_CV.gather(1, targets_C[:, None]).squeeze(1)
+
+
+def _entropy(logprobs_CV: Tensor) -> Tensor:
+    return -(logprobs_CV.exp() * logprobs_CV).sum(-1)

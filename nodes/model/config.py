@@ -1,0 +1,174 @@
+"""What a model looks like: a frozen value, read from and written to Hugging Face's `config.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+FAMILIES = {"llama": "LlamaForCausalLM"}
+"""Supported values of `model_type`, with the name that `architectures` gets."""
+ROPE_KINDS = ("default", "linear", "llama3")
+
+
+class ModelError(ValueError):
+    """A model directory cannot be used: what was given, what is needed, and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context that a model was first trained on.
+
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1, section 3.4.1, and its reference code) divides
+    those whose wavelength is over `original_max_position_embeddings / low_freq_factor`, keeps those under
+    `original_max_position_embeddings / high_freq_factor`, and blends in between.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape; the fields are named as in `config.json`. JSON-able through `to_json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelError(
+                f"given {self.num_attention_heads} attention heads over {self.num_key_value_heads} key-value heads, "
+                "needed a multiple"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"given head_dim {self.head_dim}, needed an even one: rotary embedding turns pairs")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all logical tensors; a tied embedding counts once."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return embeddings + self.num_hidden_layers * layer + self.hidden_size
+
+    def to_json(self, dtype: str = "float32") -> dict[str, Any]:
+        """The content of `config.json`, for readers that know `rope_parameters` and for older ones."""
+        rope = {"rope_theta": self.rope_theta, "rope_type": "default", **_scaling_to_json(self.rope_scaling)}
+        eos = list(self.eos_token_ids)
+        return {
+            "architectures": [FAMILIES[self.model_type]],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": _scaling_to_json(self.rope_scaling) or None,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "initializer_range": self.initializer_range,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
+            "pad_token_id": self.pad_token_id,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "ModelConfig":
+        """From the content of a `config.json`. What this decoder would compute differently is an error."""
+        family = data.get("model_type")
+        if family not in FAMILIES:
+            raise ModelError(f"given model_type {family!r}, needed one of: {', '.join(FAMILIES)}")
+        for key, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+            if data.get(key, needed) != needed:
+                raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}")
+        heads, hidden = _need(data, "num_attention_heads"), _need(data, "hidden_size")
+        rope = {**data, **(data.get("rope_parameters") or {})}
+        return ModelConfig(
+            vocab_size=_need(data, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_need(data, "intermediate_size"),
+            num_hidden_layers=_need(data, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=data.get("num_key_value_heads") or heads,
+            head_dim=data.get("head_dim") or hidden // heads,
+            max_position_embeddings=data.get("max_position_embeddings", 2048),
+            rms_norm_eps=data.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rope_scaling=_scaling_from_json(data.get("rope_parameters") or data.get("rope_scaling")),
+            tie_word_embeddings=data.get("tie_word_embeddings", False),
+            initializer_range=data.get("initializer_range", 0.02),
+            bos_token_id=data.get("bos_token_id"),
+            eos_token_ids=token_ids(data.get("eos_token_id")),
+            pad_token_id=data.get("pad_token_id"),
+            model_type=family,
+        )
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` of a JSON file, which may be one number, several, or null."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _need(data: Mapping[str, Any], key: str) -> int:
+    value = data.get(key)
+    if isinstance(value, int) and value > 0:
+        return value
+    near = get_close_matches(key, [k for k in data if k != key], n=1)
+    hint = f" (there is {near[0]!r})" if near and value is None else ""
+    raise ModelError(f"given {key} {value!r}, needed a positive whole number{hint}")
+
+
+def _scaling_from_json(data: Mapping[str, Any] | None) -> RopeScaling | None:
+    if data is None:
+        return None
+    kind = data.get("rope_type", data.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"given rope_type {kind!r}, needed one of: {', '.join(ROPE_KINDS)}")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind, float(data["factor"]))
+    return RopeScaling(
+        kind,
+        float(data["factor"]),
+        float(data["low_freq_factor"]),
+        float(data["high_freq_factor"]),
+        int(data["original_max_position_embeddings"]),
+    )
+
+
+def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {}
+    data = {slot: getattr(scaling, slot) for slot in RopeScaling.__slots__}
+    return data if scaling.rope_type == "llama3" else {key: data[key] for key in ("rope_type", "factor")}

@@ -1,0 +1,209 @@
+"""The Llama decoder: rotary positions, RMS norms, gated MLP, grouped-query attention. One definition for all uses.
+
+Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal,
+block-diagonal for packed sequences, or over a cache. Parameters are named as in Hugging Face's checkpoints. Left out:
+dropout, biases, attention weights as output.
+
+Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
+P positions.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.linear import Linear, linear
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated."""
+
+
+class Llama(nn.Module):
+    """Weights are uninitialised until `init_weights` or a loader fills them."""
+
+    cos_PK: Tensor
+    sin_PK: Tensor
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):  # draws nothing from the global generator, and touches no memory
+            self.model = _Decoder(config)
+            self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.to(dtype).to_empty(device=device)
+        cos_PK, sin_PK = rope_tables(config)
+        self.register_buffer("cos_PK", cos_PK.to(device, dtype), persistent=False)
+        self.register_buffer("sin_PK", sin_PK.to(device, dtype), persistent=False)
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None, attend: Attend | None = None) -> Tensor:
+        """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention to causal."""
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        rope = (self.cos_PK[positions_BS].unsqueeze(-2), self.sin_PK[positions_BS].unsqueeze(-2))
+        hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal)
+        return hidden_BSD
+
+    def hidden(
+        self, tokens_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states of whole sequences, [B, S, D].
+
+        With `segments_BS` (any numbers, equal within a sequence) a row holds several sequences, and a token sees only
+        those before it in its own; without, a row is one sequence, and padding stands on the right.
+        """
+        if segments_BS is None:
+            return self(tokens_BS, positions_BS)  # type: ignore[no-any-return]
+        bias = segment_bias(segments_BS, self.cos_PK.dtype)
+        return self(tokens_BS, positions_BS, partial(attend_biased, bias))  # type: ignore[no-any-return]
+
+    def head_weight(self) -> Tensor:
+        """The matrix that turns hidden states into logits, [V, D]: the embedding's own if they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden_BSD: Tensor) -> Tensor:
+        """Unnormalised log-probabilities of the next token, [B, S, V]."""
+        return linear(hidden_BSD, self.head_weight())
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal weights of `initializer_range`, scaled down where they write into the residual stream (GPT-2).
+
+        A function of the seed alone: neither device, dtype nor the global generator change what is drawn.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            std = self.config.initializer_range
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * self.config.num_hidden_layers)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = _Norm(config)
+
+    def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x_BSD = self.embed_tokens(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, rope, attend)
+        return self.norm(x_BSD)  # type: ignore[no-any-return]
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(config)
+        self.self_attn = _Attention(config, index)
+        self.post_attention_layernorm = _Norm(config)
+        self.mlp = _Mlp(config)
+
+    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, attend)
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))  # type: ignore[no-any-return]
+
+
+class _Norm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, queries)
+        self.k_proj = Linear(config.hidden_size, keys)
+        self.v_proj = Linear(config.hidden_size, keys)
+        self.o_proj = Linear(queries, config.hidden_size)
+
+    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads = (*x_BSD.shape[:2], -1, self.head_dim)
+        q_BSHK = _rotate(self.q_proj(x_BSD).view(heads), rope)
+        k_BSGK = _rotate(self.k_proj(x_BSD).view(heads), rope)
+        out_BSHK = attend(self.index, q_BSHK, k_BSGK, self.v_proj(x_BSD).view(heads))
+        return self.o_proj(out_BSHK.flatten(2))  # type: ignore[no-any-return]
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))  # type: ignore[no-any-return]
+
+
+def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """Each token sees itself and the tokens before it in its row."""
+    return _sdpa(q_BSHK, k_BSGK, v_BSGK, is_causal=True)
+
+
+def attend_biased(bias_BSS: Tensor, layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """Attention with a number added to each score: 0 keeps, −∞ hides."""
+    return _sdpa(q_BSHK, k_BSGK, v_BSGK, attn_mask=bias_BSS.unsqueeze(1))
+
+
+def segment_bias(segments_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the query (second axis) may see the key (last axis): not after it, and of the same segment."""
+    length = segments_BS.shape[1]
+    hidden_BSS = segments_BS.unsqueeze(2) != segments_BS.unsqueeze(1)
+    hidden_BSS |= torch.ones(length, length, dtype=torch.bool, device=segments_BS.device).triu(1)
+    return torch.zeros(hidden_BSS.shape, dtype=dtype, device=segments_BS.device).masked_fill_(hidden_BSS, -math.inf)
+
+
+def _sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **mask: Any) -> Tensor:
+    q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+    grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
+    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, enable_gqa=grouped, **mask)
+    return out_BHSK.transpose(1, 2)
+
+
+def _rotate(x_BSHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x[i], x[i + K/2]) by its position's angle; the table's sine carries the signs."""
+    cos_BS1K, sin_BS1K = rope
+    first, second = x_BSHK.chunk(2, dim=-1)
+    return torch.addcmul(x_BSHK * cos_BS1K, torch.cat((second, first), dim=-1), sin_BS1K)
+
+
+def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (− for the first half of a head) of every position, each [P, K], float32."""
+    angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
+    cos_PF, sin_PF = angles_PF.cos(), angles_PF.sin()
+    return torch.cat((cos_PF, cos_PF), dim=1), torch.cat((-sin_PF, sin_PF), dim=1)
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair, [K / 2], stretched as `config.rope_scaling` says."""
+    exponents_F = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    frequencies_F = 1.0 / config.rope_theta**exponents_F
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies_F
+    if scaling.rope_type == "linear":
+        return frequencies_F / scaling.factor
+    turns_F = scaling.original_max_position_embeddings * frequencies_F / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    return keep_F * frequencies_F + (1 - keep_F) * frequencies_F / scaling.factor

@@ -1,0 +1,197 @@
+"""Text to tokens and back: a model directory's own `tokenizer.json`, or single bytes.
+
+Both go through the `tokenizers` library, so that other tools read what is saved here. A prompt goes through the
+model's chat template if it has one; a response never does.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from penstock.nodes.model.config import token_ids
+
+EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
+FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
+"""A directory with one of these has a tokenizer, though not one that can be read here."""
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be read, or cannot say a text: what was given and what is needed."""
+
+
+class Tokenizer:
+    """`stops` are the tokens that end a response; the first one is `eos`, which ends a demonstration."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        stops: Sequence[int],
+        pad: int,
+        template: str | None = None,
+        special: dict[str, str] | None = None,
+    ) -> None:
+        self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
+        self.special = special or {}
+        self._unknown = backend.token_to_id(UNKNOWN)
+
+    @property
+    def eos(self) -> int:
+        return self.stops[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text by itself, without any that mark its beginning or end."""
+        return self._encode(text, special=False)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens that a response follows: through the chat template, else with the model's first token if any."""
+        if self.template is None:
+            return self._encode(text, special=True)
+        return self._encode(self.render(text), special=False)
+
+    def render(self, text: str) -> str:
+        """A user's message in the words of the chat template, up to where the answer begins."""
+        assert self.template is not None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_template_error
+        messages = [{"role": "user", "content": text}]
+        try:
+            return environment.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **self.special
+            )
+        except TemplateError as error:
+            raise TokenizerError(f"chat template: {error}") from error
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; special ones say nothing."""
+        return self.backend.decode(list(tokens), skip_special_tokens=True)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files from which `load_tokenizer` makes an equal one."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.backend.id_to_token(self.eos),
+            "pad_token": self.backend.id_to_token(self.pad),
+            **self.special,
+        }
+        if self.template is not None:
+            config["chat_template"] = self.template
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if len(self.stops) > 1:
+            text = json.dumps({"eos_token_id": self.stops}, indent=2) + "\n"
+            (folder / "generation_config.json").write_text(text)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        tokens = self.backend.encode(text, add_special_tokens=special).ids
+        if self._unknown is not None and self._unknown in tokens:
+            unsaid = next(c for c in text if self._unknown in self.backend.encode(c, add_special_tokens=False).ids)
+            raise TokenizerError(f"given {text!r}, needed a text without {unsaid!r}: the tokenizer has no token for it")
+        return tokens
+
+
+def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
+    """One token per byte: of every byte, in the order of their values, or of the bytes of `alphabet` alone.
+
+    The end and padding tokens follow. What is not in the alphabet raises an error rather than being left out.
+    """
+    values = range(256) if alphabet is None else sorted(set(alphabet.encode()))
+    letters = _byte_letters()
+    vocab = {letters[value]: token for token, value in enumerate(values)}
+    special = [EOS, PAD] if alphabet is None else [EOS, PAD, UNKNOWN]
+    vocab |= {text: len(vocab) + i for i, text in enumerate(special)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=None if alphabet is None else UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return Tokenizer(backend, (vocab[EOS],), vocab[PAD])
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory; one that has no file of any tokenizer is read by bytes."""
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return _default(folder)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise TokenizerError(f"{path}: cannot be read: {error}") from error
+    config, generation, model = (
+        _json(folder / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
+    )
+    special = {key: _content(config[key]) for key in ("bos_token", "eos_token", "pad_token") if config.get(key)}
+    named = [backend.token_to_id(special[key]) if key in special else None for key in ("eos_token", "pad_token")]
+    stops = [] if named[0] is None else [named[0]]
+    stops += [token for token in token_ids(generation.get("eos_token_id")) if token not in stops]
+    stops = stops or list(token_ids(model.get("eos_token_id")))
+    if not stops:
+        raise TokenizerError(f"{folder}: given no eos_token, needed one in tokenizer_config.json")
+    return Tokenizer(backend, stops, stops[0] if named[1] is None else named[1], _template(folder, config), special)
+
+
+def _default(folder: Path) -> Tokenizer:
+    if found := [name for name in FILES_OF_OTHERS if (folder / name).exists()]:
+        raise TokenizerError(f"{folder}: given {', '.join(found)}, needed tokenizer.json")
+    tokenizer = byte_tokenizer()
+    vocab_size = _json(folder / "config.json").get("vocab_size", 0)
+    if vocab_size < tokenizer.vocab_size:
+        raise TokenizerError(
+            f"{folder}: given no tokenizer.json and a vocabulary of {vocab_size}, needed the file, or at least "
+            f"{tokenizer.vocab_size} tokens to read single bytes"
+        )
+    return tokenizer
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    return template
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+    return data
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _byte_letters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(value) if value in printable else chr(next(others)) for value in range(256)]
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As chat templates expect it: without HTML escapes."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_template_error(message: str) -> None:
+    raise TemplateError(message)

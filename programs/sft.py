@@ -1,0 +1,17 @@
+"""Supervised fine-tuning: the policy imitates demonstrations. It makes the base model that RL starts from."""
+
+from penstock.graph import program
+from penstock.graph.types import Policy
+from penstock.nodes.data import Demonstrations
+from penstock.nodes.learn.update import sft_update
+from penstock.programs.evaluate import evaluate
+
+
+@program(evaluation=evaluate)
+def sft(policy: Policy, demonstrations: Demonstrations, *, lr: float = 3e-3) -> Policy:
+    """Supervised fine-tuning on a teacher's demonstrations, 32 in a group.
+
+    Args:
+        lr: highest learning rate of AdamW; it warms up, then falls along a cosine over the run.
+    """
+    return sft_update(policy, demonstrations, lr=lr)

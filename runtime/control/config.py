@@ -1,0 +1,85 @@
+"""What a run is, as its folder's `config.json` says it: flags, graphs, plan, and how they become contexts and rules."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from penstock.graph.ir import Graph
+from penstock.graph.types import Context
+from penstock.runtime.plan.plan import Plan, Rank
+from penstock.runtime.schedule.tables import Rules
+
+EVALUATION = "evaluate."
+"""What the names of the evaluation graph's nodes and sources begin with."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The numbers of a run that are no program's own."""
+
+    updates: int = 100
+    batch: int = 32
+    max_tokens: int = 16
+    seed: int = 0
+    model: str = ""
+    data: str = ""
+    eval_data: str = ""
+    eval_groups: int = 500
+    dtype: str = "float32"
+    device: str = "cpu"
+    generators: int = 1
+    slots: int = 64
+    checkpoint_every: int = 0
+    deadline: float = 600.0
+    startup_deadline: float = 120.0
+    versions: Literal["free", "pinned"] = "free"
+    retries: int = 0
+    on_failure: Literal["stop", "replace"] = "stop"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run: the graph to train, the graph to evaluate with (None: no evaluation), the plan and the flags."""
+
+    graph: Graph
+    evaluation: Graph | None
+    plan: Plan
+    flags: Flags
+    run: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
+
+    def rules(self, start: int) -> Rules:
+        f = self.flags
+        return Rules(f.batch, f.updates, start, f.versions, f.retries, f.on_failure)
+
+    def evaluation_rules(self, version: int) -> Rules:
+        """One update's worth of held-out groups, on the policy as it is."""
+        return Rules(self.flags.eval_groups, version + 1, version)
+
+    def contexts(self, pool: str, rank: Rank) -> dict[str, Context]:
+        """A context for each node and argument that `pool` holds, on the device and threads of `rank`."""
+        f = self.flags
+        base = Context(
+            seed=f.seed,
+            model=f.model,
+            data=f.data,
+            dtype=f.dtype,
+            device=rank.device,
+            max_tokens=f.max_tokens,
+            batch=f.batch,
+            updates=f.updates,
+            slots=f.slots,
+            threads=rank.threads,
+        )
+        holds = next(p.holds for p in self.plan.pools if p.name == pool)
+        contexts = {}
+        for name in holds:
+            held_out = name.startswith(EVALUATION)
+            split = {"split": "evaluate", "data": f.eval_data or f.data} if held_out else {}
+            graph = self.evaluation if held_out and self.evaluation is not None else self.graph
+            contexts[name] = replace(base, node=name, options=dict(graph.options), **split)
+        return contexts

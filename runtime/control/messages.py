@@ -1,0 +1,204 @@
+"""Every message of the control plane, and their encoding. Metadata only: a tensor travels as a `Handle`.
+
+A frame is MessagePack of [PROTOCOL, sequence, [tag, fields…]]; `codec` checks it against the annotations here.
+A *peer* is a connection that said Hello: "generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
+
+A rank's life: Hello, Setup, Ready, then Orders and Results until Goodbye. An agent's: Hello, AgentReady, then a
+Launch for each of its ranks and an Exited for each that ends, until Goodbye.
+"""
+
+import signal as signals
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control.codec import MAX_BYTES, Codec, MessageError
+from penstock.runtime.schedule.events import Command, Event
+from penstock.runtime.tensor.handle import Handle
+
+PROTOCOL: Literal[1] = 1
+
+__all__ = ["MAX_BYTES", "PROTOCOL", "TO_CONTROLLER", "Message", "MessageError", "pack", "unpack", "unpack_frame"]
+
+
+# To the controller ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of every connection. `name` is a replica, or an agent's host; a heartbeat's socket says
+    whose it is: the replica's, or "agent:<host>".
+    """
+
+    role: Literal["rank", "agent", "heartbeat"]
+    name: str
+    rank: int
+    pid: int
+    host: str
+    token: str = field(repr=False)
+
+    @property
+    def peer(self) -> str:
+        """The peer's name: a rank's and its heartbeat's are the same."""
+        return agent_peer(self.name) if self.role == "agent" else rank_peer(self.name, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has made what it holds; `restored` are the values of a checkpoint that it took up."""
+
+    replica: str
+    rank: int
+    pid: int
+    restored: tuple[tuple[Firing, str, Handle], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A rank's answer to a command. `outputs` are for other ranks; `began` and `ended` are seconds of
+    `time.monotonic` on the rank's host.
+    """
+
+    event: Event
+    outputs: dict[str, Handle] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The answers that were there at once."""
+
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The process lives. `at` is seconds of its own `time.monotonic`."""
+
+    name: str
+    rank: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the user and the run's log."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReady:
+    """The agent of `host` can start ranks."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A rank's process ended: with an exit `status`, or by a `signal` (0: none). `tail` is the end of its stderr."""
+
+    replica: str
+    rank: int
+    pid: int
+    status: int
+    signal: int
+    tail: str
+
+    @property
+    def reason(self) -> str:
+        """One line, and the tail of stderr below it."""
+        ended = f"killed by {signal_name(self.signal)}" if self.signal else f"exit status {self.status}"
+        return f"{ended} (pid {self.pid})" + (f"\n{self.tail}" if self.tail else "")
+
+
+# To ranks -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that a rank needs to know before it makes what it holds, as JSON."""
+
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to do, in order, and where the values are that it needs: (firing, output, handle)."""
+
+    commands: tuple[Command, ...]
+    handles: tuple[tuple[Firing, str, Handle], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Nothing more will come: end. To ranks and agents; an agent ends its ranks first."""
+
+    reason: str
+
+
+# To agents ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a rank on this device with this many CPU threads; `environment` is added to the agent's own."""
+
+    replica: str
+    rank: int
+    device: str = "cpu"
+    threads: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a rank at once."""
+
+    replica: str
+    rank: int
+
+
+ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Exited
+Message = ToController | Setup | Order | Goodbye | Launch | Kill
+
+TO_CONTROLLER: tuple[type, ...] = get_args(ToController)
+"""What a controller may hear."""
+
+_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[1], int, Message], "frame")
+
+
+def pack(message: Message, sequence: int = 0) -> bytes:
+    """One frame. Raises MessageError when it is larger than MAX_BYTES."""
+    return _CODEC.pack((PROTOCOL, sequence, message))
+
+
+def unpack(data: bytes) -> Message:
+    """The message of a frame; MessageError for anything else."""
+    return _CODEC.unpack(data)[2]
+
+
+def unpack_frame(data: bytes) -> tuple[int, Message]:
+    """A frame's sequence number and message."""
+    _, sequence, message = _CODEC.unpack(data)
+    return sequence, message
+
+
+def rank_peer(replica: str, rank: int) -> str:
+    return f"{replica}:{rank}"
+
+
+def agent_peer(host: str) -> str:
+    return f"agent:{host}"
+
+
+def signal_name(number: int) -> str:
+    """9 is SIGKILL; the number for one that Python has no name for."""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

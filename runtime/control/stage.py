@@ -1,0 +1,152 @@
+"""One graph being run: the scheduler with what its drivers share, whether ranks are processes or not.
+
+A driver feeds results and gets orders for replicas; the stage keeps the handles that travel with them, the times at
+which answers were asked for, and tells the recorder what happened. Time is passed in.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.schedule.events import Command, Commit, Done, Event, Finish, Fire, Free, Save, Send, Swap
+from penstock.runtime.schedule.scheduler import Scheduler
+from penstock.runtime.schedule.tables import Channel, Rules, Tables
+from penstock.runtime.tensor.handle import Handle
+
+Orders = dict[str, Order]
+"""What each replica's ranks are to do, in order."""
+
+
+class Recorder(Protocol):
+    """What a stage tells about itself as it goes."""
+
+    def open_stage(
+        self,
+        name: str,
+        graph: Graph,
+        rules: Rules,
+        cut: Mapping[str, Any] | None,
+        live: Mapping[tuple[str, str], int],
+        now: float,
+    ) -> None: ...
+    def step(self, now: float, event: Event, commands: list[Command]) -> None: ...
+    def result(self, now: float, result: Result) -> None: ...
+    def commit(self, commit: Commit) -> None: ...
+    def state(self, now: float, replica: str, state: str) -> None: ...
+    def finish(self, status: str, error: str) -> None: ...
+
+
+class Stage:
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        tables: Tables,
+        rules: Rules,
+        recorder: Recorder,
+        cut: Mapping[str, Any] | None = None,
+        live: Mapping[tuple[str, str], int] | None = None,
+        handles: Mapping[tuple[Firing, str], Handle] | None = None,
+    ) -> None:
+        self.name, self.graph, self.tables, self.rules, self.recorder = name, graph, tables, rules, recorder
+        self.scheduler = Scheduler(tables, rules, cut, live)
+        self.finish: Finish | None = None
+        self.asked: dict[tuple[Any, ...], float] = {}
+        self.handles: dict[Firing, dict[str, Handle]] = defaultdict(dict)
+        for (firing, output), handle in (handles or {}).items():
+            self.handles[firing][output] = handle
+
+    def feed(self, event: Event, now: float) -> Orders:
+        """An event of the driver's own: begin, checkpoint, abort."""
+        commands = self.scheduler.handle(event)
+        self.recorder.step(now, event, commands)
+        return self._route(commands, now)
+
+    def answer(self, result: Result, now: float) -> Orders:
+        """A rank's answer."""
+        event = result.event
+        if isinstance(event, Done) and result.outputs:
+            self.handles[event.firing].update(result.outputs)
+        self.recorder.result(now, result)
+        return self.feed(event, now)
+
+    def live(self) -> dict[tuple[str, str], int]:
+        """The versions that replicas hold: what the next stage starts from."""
+        ways = self.scheduler.ways.items()
+        return {(name, r): state.live for name, way in ways for r, state in way.receivers.items()}
+
+    def overdue(self, now: float, deadline: float) -> str | None:
+        """What has been awaited for longer than `deadline` seconds, and from whom; None if nothing has."""
+        awaited = self.scheduler.awaited()
+        self.asked = {key: self.asked[key] for key in awaited}
+        for key, ranks in awaited.items():
+            waited = now - self.asked[key]
+            if waited > deadline:
+                what, replica = f"{key[0]} {' '.join(map(str, key[1:-1]))}", key[-1]
+                names = ", ".join(f"{replica} rank {rank}" for rank in sorted(ranks))
+                return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}"
+        return None
+
+    def _route(self, commands: list[Command], now: float) -> Orders:
+        batches: dict[str, list[Command]] = defaultdict(list)
+        handles: dict[str, list[tuple[Firing, str, Handle]]] = defaultdict(list)
+        for command in commands:
+            match command:
+                case Finish():
+                    self.finish = command
+                    continue
+                case Commit():
+                    self.recorder.commit(command)
+                    continue
+                case Fire():
+                    handles[command.replica] += self._inputs(command)
+                case Send():
+                    published = self._published(command)
+                    for replica in (command.source, command.replica):
+                        handles[replica] += published
+                    if command.source != command.replica:
+                        batches[command.source].append(command)
+                case Free():
+                    for firing in command.firings:
+                        self.handles.pop(firing, None)
+            batches[command.replica].append(command)
+            if (key := _key(command)) is not None:
+                self.asked[key] = now
+        return {replica: Order(tuple(items), tuple(handles[replica])) for replica, items in batches.items()}
+
+    def _inputs(self, fire: Fire) -> list[tuple[Firing, str, Handle]]:
+        """The handles of a firing's inputs; those that its replica made itself are used without one."""
+        if fire.firing.node not in self.graph:
+            return []
+        found = []
+        for item in self.graph[fire.firing.node].inputs:
+            name = item.ref.node
+            step = self.tables.steps.get(name)
+            if step is None:
+                continue
+            firings = [Firing(name, fire.firing.index)] if step.per_update else [Firing(name, g) for g in fire.groups]
+            for firing in firings:
+                handle = self.handles.get(firing, {}).get(item.ref.output)
+                if handle is not None:
+                    found.append((firing, item.ref.output, handle))
+        return found
+
+    def _published(self, send: Send) -> list[tuple[Firing, str, Handle]]:
+        firing = Firing(send.channel, send.version)
+        return [(firing, output, handle) for output, handle in self.handles[firing].items()]
+
+
+def _key(command: Command) -> tuple[Any, ...] | None:
+    """The scheduler's name for the answers to a command; None for one that nobody answers."""
+    match command:
+        case Fire(firing, replica):
+            return ("fire", firing, replica)
+        case Send(channel, version, _, replica):
+            return ("send", channel, version, replica)
+        case Swap(channel, version, replica):
+            return ("swap", channel, version, replica)
+        case Save(update, replica):
+            return ("save", update, replica)
+    return None

@@ -1,0 +1,200 @@
+"""`events.log`: everything the scheduler of a run saw, and a digest of what it decided, so that both can be replayed.
+
+The file starts with `MAGIC`; each record follows as a frame
+
+    length of payload (4 bytes, little endian) · check of the length (4) · payload (MessagePack) · chain (16)
+
+where chain = blake2b(chain of the record before, payload), and the check is one of that chain and the length: an
+edited, moved or missing record is found there, and told from a file that just ends. A payload is ["segment", facts]
+where a run begins or resumes, naming its cut; ["stage", facts] where a scheduler is made; ["event", time, event,
+digest of the commands] for each step; ["end", facts] when a run is over. A process that was killed leaves no "end",
+and may leave half a frame, which the next segment cuts off.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
+
+from penstock.runtime.record.faults import RecordError, disk_fault
+
+MAGIC = b"penstock events 1\n"
+CHAIN, CHECK = 16, 4
+LENGTH = Struct("<I")
+HEAD = LENGTH.size + CHECK
+FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
+
+Encode = Callable[[Any], bytes]
+"""An event or command as bytes: `runtime.control.messages` has it."""
+
+
+class LogError(RecordError):
+    """The log is not as a run wrote it; names the record."""
+
+
+class Step(NamedTuple):
+    """One event as the scheduler saw it. `record` is its place in the file, `digest` that of its commands."""
+
+    record: int
+    time: float
+    event: bytes
+    digest: bytes
+
+
+@dataclass
+class StageLog:
+    """One scheduler's life. `facts` say how it was made."""
+
+    facts: dict[str, Any]
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass
+class Segment:
+    """A run, or what a resume added. `ended` is what its last record says; None if the process was killed."""
+
+    facts: dict[str, Any]
+    stages: list[StageLog] = field(default_factory=list)
+    ended: dict[str, Any] | None = None
+
+
+def commands_digest(commands: Iterable[Any], encode: Encode) -> bytes:
+    """8 bytes that stand for the commands of one step, in their order."""
+    state = blake2b(digest_size=8)
+    for command in commands:
+        data = encode(command)
+        state.update(LENGTH.pack(len(data)) + data)
+    return state.digest()
+
+
+class LogWriter:
+    """Appends to a log; a new file, or a new segment of an existing one. Raises LogError if that one is damaged."""
+
+    def __init__(self, path: Path, encode: Encode) -> None:
+        self.path, self.encode = path, encode
+        self._buffer = bytearray()
+        self._flushed = 0.0
+        try:
+            self.records, self._chain, size = _walk(path) if path.exists() else (0, _first(), 0)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise disk_fault(path, error) from error
+        if not size:
+            self._buffer += MAGIC
+
+    def segment(self, cut: int | None, facts: Mapping[str, Any]) -> None:
+        """A run begins (`cut` None), or resumes from the cut before update `cut`."""
+        self._append(["segment", {**facts, "cut": cut}])
+        self.flush()
+
+    def stage(self, facts: Mapping[str, Any]) -> None:
+        """A scheduler is made: all that is needed to make it again."""
+        self._append(["stage", dict(facts)])
+
+    def step(self, time: float, event: Any, commands: Iterable[Any]) -> None:
+        self._append(["event", time, self.encode(event), commands_digest(commands, self.encode)])
+        self.tick(time)
+
+    def tick(self, now: float) -> None:
+        """Write what is buffered if it is a second old, or much."""
+        if len(self._buffer) >= FLUSH_BYTES or (self._buffer and now - self._flushed >= FLUSH_SECONDS):
+            self.flush()
+            self._flushed = now
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """The run is over; nothing comes after."""
+        self._append(["end", dict(facts)])
+        self.close()
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._fd)
+
+    def flush(self) -> None:
+        """Hand the buffer to the system. Raises RecordError if the disk is full."""
+        try:
+            while self._buffer:
+                del self._buffer[: os.write(self._fd, self._buffer)]
+        except OSError as error:
+            raise disk_fault(self.path, error) from error
+
+    def _append(self, record: list[Any]) -> None:
+        payload = msgpack.packb(record)
+        self._buffer += _head(self._chain, len(payload)) + payload
+        self._chain = _next(self._chain, payload)
+        self._buffer += self._chain
+        self.records += 1
+
+
+def read_log(path: Path) -> list[Segment]:
+    """The segments of a log. Raises LogError with the number of the first record that is not as it was written."""
+    segments: list[Segment] = []
+    for number, payload in enumerate(payload for payload, _, _ in _frames(path)):
+        kind, *rest = msgpack.unpackb(payload)
+        if kind == "segment":
+            segments.append(Segment(rest[0]))
+        elif not segments or (kind == "event" and not segments[-1].stages):
+            raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
+        elif kind == "stage":
+            segments[-1].stages.append(StageLog(rest[0]))
+        elif kind == "event":
+            segments[-1].stages[-1].steps.append(Step(number, *rest))
+        else:
+            segments[-1].ended = rest[0]
+    if not segments:
+        raise LogError(f"{path}: no records; needed the log of a run")
+    return segments
+
+
+def _walk(path: Path) -> tuple[int, bytes, int]:
+    """Records, last chain and size of the whole frames of a log."""
+    records, chain, end = 0, _first(), len(MAGIC)
+    for _, chain, end in _frames(path):  # noqa: B007
+        records += 1
+    return records, chain, end
+
+
+def _frames(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
+    """Payload, chain and end of each frame; half a frame at the end of the file is left out."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror}") from error
+    if not data.startswith(MAGIC):
+        raise LogError(f"{path}: given a file of another kind, needed an event log of format 1")
+    chain, at, number = _first(), len(MAGIC), 0
+    while at + HEAD <= len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        start = at + HEAD
+        end = start + length + CHAIN
+        if data[at:start] == _head(chain, length):
+            if end > len(data):
+                return
+            payload, chain = data[start : end - CHAIN], _next(chain, data[start : end - CHAIN])
+            if chain == data[end - CHAIN : end]:
+                yield payload, chain, end
+                at, number = end, number + 1
+                continue
+        raise LogError(
+            f"{path}: record {number} does not follow from the records before it: it was edited or moved, or one "
+            "before it is missing; needed the log as the run wrote it"
+        )
+
+
+def _first() -> bytes:
+    return blake2b(MAGIC, digest_size=CHAIN).digest()
+
+
+def _head(chain: bytes, length: int) -> bytes:
+    packed = LENGTH.pack(length)
+    return packed + blake2b(chain + packed, digest_size=CHECK).digest()
+
+
+def _next(chain: bytes, payload: bytes) -> bytes:
+    return blake2b(chain + payload, digest_size=CHAIN).digest()

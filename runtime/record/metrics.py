@@ -1,0 +1,161 @@
+"""`metrics.jsonl`: one row per update, over any number of resumes; and how a row comes about.
+
+A row has `update`, `version` (the one that the update made), `time_s` (since the run began, pauses between stop and
+resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_s`, `generate_tokens_per_s`,
+`train_tokens_per_s`, `pools` (seconds of each pool by state, adding up to `seconds`), and what the nodes report:
+`reward_mean`, `loss`, `lag_mean`, `lag_max`, `ratio_mean`, `ratio_clipped`, `mismatch`, `tokens`, …
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.graph.types import Metrics
+from penstock.runtime.record.faults import RecordError, disk_fault
+from penstock.runtime.record.folder import write_atomic
+
+Row = dict[str, Any]
+
+SUMMED = frozenset({"tokens", "prompt_tokens"})
+"""Figures that are counts: an update has the sum of its groups', not the mean."""
+
+
+def combine(parts: Sequence[Metrics]) -> Metrics:
+    """The figures of several groups as one: sums of counts, the largest of `*_max`, the least of `*_min`, else means.
+
+    A figure that only some groups have counts those.
+    """
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {name: _combine(name, items) for name, items in values.items()}
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    return sum(values) if name in SUMMED else sum(values) / len(values)
+
+
+class Rows:
+    """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
+
+    `nodes` are the per-update nodes: an update's row is complete when all of them have reported. `elapsed` is the
+    `time_s` of the last row that a resumed run keeps.
+    """
+
+    def __init__(self, nodes: Collection[str], now: float, elapsed: float = 0.0) -> None:
+        self.nodes = frozenset(nodes)
+        self._start, self._last = now - elapsed, now
+        self._groups: dict[int, list[Metrics]] = {}
+        self._batches: dict[int, tuple[int, ...]] = {}
+        self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
+        self._sync = 0.0
+
+    def group(self, ordinal: int, metrics: Metrics) -> None:
+        """A per-group node's figures."""
+        if metrics:
+            self._groups.setdefault(ordinal, []).append(metrics)
+
+    def lost(self, ordinal: int) -> None:
+        """A group that no update will take."""
+        self._groups.pop(ordinal, None)
+
+    def batch(self, update: int, ordinals: Sequence[int]) -> None:
+        """The groups that an update takes."""
+        if ordinals:
+            self._batches[update] = tuple(ordinals)
+
+    def synced(self, seconds: float) -> None:
+        """Weights went live everywhere, `seconds` after they were published; counts for the next row."""
+        self._sync = max(self._sync, seconds)
+
+    def update(self, update: int, node: str, metrics: Metrics, seconds: float) -> bool:
+        """A per-update node's figures and duration; true if they complete the update's row."""
+        reports = self._updates.setdefault(update, {})
+        reports[node] = (metrics, seconds)
+        return self.nodes <= reports.keys()
+
+    def row(self, update: int, now: float, pools: Mapping[str, Mapping[str, float]]) -> Row:
+        """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`)."""
+        ordinals = self._batches.pop(update, ())
+        reports = self._updates.pop(update)
+        figures = combine([m for ordinal in ordinals for m in self._groups.pop(ordinal, ())])
+        for metrics, _ in reports.values():
+            figures.update(metrics)
+        seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
+        tokens = figures.get("tokens", 0.0)
+        row: Row = {
+            "update": update,
+            "version": update + 1,
+            "time_s": round(now - self._start, 6),
+            "seconds": round(seconds, 6),
+            "groups": len(ordinals),
+            "update_s": round(update_s, 6),
+            "sync_s": round(self._sync, 6),
+            "generate_tokens_per_s": round(tokens / seconds, 3) if seconds > 0 else 0.0,
+            "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
+            **figures,
+            "pools": {pool: dict(states) for pool, states in pools.items()},
+        }
+        self._last, self._sync = now, 0.0
+        return row
+
+
+class MetricsFile:
+    """Appends rows to a file; each is on its way to the disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise disk_fault(path, error) from error
+
+    def append(self, row: Row) -> None:
+        """Raises RecordError if the disk is full."""
+        line = json.dumps(row).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            raise disk_fault(self.path, error) from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows. Half a line at the end, which a kill leaves, is left out; any other damage raises RecordError."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise RecordError(f"{path}:{number}: given a line that is not JSON ({error}); needed a row") from None
+    return rows
+
+
+def keep_rows(path: Path, cut: int) -> list[Row]:
+    """Drop the rows of updates that a resume from the cut before update `cut` does again; the rows that are kept."""
+    rows = [row for row in read_rows(path) if row["update"] < cut]
+    write_atomic(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    return rows
+
+
+def scalars(row: Row) -> Iterable[tuple[str, float]]:
+    """A row's figures by path, nested ones joined with "/": what a plot shows."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{key}", number) for key, number in scalars(dict(value)))
+        elif isinstance(value, int | float) and name != "update":
+            yield name, float(value)

@@ -1,0 +1,62 @@
+"""Checkpoints: a consistent cut between two updates, and the way back from it.
+
+Free-running admissions go on while a cut is due and while it is written; they are later than the cut and do not
+change it. What was in work then starts again in a run that resumes.
+"""
+
+import heapq
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.graph.ir import Firing
+from penstock.runtime.schedule.events import Commit, Save
+from penstock.runtime.schedule.state import State
+
+
+def save(state: State) -> None:
+    """When nothing that moves state is in work, have every replica write its part."""
+    if state.saving or state.begun() or any(way.publishing for way in state.ways.values()):
+        return
+    if any(f.node in state.tables.stateful for f in state.running) or not _drained(state):
+        return
+    if state.batch is not None:
+        state.ledger.put_back(state.batch)
+        state.batch = None
+    state.saving = json.dumps({"update": state.update, **state.ledger.to_json()}, sort_keys=True)
+    values: dict[str, list[Firing]] = {r: [] for r in state.tables.replicas}
+    for group in state.ledger.groups.values():
+        for name, replica in group.made.items():
+            if group.readers[name]:
+                values[replica].append(Firing(name, group.ordinal))
+    for replica, firings in values.items():
+        state.ask(Save(state.update, replica, tuple(firings)), ("save", state.update, replica), replica)
+
+
+def commit(state: State) -> None:
+    """All parts are written."""
+    state.out.append(Commit(state.update, state.saving))
+    final, state.cutting, state.saving = state.stopping, None, ""
+    if final:
+        state.finish("stopped")
+
+
+def _drained(state: State) -> bool:
+    """Pinned: have the groups that need an older version than the resumed run can make been through its readers?"""
+    readers = [step for step in state.tables.steps.values() if step.weights and not step.per_update]
+    return not state.pinned or all(
+        step.name in group.made or not state.perishing(group.ordinal)
+        for group in state.ledger.groups.values()
+        for step in readers
+    )
+
+
+def restore(state: State, cut: Mapping[str, Any]) -> None:
+    """Continue from the state that a `Commit` told."""
+    state.ledger.restore(cut)
+    for ordinal, group in state.ledger.groups.items():
+        group.finished = len(group.made) == state.tables.num_group_steps
+        for step in state.tables.steps.values():
+            waiting = not step.per_update and step.name not in group.made
+            if waiting and all(name in group.made for name in step.groups):
+                heapq.heappush(state.ready[step.name], ordinal)

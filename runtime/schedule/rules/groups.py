@@ -1,0 +1,82 @@
+"""Per-group firings: when a group is opened, where and when a step may start on it."""
+
+import heapq
+from collections.abc import Sequence
+
+from penstock.graph.ir import Firing
+from penstock.runtime.schedule.state import State
+from penstock.runtime.schedule.tables import Step
+
+AHEAD = 1
+"""Sources are read up to this many batches before they can be admitted, so that admission finds them ready."""
+
+
+def open_groups(state: State) -> None:
+    """Open the groups that can be admitted now or soon, and have sources read for them."""
+    if state.stopping or not state.tables.sources:
+        return
+    newest = state.update + state.tables.max_lag + 1 + AHEAD
+    limit = min(newest, state.rules.end) * state.rules.batch
+    while state.ledger.before(state.ledger.next) < limit:
+        group = state.ledger.open()
+        for step in state.tables.sources:
+            heapq.heappush(state.ready[step.name], group.ordinal)
+
+
+def start_groups(state: State, steps: Sequence[Step]) -> None:
+    """Start what may start of `steps`, each in ordinal order. What stops one group stops those after it."""
+    for step in steps:
+        queue = state.ready[step.name]
+        while queue:
+            group = state.ledger.groups.get(queue[0])
+            if group is not None:
+                ordinal = group.ordinal
+                replica = _choose(state, step, ordinal)
+                if replica is None:
+                    break
+                group.working += 1
+                state.fire(Firing(step.name, ordinal), replica, (ordinal,), not step.source)
+            heapq.heappop(queue)
+
+
+def offer(state: State, ordinal: int, made: dict[str, str], step: Step) -> None:
+    """Put a group in the queues of the steps that a new output of `step` was the last input of."""
+    for name in step.readers:
+        reader = state.tables.steps[name]
+        if not reader.per_update and all(value in made for value in reader.groups):
+            heapq.heappush(state.ready[name], ordinal)
+
+
+def _choose(state: State, step: Step, ordinal: int) -> str | None:
+    """The admissible replica with most room, the first of equals; a step with state knows only its first one."""
+    if not _may_go_on(state, step, ordinal):
+        return None
+    replicas = state.tables.by_pool[step.pool]
+    best, room = None, 0
+    for replica in replicas[:1] if step.stateful else replicas:
+        free = state.room(replica) if not step.source else 1
+        if free > room and _admissible(state, step, ordinal, replica.name):
+            best, room = replica.name, free
+    return best
+
+
+def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
+    """May `step` start on a group at all? State sees the groups one by one, in order, and rests while it is saved."""
+    if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
+        return False
+    resting = state.stopping or (state.cutting is not None and step.stateful)
+    return not resting or (not state.saving and state.perishing(ordinal))
+
+
+def _admissible(state: State, step: Step, ordinal: int, replica: str) -> bool:
+    """Are the live weights of `replica` new enough for a group, and is it needed at all?"""
+    before = state.ledger.before(ordinal)
+    if before >= state.total:
+        return False
+    for channel, lag in step.weights:
+        receiver = state.ways[channel].receivers[replica]
+        if receiver.live < 0 or before >= (receiver.live + lag + 1) * state.rules.batch:
+            return False
+        if state.pinned and (receiver.swapping or receiver.live != state.pin(ordinal)):
+            return False
+    return True

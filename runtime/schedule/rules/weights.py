@@ -1,0 +1,55 @@
+"""Weights on their way: published by the pool that holds them, sent, swapped in. Versions in between may be skipped."""
+
+from penstock.graph.ir import Firing
+from penstock.runtime.schedule.events import Send, Swap
+from penstock.runtime.schedule.state import State
+from penstock.runtime.schedule.tables import Channel
+
+
+def publish(state: State, channels: tuple[Channel, ...]) -> None:
+    """Snapshot what is news to a receiver, unless it is being donated. The last version has no reader left."""
+    if state.cutting is not None and not state.begun():
+        return
+    for channel in channels:
+        way, version = state.ways[channel.name], state.version(channel.carried)
+        maker = state.tables.makers.get(channel.carried)
+        donated = maker is not None and Firing(maker, version) in state.running
+        if donated or version >= state.rules.end or state.room(channel.source) <= 0:
+            continue
+        if way.may_publish(version):
+            way.publishing = True
+            state.fire(Firing(channel.name, version), channel.source.name)
+
+
+def move(state: State) -> None:
+    """Send to where the shadow is free; swap in what has arrived."""
+    for name, way in state.ways.items():
+        for replica in way.to_send():
+            way.receivers[replica].sending = True
+            source = state.tables.channels[name].source.name
+            send = Send(name, way.published, source, replica)
+            state.ask(send, ("send", name, way.published, replica), replica)
+        for replica, receiver in way.receivers.items():
+            if receiver.swappable and _may_swap(state, name, replica, receiver.shadow):
+                receiver.swapping = True
+                swap = Swap(name, receiver.shadow, replica)
+                state.ask(swap, ("swap", name, receiver.shadow, replica), replica)
+
+
+def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:
+    """Does nobody need what is live on `replica`? A step of update u reads no version newer than u; pinned groups
+    read exactly theirs, and a swap under them would mix two. Free groups are glad of newer weights at any time."""
+    for step, _ in state.tables.weight_readers[channel]:
+        if step.per_update:
+            here = replica == state.tables.by_pool[step.pool][0].name
+            update = state.updates_done[step.name]
+            if here and (version > update or Firing(step.name, update) in state.running):
+                return False
+        elif state.pinned:
+            if any(f.node == step.name and r == replica for f, r in state.running.items()):
+                return False
+            ordinal = state.first_unfired(step)
+            needed = state.ledger.before(ordinal) < state.total
+            if needed and state.pin(ordinal) <= state.live(channel, replica):
+                return False
+    return True

@@ -1,0 +1,147 @@
+"""What the scheduler knows of a run, and the few moves that every rule is made of.
+
+The rules in `rules/` read this state and move it; they own none of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.graph.ir import Firing
+from penstock.runtime.plan.plan import Replica
+from penstock.runtime.schedule.channel import Way
+from penstock.runtime.schedule.events import Checkpoint, Command, Finish, Fire, Free
+from penstock.runtime.schedule.ledger import Ledger
+from penstock.runtime.schedule.tables import Rules, Step, Tables
+
+Key = tuple[Any, ...]
+"""What a rank was asked: ("fire", firing, replica), ("send", channel, version, replica), ("swap", …), ("save", …)."""
+
+
+class State:
+    """The state of one run of one graph.
+
+    ready: for each step the ordinals that have all its inputs, as a heap; may hold lost ones.
+    load: firings in work on each replica, sources not counted. running: what is in work, and where.
+    updates_done: for each per-update step how often it has been done; `update` is the one in work, on `batch`.
+    between: the values that steps of this update made for later ones, and where they are.
+    """
+
+    def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
+        self.tables, self.rules = tables, rules
+        self.ledger = Ledger()
+        self.ready: dict[str, list[int]] = {s: [] for s in tables.steps}
+        self.load = dict.fromkeys(tables.replicas, 0)
+        self.updates_done = {s.name: rules.start for s in tables.steps.values() if s.per_update}
+        self.update = rules.start
+        self.batch: tuple[int, ...] | None = None
+        self.between: dict[Firing, str] = {}
+        self.running: dict[Firing, str] = {}
+        self.tries: dict[Firing, int] = {}
+        self.ways = {
+            name: Way(channel.replicas, {replica: version for (n, replica), version in live.items() if n == name})
+            for name, channel in tables.channels.items()
+        }
+        self.cutting: Checkpoint | None = None
+        self.saving = ""
+        self.finished = False
+        self.answers: dict[Key, set[int]] = {}
+        self.out: list[Command] = []
+        self._freed: dict[str, list[Firing]] = defaultdict(list)
+        self._passed = dict.fromkeys(tables.steps, 0)
+
+    # Asking and answering ---------------------------------------------------------------------------------
+
+    def ask(self, command: Command, key: Key, replica: str) -> None:
+        """Say a command that every rank of `replica` will answer."""
+        self.answers[key] = set(range(len(self.tables.replicas[replica].ranks)))
+        self.out.append(command)
+
+    def answered(self, key: Key, rank: int) -> bool:
+        """Note a rank's answer; true when it was the last one awaited. Raises ValueError if nobody awaits it."""
+        ranks = self.answers.get(key)
+        if ranks is None or rank not in ranks:
+            raise ValueError(f"scheduler: an answer that nobody awaits: {key}, rank {rank}")
+        ranks.remove(rank)
+        if ranks:
+            return False
+        del self.answers[key]
+        return True
+
+    def fire(self, firing: Firing, replica: str, groups: tuple[int, ...] = (), load: int = 1) -> None:
+        self.running[firing] = replica
+        self.load[replica] += load
+        self.ask(Fire(firing, replica, groups), ("fire", firing, replica), replica)
+
+    def free(self, firing: Firing, replica: str) -> None:
+        """The outputs of a firing have no reader left; said by `say_freed`."""
+        self._freed[replica].append(firing)
+
+    def say_freed(self) -> None:
+        """Say what is freed, ahead of what follows from the event: a retry must not be freed with its failed try."""
+        for replica, firings in self._freed.items():
+            self.out.append(Free(tuple(firings), replica))
+        self._freed.clear()
+
+    def finish(self, status: str, error: str = "") -> None:
+        self.finished = True
+        self.out.append(Finish(status, error))
+
+    # Looking ----------------------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> bool:
+        return self.rules.versions == "pinned"
+
+    @property
+    def stopping(self) -> bool:
+        """Will the run end with the next cut?"""
+        return self.cutting is not None and self.cutting.final
+
+    @property
+    def total(self) -> int:
+        """How many groups are consumed by the end."""
+        return self.rules.end * self.rules.batch
+
+    def room(self, replica: Replica) -> int:
+        return replica.capacity - self.load[replica.name]
+
+    def live(self, channel: str, replica: str) -> int:
+        return self.ways[channel].receivers[replica].live
+
+    def version(self, carried: str) -> int:
+        """How many updates have been applied to a carried value; one that never changes is as the run found it."""
+        maker = self.tables.makers.get(carried)
+        return self.rules.start if maker is None else self.updates_done[maker]
+
+    def begun(self) -> bool:
+        """Has the current update fired any of its steps?"""
+        done = any(count > self.update for count in self.updates_done.values())
+        return done or any(f.node in self.updates_done for f in self.running)
+
+    def pin(self, ordinal: int) -> int:
+        """Pinned: the version that a group must use."""
+        return max(self.rules.start, self.ledger.before(ordinal) // self.rules.batch - self.tables.max_lag)
+
+    def perishing(self, ordinal: int) -> bool:
+        """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
+        return self.pinned and bool(self.tables.channels) and self.pin(ordinal) < self.update
+
+    def first_unfired(self, step: Step) -> int:
+        """The lowest ordinal that has not been through `step` nor is in work there."""
+        name, ordinal = step.name, max(self._passed[step.name], self.ledger.first)
+        while ordinal < self.ledger.next:
+            group = self.ledger.groups.get(ordinal)
+            if group is not None and name not in group.made and Firing(name, ordinal) not in self.running:
+                break
+            ordinal += 1
+        self._passed[name] = ordinal
+        return ordinal
+
+    def unfire(self, firing: Firing) -> None:
+        """A per-group firing failed and will be tried again."""
+        self._passed[firing.node] = min(self._passed[firing.node], firing.index)
+
+    def idle(self, step: Step) -> bool:
+        """Is no firing of `step` in work?"""
+        return not any(f.node == step.name for f in self.running)

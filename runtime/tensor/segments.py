@@ -1,0 +1,154 @@
+"""Shared-memory segments: files `penstock-<run>-<owner>-<k>` that their owner's death sets free. No torch.
+
+A segment's owner keeps an exclusive `flock` on it for as long as it lives. The kernel drops the lock with the
+process, however it died, so that liveness needs no pid, no clock and no lock file. A run is dead when none of
+its segments is locked; `sweep` then removes them all.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+SHM = Path("/dev/shm")
+_PREFIX = "penstock-"
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOENT, errno.EACCES, errno.EROFS}
+
+
+class SegmentError(RuntimeError):
+    """No room for a segment, or a segment that is not there or not ours to read."""
+
+
+def segment_name(run: str, owner: str, number: int) -> str:
+    """`owner` is quoted as in a URL, so that a replica's name ("generator/0") is one file name."""
+    if not run.isalnum():
+        raise ValueError(f"run id: given {run!r}, needed letters and digits")
+    return f"{_PREFIX}{run}-{quote(owner, safe='')}-{number}"
+
+
+class Segment:
+    """One mapped segment: `view` is shared with every process that maps it; `size` in bytes never changes."""
+
+    def __init__(self, path: Path, descriptor: int, size: int, prot: int) -> None:
+        self.path = path
+        self.name = path.name
+        self.size = size
+        self._descriptor = descriptor
+        # Populated now: a page fault in the first put of each page costs more than copying the page.
+        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=prot)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap it; the name stays."""
+        self.view.release()
+        self._map.close()
+        os.close(self._descriptor)
+
+    def unlink(self) -> None:
+        """Remove the name: processes that have the segment mapped keep it until they unmap it."""
+        self.path.unlink(missing_ok=True)
+
+
+def create_segment(name: str, size: int, folders: Sequence[Path]) -> Segment:
+    """A new locked segment of `size` bytes, all of them allocated, in the first folder with room for it."""
+    refusals = []
+    for folder in folders:
+        try:
+            return _create(folder / name, size)
+        except FileExistsError as error:
+            raise SegmentError(f"segment {folder / name} is there already: made twice, or a dead run's") from error
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            refusals.append(f"{folder}: {error.strerror}, {_room(folder)}")
+    raise SegmentError(f"no room for segment {name} of {size} bytes ({'; '.join(refusals)})")
+
+
+def open_segment(name: str, folders: Sequence[Path]) -> Segment:
+    """Map an existing segment read-only. It must be this user's alone."""
+    if not name.startswith(_PREFIX) or "/" in name:
+        raise SegmentError(f"given {name!r}, needed a segment's name ({_PREFIX}<run>-<owner>-<k>)")
+    for folder in folders:
+        try:
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        facts = os.fstat(descriptor)
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or not facts.st_size:
+            os.close(descriptor)
+            given = f"user {facts.st_uid}, mode {facts.st_mode & 0o777:o}, {facts.st_size} bytes"
+            raise SegmentError(f"segment {name}: given {given}; needed this user's alone, and not empty")
+        return Segment(folder / name, descriptor, facts.st_size, mmap.PROT_READ)
+    raise SegmentError(f"segment {name} is in none of {', '.join(map(str, folders))}: its owner has closed it")
+
+
+def sweep(run: str | None = None, folders: Sequence[Path] = (SHM,)) -> list[str]:
+    """Remove this user's segments of `run`, whose processes the caller knows to be gone; or, without a run, those
+    of every dead run. The names removed.
+    """
+    found: dict[str, list[Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob(f"{_PREFIX}*-*-*")):
+            found.setdefault(path.name.split("-")[1], []).append(path)
+    removed = []
+    for name, paths in found.items():
+        if run is None:
+            removed += _remove_unless_alive(paths)
+        elif name == run:
+            removed += _remove(paths)
+    return removed
+
+
+def _remove(paths: Sequence[Path]) -> list[str]:
+    removed = []
+    for path in paths:
+        with suppress(OSError):  # gone already, or another user's
+            path.unlink()
+            removed.append(path.name)
+    return removed
+
+
+def _remove_unless_alive(paths: Sequence[Path]) -> list[str]:
+    """Remove one run's segments if no living process holds the lock of any. The locks are held meanwhile, so that
+    an owner that is just creating one of them waits, and sees that it is gone.
+    """
+    held: list[int] = []
+    try:
+        for path in paths:
+            held.append(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _remove(paths)
+    except OSError:  # alive, or gone meanwhile, or not ours to judge
+        return []
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _create(path: Path, size: int) -> Segment:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)  # another run's sweep came between creating and locking: again
+    try:
+        # Without this, a full file system shows as SIGBUS at the first write instead of as an error here.
+        os.posix_fallocate(descriptor, 0, size)
+        return Segment(path, descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        raise
+
+
+def _room(folder: Path) -> str:
+    try:
+        facts = os.statvfs(folder)
+    except FileNotFoundError:
+        return "no such folder"
+    return f"{facts.f_bavail * facts.f_frsize} of {facts.f_blocks * facts.f_frsize} bytes free"

@@ -1,0 +1,225 @@
+"""Values in shared memory: the maker puts, readers on the same host get copies, the maker frees.
+
+A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
+the serial number that the handle carries: a handle that outlived its block is told from one that names another
+value. A store belongs to one thread, a reader too.
+"""
+
+import ctypes
+import json
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.blocks import Blocks
+from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
+from penstock.runtime.tensor.handle import Handle, HandleError
+from penstock.runtime.tensor.segments import SHM, Segment, SegmentError, create_segment, open_segment, segment_name
+
+_PREFIX = struct.Struct("<4sIQQ")  # magic, bytes of JSON, serial number, bytes in all
+_MAGIC = b"PSTK"
+_ALIGN = 64
+_LARGEST_STEP = 256 << 20
+_JSON = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps makes one per call
+
+T = TypeVar("T")
+
+
+class Usage(NamedTuple):
+    """Blocks and bytes now in use, segments and their bytes in all, and puts so far."""
+
+    blocks: int
+    block_bytes: int
+    segments: int
+    segment_bytes: int
+    puts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """A segment of ours, the address of its first byte, and what of it is in use."""
+
+    segment: Segment
+    address: int
+    blocks: Blocks
+
+
+class Store:
+    """The values that one process offers to others, until it frees them or closes.
+
+    Memory is taken a segment at a time, each at least as large as the one before, and never given back before
+    `close`. A segment goes to the first of `folders` with room for it: a second one, on disk, serves where
+    `/dev/shm` is small.
+    """
+
+    def __init__(self, run: str, owner: str, *, folders: Sequence[Path] = (SHM,), segment_bytes: int = 4 << 20) -> None:
+        self.run = run
+        self.owner = owner
+        self._folders = tuple(folders)
+        self._homes: dict[str, _Home] = {}
+        self._live: dict[tuple[str, int], Handle] = {}
+        self._puts = 0
+        self._first_serial = secrets.randbits(48)  # so that a store of the same name, made anew, repeats none
+        self._next_bytes = segment_bytes
+        self._grow(segment_bytes)
+
+    def put(self, value: object) -> Handle:
+        """Copy `value` (see `codec`) into a block."""
+        tensors, meta = encode(value)
+        header = _JSON.encode(meta).encode()
+        offsets, nbytes = _places(_PREFIX.size + len(header), [t.nbytes for t in tensors])
+        home, start = self._take(nbytes)
+        self._puts += 1
+        serial = self._first_serial + self._puts
+        prefix = _PREFIX.pack(_MAGIC, len(header), serial, nbytes)
+        home.segment.view[start : start + _PREFIX.size + len(header)] = prefix + header
+        for offset, tensor in zip(offsets, tensors, strict=True):
+            ctypes.memmove(home.address + start + offset, tensor.data_ptr(), tensor.nbytes)
+        handle = Handle(home.segment.name, start, nbytes, f'{{"serial":{serial}}}', self.owner)
+        self._live[handle.segment, start] = handle
+        return handle
+
+    def free(self, handle: Handle) -> None:
+        """Take the block back; a reader that comes late gets an error, not another value."""
+        if self._live.get((handle.segment, handle.offset)) != handle:
+            raise HandleError(f"free: {handle} is not in use in the store of {self.owner} (freed twice?)")
+        del self._live[handle.segment, handle.offset]
+        home = self._homes[handle.segment]
+        home.segment.view[handle.offset : handle.offset + _PREFIX.size] = bytes(_PREFIX.size)
+        home.blocks.give(handle.offset, handle.nbytes)
+
+    def usage(self) -> Usage:
+        homes = self._homes.values()
+        size = sum(h.segment.size for h in homes)
+        free = sum(h.blocks.free_bytes() for h in homes)
+        return Usage(len(self._live), size - free, len(homes), size, self._puts)
+
+    def close(self) -> None:
+        """Unlink the segments; values not freed are lost to readers that have not mapped them. May be repeated."""
+        for home in self._homes.values():
+            home.segment.unlink()
+            home.segment.close()
+        self._homes.clear()
+        self._live.clear()
+
+    def _take(self, nbytes: int) -> tuple[_Home, int]:
+        for home in self._homes.values():
+            offset = home.blocks.take(nbytes)
+            if offset is not None:
+                return home, offset
+        home = self._grow(nbytes)
+        offset = home.blocks.take(nbytes)
+        assert offset is not None
+        return home, offset
+
+    def _grow(self, nbytes: int) -> _Home:
+        size = -(-max(nbytes, self._next_bytes) // 4096) * 4096
+        segment = create_segment(segment_name(self.run, self.owner, len(self._homes)), size, self._folders)
+        self._next_bytes = min(2 * size, _LARGEST_STEP)
+        home = _Home(segment, _address(segment), Blocks(size))
+        self._homes[segment.name] = home
+        return home
+
+
+class Reader:
+    """Copies values out of the stores of one run on this host; maps each segment once."""
+
+    def __init__(self, run: str, *, folders: Sequence[Path] = (SHM,)) -> None:
+        self._prefix = segment_name(run, "", 0).removesuffix("-0")
+        self._folders = tuple(folders)
+        self._segments: dict[str, Segment] = {}
+
+    def get(self, handle: Handle, cls: type[T]) -> T:
+        """A copy of the value as an instance of `cls`, the edge's type: the block may be freed at once."""
+        block = self._copy(handle)
+        try:
+            meta = json.loads(bytes(block[_PREFIX.size : _header_end(block)]))
+            return decode(cls, _tensors(block, meta), meta)
+        except CodecError as error:
+            raise HandleError(f"{handle}: {error}") from error
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise HandleError(f"{handle}: the block is damaged ({error!r})") from error
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    def _copy(self, handle: Handle) -> bytearray:
+        segment = self._segment(handle)
+        start, end = handle.offset, handle.offset + handle.nbytes
+        if not (0 <= start <= end - _PREFIX.size and end <= segment.size):
+            raise HandleError(f"{handle}: outside its segment of {segment.size} bytes")
+        block = bytearray(segment.view[start:end])
+        # Looked at after copying: a block that was freed meanwhile, whatever is in it now, has lost its number.
+        magic, _, serial, nbytes = _PREFIX.unpack_from(segment.view, start)
+        if (magic, serial, nbytes) != (_MAGIC, _serial(handle), handle.nbytes):
+            raise HandleError(f"{handle}: the block is not in use for this value (freed?)")
+        return block
+
+    def _segment(self, handle: Handle) -> Segment:
+        segment = self._segments.get(handle.segment)
+        if segment is None:
+            if not handle.segment.startswith(self._prefix):
+                raise HandleError(f"{handle}: not a segment of this run ({self._prefix}…)")
+            try:
+                segment = open_segment(handle.segment, self._folders)
+            except (SegmentError, OSError) as error:
+                raise HandleError(f"{handle}: {error}") from error
+            self._segments[handle.segment] = segment
+        return segment
+
+
+def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where in a block tensors of these sizes go, and the block's size."""
+    offsets, end = [], -(-header_end // _ALIGN) * _ALIGN
+    for nbytes in sizes:
+        offsets.append(end)
+        end += -(-nbytes // _ALIGN) * _ALIGN
+    return offsets, end
+
+
+def _header_end(block: bytearray) -> int:
+    return _PREFIX.size + int(_PREFIX.unpack_from(block)[1])
+
+
+def _tensors(block: bytearray, meta: dict[str, Any]) -> list[Tensor]:
+    """Views of `block`, after checking that they lie in it."""
+    shapes = [(DTYPES[dtype], shape) for _, dtype, shape in meta["tensors"]]
+    counts = [_count(shape) for _, shape in shapes]
+    sizes = [count * dtype.itemsize for count, (dtype, _) in zip(counts, shapes, strict=True)]
+    offsets, end = _places(_header_end(block), sizes)
+    if end != len(block):
+        raise ValueError(f"given {len(block)} bytes, needed {end}")
+    return [
+        torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)
+        if count
+        else torch.empty(shape, dtype=dtype)
+        for (dtype, shape), count, offset in zip(shapes, counts, offsets, strict=True)
+    ]
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"given shape {shape}")
+        count *= size
+    return count
+
+
+def _serial(handle: Handle) -> int:
+    try:
+        return int(json.loads(handle.meta)["serial"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise HandleError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
+
+
+def _address(segment: Segment) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(segment.view))

@@ -1,0 +1,59 @@
+"""Chunks change nothing but memory."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.nodes.learn.logprobs import token_logprobs
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(13, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(11, 8, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(11, (13,))
+
+
+def test_log_probabilities_are_those_of_the_softmax() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    logprobs, entropy = token_logprobs(hidden, weight, targets)
+    expected = torch.log_softmax(hidden @ weight.T, -1)
+    torch.testing.assert_close(logprobs, expected[range(13), targets])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1).detach())
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 11, 50, 142])
+def test_chunks_give_the_same_values_and_gradients(chunk_elements: int) -> None:
+    found = []
+    for size in (1 << 20, chunk_elements):
+        hidden, weight, targets = inputs(torch.float32)
+        logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_elements=size)
+        (logprobs * torch.linspace(-1, 2, 13)).sum().backward()
+        found.append((logprobs.detach(), entropy, hidden.grad, weight.grad))
+    for whole, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_chunked_form_keeps_no_logits_for_the_backward_pass() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        token_logprobs(hidden, weight, targets, chunk_elements=22)
+    assert max(kept) < 13 * 11
+
+
+def test_entropy_has_no_gradient() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    for size in (1 << 20, 22):
+        assert not token_logprobs(hidden, weight, targets, chunk_elements=size)[1].requires_grad
+
+
+def test_bfloat16_gradients_come_back_in_bfloat16() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logprobs, _ = token_logprobs(hidden, weight, targets, chunk_elements=22)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16

@@ -1,0 +1,126 @@
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.metrics import MetricsFile, Rows, combine, keep_rows, read_rows, scalars
+from penstock.runtime.record.tensorboard import open_board
+
+
+def row(update: int, **figures: Any) -> dict[str, Any]:
+    return {"update": update, "version": update + 1, "time_s": float(update), **figures}
+
+
+def test_groups_combine_by_mean_sum_and_extremes() -> None:
+    parts = [{"reward_mean": 1.0, "tokens": 3.0, "lag_max": 0.0}, {"reward_mean": 0.0, "tokens": 5.0, "lag_max": 2.0}]
+    assert combine([*parts, {"turns_min": 4.0}]) == {
+        "reward_mean": 0.5,
+        "tokens": 8.0,
+        "lag_max": 2.0,
+        "turns_min": 4.0,
+    }
+
+
+def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
+    rows = Rows(["learn"], now=100.0)
+    for ordinal in range(4):
+        rows.group(ordinal, {"reward_mean": float(ordinal)})
+        rows.group(ordinal, {"tokens": 10.0})
+    rows.batch(0, (0, 1))
+    rows.batch(1, (2, 3))
+    rows.synced(0.25)
+    assert rows.update(0, "learn", {"loss": -0.5}, seconds=2.0)
+    first = rows.row(0, 104.0, {"trainer": {"busy": 3.0, "data": 1.0}})
+    assert first == {
+        "update": 0,
+        "version": 1,
+        "time_s": 4.0,
+        "seconds": 4.0,
+        "groups": 2,
+        "update_s": 2.0,
+        "sync_s": 0.25,
+        "generate_tokens_per_s": 5.0,
+        "train_tokens_per_s": 10.0,
+        "reward_mean": 0.5,
+        "tokens": 20.0,
+        "loss": -0.5,
+        "pools": {"trainer": {"busy": 3.0, "data": 1.0}},
+    }
+    rows.update(1, "learn", {"tokens": 7.0}, seconds=1.0)
+    second = rows.row(1, 105.0, {})
+    assert (second["reward_mean"], second["tokens"], second["seconds"], second["sync_s"]) == (2.5, 7.0, 1.0, 0.0)
+
+
+def test_a_row_waits_for_all_nodes_of_its_update() -> None:
+    rows = Rows(["critic", "actor"], now=0.0)
+    assert not rows.update(0, "critic", {"value_loss": 1.0}, 1.0)
+    assert rows.update(0, "actor", {"loss": 2.0}, 1.0)
+    assert rows.row(0, 2.0, {})["value_loss"] == 1.0
+
+
+def test_a_resumed_run_goes_on_counting_time() -> None:
+    rows = Rows(["learn"], now=1000.0, elapsed=60.0)
+    rows.update(5, "learn", {}, 1.0)
+    assert rows.row(5, 1003.0, {})["time_s"] == 63.0
+
+
+def test_a_resume_keeps_one_row_per_update(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert keep_rows(path, 0) == []
+    file = MetricsFile(path)
+    for update in range(5):
+        file.append(row(update, loss=0.0))
+    file.close()
+    with path.open("a") as torn:
+        torn.write('{"update": 5, "ver')
+    assert [r["update"] for r in keep_rows(path, 3)] == [0, 1, 2]
+    file = MetricsFile(path)
+    for update in range(3, 6):
+        file.append(row(update, loss=1.0))
+    assert [(r["update"], r["loss"]) for r in read_rows(path)] == [(u, float(u >= 3)) for u in range(6)]
+
+
+def test_a_damaged_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"update": 0}\noops\n{"update": 2}\n')
+    with pytest.raises(RecordError, match=r"m.jsonl:2: given a line that is not JSON"):
+        read_rows(tmp_path / "m.jsonl")
+
+
+def test_scalars_are_numbers_by_path() -> None:
+    assert list(scalars(row(3, pools={"trainer": {"busy": 0.5}}, note="x"))) == [
+        ("version", 4.0),
+        ("time_s", 3.0),
+        ("pools/trainer/busy", 0.5),
+    ]
+
+
+def test_tensorboard_shows_the_rows_that_count(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    open_board(tmp_path, required=True).close()  # type: ignore[union-attr]
+    board = open_board(tmp_path, required=True, keep=[row(0, loss=3.0)])
+    assert board is not None
+    board.write(row(1, loss=2.0))
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 3.0), (1, 2.0)]
+
+
+def test_tensorboard_is_left_out_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("tensorboard"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    for name in [n for n in sys.modules if n.startswith("tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert open_board(tmp_path, required=False) is None
+    with pytest.raises(RecordError, match=r"pip install 'penstock\[track\]'"):
+        open_board(tmp_path, required=True)

@@ -1,0 +1,89 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.runtime.record.timeline import Bar, Idle, boundaries, idle, lanes, names, span
+
+
+def bar(lane: str, start: float, end: float, index: int = 0, name: str = "work") -> Bar:
+    return Bar(lane, name, index, start, end)
+
+
+times = st.floats(0, 1000)
+all_bars = st.lists(
+    st.builds(
+        lambda lane, start, seconds, index: bar(lane, start, start + seconds, index),
+        st.sampled_from(["a/0", "a/1", "b/0"]),
+        times,
+        st.floats(0, 10),
+        st.integers(0, 9),
+    )
+)
+
+
+@given(all_bars)
+def test_bars_of_one_track_do_not_overlap_and_none_is_lost(bars: list[Bar]) -> None:
+    found = lanes(bars)
+    assert sum(len(track) for lane in found for track in lane.tracks) == len(bars)
+    for lane in found:
+        for track in lane.tracks:
+            assert all(b.lane == lane.name for b in track)
+            assert all(a.end <= b.start for a, b in zip(track, track[1:], strict=False))
+
+
+def test_lanes_are_in_the_order_of_work_and_replicas_together() -> None:
+    bars = [bar("scorer/0", 2, 3), bar("generator/10", 1, 2), bar("generator/2", 3, 4), bar("trainer/0", 5, 6)]
+    assert [lane.name for lane in lanes(bars)] == ["generator/2", "generator/10", "scorer/0", "trainer/0"]
+
+
+def test_a_lane_has_as_many_tracks_as_bars_at_once() -> None:
+    (lane,) = lanes([bar("g/0", 0, 2, 0), bar("g/0", 1, 3, 1), bar("g/0", 2, 4, 2)])
+    assert [[b.index for b in track] for track in lane.tracks] == [[0, 2], [1]]
+
+
+def test_an_update_ends_with_its_last_node() -> None:
+    bars = [
+        Bar("t/0", "actor", 0, 0, 2, "update"),
+        Bar("t/0", "critic", 0, 2, 3, "update"),
+        Bar("t/0", "actor", 1, 4, 5, "update"),
+        Bar("g/0", "generate", 7, 0, 9),
+    ]
+    assert boundaries(bars) == [(0, 3), (1, 5)]
+    assert names(bars) == ["generate", "actor", "critic"]
+    assert span(bars) == (0, 9)
+    assert span([]) == (0.0, 0.0)
+
+
+changes = st.lists(
+    st.tuples(times, st.sampled_from(["g/0", "g/1", "g/2", "t/0"]), st.sampled_from(["busy", "data", "weights"]))
+)
+
+
+@given(changes, st.lists(times, min_size=1))
+def test_busy_and_idle_seconds_add_up_to_the_wall_time_exactly(
+    given: list[tuple[float, str, str]], takes: list[float]
+) -> None:
+    account = Idle(["g/0", "g/1", "g/2", "t/0"], 0.0)
+    moments = sorted([(t, r, s) for t, r, s in given] + [(t, "", "") for t in takes])
+    last = 0
+    for time, replica, state in moments:
+        if replica:
+            account.change(time, replica, state)
+            continue
+        now = round(time * 1e6)
+        for spent in account.take(time).values():
+            assert sum(round(seconds * 1e6) for seconds in spent.values()) == now - last
+        last = now
+
+
+def test_idle_seconds_go_to_their_cause() -> None:
+    states = [(1.0, "g/0", "busy"), (1.0, "t/0", "data"), (3.0, "g/0", "weights"), (3.5, "t/0", "busy")]
+    assert idle(states, ["g/0", "t/0"], 0.0, 4.0) == {
+        "g": {"start": 1.0, "busy": 2.0, "weights": 1.0},
+        "t": {"start": 1.0, "data": 2.5, "busy": 0.5},
+    }
+
+
+def test_a_pool_counts_the_mean_of_its_replicas() -> None:
+    assert idle([(0.0, "g/0", "busy"), (0.0, "g/1", "data")], ["g/0", "g/1"], 0.0, 3.0) == {
+        "g": {"busy": 1.5, "data": 1.5}
+    }

@@ -1,0 +1,141 @@
+"""A world for the scheduler: ranks that answer in any order, fail, drop groups and are stopped, under the checker."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from penstock.graph.ir import Graph
+from penstock.runtime.plan.plan import Plan
+from penstock.runtime.schedule.events import (
+    Arrived,
+    Begin,
+    Command,
+    Commit,
+    Done,
+    Event,
+    Failed,
+    Finish,
+    Fire,
+    Save,
+    Saved,
+    Send,
+    Swap,
+    Swapped,
+)
+from penstock.runtime.schedule.scheduler import Scheduler
+from penstock.runtime.schedule.tables import Rules, compile_tables
+
+from .graphs import random_graph, random_plan
+from .invariants import Checker, Lineage
+
+Live = Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run, and how its ranks behave: `fails` and `drops` map nodes to probabilities."""
+
+    graph: Graph
+    plan: Plan
+    rules: Rules
+    fails: Mapping[str, float]
+    drops: Mapping[str, float]
+
+
+class World:
+    """One scheduler with its ranks. `heard` are the events so far, `told` the commands that followed each."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        cut: Mapping[str, Any] | None = None,
+        lineage: Lineage | None = None,
+        live: Live | None = None,
+    ) -> None:
+        self.setting, self.live = setting, live
+        self.tables = compile_tables(setting.graph, setting.plan)
+        rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
+        self.scheduler = Scheduler(self.tables, rules, cut, live)
+        self.checker = Checker(setting.graph, setting.plan, rules, lineage, live)
+        self.pending: list[Event] = []
+        self.heard: list[Event] = []
+        self.told: list[list[Command]] = []
+        self.finish: Finish | None = None
+        self.commit: Commit | None = None
+
+    def feed(self, event: Event) -> list[Command]:
+        """Give the scheduler an event; what its commands ask of ranks becomes `pending` answers."""
+        commands = list(self.scheduler.handle(event))
+        self.heard.append(event)
+        self.told.append(commands)
+        self.checker.see(event, commands)
+        for command in commands:
+            match command:
+                case Finish():
+                    self.finish = command
+                case Commit():
+                    self.commit = command
+                case Fire() | Send() | Swap() | Save():
+                    ranks = range(len(self.tables.replicas[command.replica].ranks))
+                    self.pending += [_answer(command, rank) for rank in ranks]
+        return commands
+
+    def step(self, index: int = 0) -> list[Command]:
+        """Let the rank at `index` of the pending ones answer."""
+        return self.feed(self.pending.pop(index))
+
+    def random_answer(self, rng: Random) -> list[Command]:
+        """Let any rank answer; it may fail, or drop its group."""
+        event = self.pending.pop(rng.randrange(len(self.pending)))
+        if isinstance(event, Done):
+            if rng.random() < self.setting.fails.get(event.firing.node, 0):
+                return self.feed(Failed(event.firing, event.replica, event.rank, "raised"))
+            dropped = Random(f"{event.firing}").random() < self.setting.drops.get(event.firing.node, 0)
+            return self.feed(replace(event, dropped=dropped))
+        return self.feed(event)
+
+    def run(self, rng: Random, steps: int = 10**6) -> None:
+        """Answers in random order until the end, or for so many steps."""
+        if not self.heard:
+            self.feed(Begin())
+        while self.finish is None and steps:
+            self.random_answer(rng)
+            steps -= 1
+
+    def resumed(self) -> "World":
+        """A new world from the last committed cut, through JSON, or from nothing if there is none."""
+        if self.commit is None:
+            return World(self.setting)
+        return World(self.setting, json.loads(self.commit.cut), self.checker.committed)
+
+
+def _answer(command: Fire | Send | Swap | Save, rank: int) -> Event:
+    match command:
+        case Fire(firing, replica):
+            return Done(firing, replica, rank)
+        case Send(channel, version, _, replica):
+            return Arrived(channel, version, replica, rank)
+        case Swap(channel, version, replica):
+            return Swapped(channel, version, replica, rank)
+        case Save(update, replica):
+            return Saved(update, replica, rank)
+
+
+def random_setting(rng: Random) -> Setting:
+    """Any graph, plan and rules the scheduler must cope with."""
+    pinned = rng.random() < 0.35
+    lags = [rng.choice([0, 1, 2, 4])] if pinned else [0, 1, 2, 3, 4]
+    graph = random_graph(rng, lags, [0] if pinned else lags)
+    firing = [n.name for n in graph.nodes if n.construct == "call" and n.clock == "group" and not n.stateful]
+    fails = {n: rng.choice([0.05, 0.2]) for n in firing if rng.random() < 0.3}
+    drops = {} if pinned else {n: 0.3 for n in firing if rng.random() < 0.2}
+    rules = Rules(
+        batch=rng.randint(1, 4),
+        end=rng.randint(1, 6),
+        versions="pinned" if pinned else "free",
+        retries=rng.choice([0, 1, 3]),
+        on_failure="stop" if pinned else rng.choice(["stop", "replace", "replace"]),
+    )
+    return Setting(graph, random_plan(rng, graph), rules, fails if rng.random() < 0.5 else {}, drops)

@@ -1,0 +1,85 @@
+"""The other process of the bridge's tests: `python peer.py SIDE FILE TIMEOUT`.
+
+As a destination it receives what each line of its input (the facts of a sync, JSON) says, swaps, and answers with
+what is live; as a source it publishes and sends the version that each line names. Errors are answers too.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.digest import digest
+from penstock.runtime.tensor.sync import Publisher, Receiver
+
+CHANNEL = "policy>generator"
+
+
+class Policy:
+    """Weights that are a function of the version: large and small, of several dtypes."""
+
+    def __init__(self, large: int = 300_000) -> None:
+        self.tensors: dict[str, Tensor] = {
+            "embed": torch.zeros(large, dtype=torch.bfloat16),
+            "norm": torch.zeros(7),
+            "matrix": torch.zeros(600, 700),
+            "step": torch.zeros((), dtype=torch.int64),
+            "flags": torch.zeros(3, dtype=torch.bool),
+        }
+
+    def advance(self, version: int) -> None:
+        """What an optimizer does: change everything in place."""
+        generator = torch.Generator().manual_seed(version)
+        for tensor in self.tensors.values():
+            if tensor.is_floating_point():
+                tensor.normal_(generator=generator)
+            else:
+                tensor.fill_(version)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return self.tensors, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.tensors.update(tensors)
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
+
+
+def answer(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def main(side: str, path: str, timeout: str) -> None:
+    torch.set_num_threads(1)
+    bridge = Bridge(CHANNEL, Path(path), timeout=float(timeout))
+    answer(started=True)
+    transport = bridge.open("source" if side == "source" else "destination")
+    answer(open=True)
+    policy, receiver = Policy(), Receiver(CHANNEL)
+    publisher = Publisher(CHANNEL, policy)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if side == "source":
+                policy.advance(order["version"])
+                answer(facts=publisher.publish(order["version"]))
+                publisher.send(order["version"], transport)
+            else:
+                moved = receiver.receive(order["version"], order, transport)
+                receiver.swap(order["version"])
+                answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
+        except RuntimeError as error:
+            answer(error=type(error).__name__, text=str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

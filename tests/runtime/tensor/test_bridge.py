@@ -1,0 +1,279 @@
+"""Weights between real processes: equal, on the loopback only, and never a hang when the other side fails."""
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from penstock.runtime.tensor.arena import Part
+from penstock.runtime.tensor.bridge import Bridge, BridgeTransport
+from penstock.runtime.tensor.digest import ProofError, digest
+from penstock.runtime.tensor.layout import Box, Layout, TensorLayout, reshard
+from penstock.runtime.tensor.parcel import BUCKET, LARGE, bundle
+from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.transport import TransportError
+
+from .peer import CHANNEL, Policy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Peer:
+    """The other process, answering line by line."""
+
+    def __init__(self, side: str, path: Path, timeout: float) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("peer.py")), side, str(path), str(timeout)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Any]:
+    """Start the other side and join it: `peers(side, timeout) -> (peer, our transport)`."""
+    others: list[Peer] = []
+    transports: list[BridgeTransport] = []
+
+    def join(side: str, timeout: float = 30.0) -> tuple[Peer, BridgeTransport]:
+        path = tmp_path / f"bridge-{len(others)}"
+        others.append(Peer(side, path, timeout))
+        assert others[-1].read() == {"started": True}
+        ours = Bridge(CHANNEL, path, timeout=timeout).open("destination" if side == "source" else "source")
+        transports.append(ours)
+        assert others[-1].read() == {"open": True}
+        return others[-1], ours
+
+    yield join
+    for transport in transports:
+        transport.close()
+    for other in others:
+        other.end()
+
+
+def test_each_version_arrives_equal_whatever_the_optimizer_does_meanwhile(peers: Any) -> None:
+    peer, transport = peers("destination")
+    policy = Policy()
+    publisher = Publisher(CHANNEL, policy, wire="bfloat16")
+    for version in (0, 1, 2, 5):
+        policy.advance(version)
+        facts = publisher.publish(version)
+        expected = {k: (v.bfloat16() if v.is_floating_point() else v).clone() for k, v in policy.tensors.items()}
+        peer.tell(**facts)
+        policy.advance(99)
+        moved = publisher.send(version, transport)
+        answer = peer.read()
+        assert answer == {"version": version, "digest": digest(expected), "bytes": moved.nbytes}
+        assert moved.nbytes == sum(t.nbytes for t in expected.values())
+
+
+def test_nothing_listens_beyond_loopback(peers: Any) -> None:
+    peer, _ = peers("destination")
+    listening = [
+        connection.laddr.ip
+        for process in (psutil.Process(), psutil.Process(peer.process.pid))
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert all(ip == "::1" or ip.startswith("127.") for ip in listening)
+
+
+def test_the_main_thread_computes_while_a_version_arrives(peers: Any) -> None:
+    peer, transport = peers("source")
+    receiver = Receiver(CHANNEL)
+    results: queue.Queue[Moved | Exception] = queue.Queue()
+    policy = Policy()
+    policy.advance(3)
+    facts = Publisher(CHANNEL, policy).publish(3)
+    receiver.start(3, facts, transport, results.put)
+    assert sum(range(100_000)) == 4_999_950_000  # the source has not been told yet: a wait with the lock would hang
+    assert receiver.weights.version == -1
+    peer.tell(version=3)
+    assert isinstance(results.get(timeout=60), Moved)
+    receiver.swap(3)
+    assert receiver.weights.version == 3
+    assert all(torch.equal(receiver.weights.tensors[name], t) for name, t in policy.tensors.items())
+
+
+def test_a_stale_version_on_the_wire_is_named_and_breaks_the_bridge(peers: Any) -> None:
+    peer, transport = peers("source")
+    policy = Policy()
+    policy.advance(2)
+    facts = Publisher(CHANNEL, policy).publish(2)
+    peer.tell(version=1)
+    receiver = Receiver(CHANNEL)
+    with pytest.raises(ProofError, match=r"source rank 0 sent \{'version': 1, .*needed \{'version': 2"):
+        receiver.receive(2, facts, transport)
+    with pytest.raises(TransportError, match="the bridge is broken: source rank 0 sent"):
+        receiver.receive(2, facts, transport)
+
+
+def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
+    peer, transport = peers("destination", timeout=20)
+    policy = Policy(large=40_000_000)
+    publisher = Publisher(CHANNEL, policy)
+    publisher.publish(0)
+    results: queue.Queue[Moved | Exception] = queue.Queue()
+    publisher.start(0, transport, 1, results.put)
+    peer.process.send_signal(signal.SIGKILL)
+    error = results.get(timeout=60)
+    assert isinstance(error, TransportError)
+    assert f"{CHANNEL}: version 0: " in str(error)
+    assert "to destination rank 0 failed" in str(error)
+    with pytest.raises(TransportError, match="the bridge is broken"):
+        publisher.send(0, transport)
+
+
+def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monkeypatch: Any) -> None:
+    peer, transport = peers("destination")
+    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    peer.tell(**publisher.publish(0))
+    wait = transport._group.wait
+
+    def wait_then_kill(work: Any) -> None:
+        wait(work)
+        peer.process.kill()
+
+    monkeypatch.setattr(transport._group, "wait", wait_then_kill)  # the first wait is for the header
+    with pytest.raises(TransportError, match=r"version 0: embed \[0:40000000\] to destination rank 0 failed"):
+        publisher.send(0, transport)
+
+
+def test_a_sender_that_dies_fails_the_receive_and_the_live_version_stays(peers: Any) -> None:
+    peer, transport = peers("source")
+    receiver = Receiver(CHANNEL)
+    peer.tell(version=0)
+    receiver.receive(0, peer.read()["facts"], transport)
+    receiver.swap(0)
+    live = digest(receiver.weights.tensors)
+    policy = Policy()
+    policy.advance(1)
+    results: queue.Queue[Moved | Exception] = queue.Queue()
+    receiver.start(1, Publisher(CHANNEL, policy).publish(1), transport, results.put)
+    peer.process.send_signal(signal.SIGKILL)
+    error = results.get(timeout=60)
+    assert isinstance(error, TransportError)
+    assert f"{CHANNEL}: version 1: the header from source rank 0 failed" in str(error)
+    assert (receiver.weights.version, digest(receiver.weights.tensors)) == (0, live)
+
+
+def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(peers: Any) -> None:
+    peer, transport = peers("destination", timeout=2)
+    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    publisher.publish(0)
+    peer.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TransportError, match=r"version 0: the header to destination rank 0 failed after 2"):
+        publisher.send(0, transport)
+
+
+def test_a_replica_that_comes_back_gets_a_new_bridge(peers: Any) -> None:
+    first, broken = peers("destination")
+    first.process.kill()
+    publisher = Publisher(CHANNEL, Policy())
+    facts = publisher.publish(0)
+    with pytest.raises(TransportError):
+        publisher.send(0, broken)
+    second, transport = peers("destination")
+    second.tell(**facts)
+    publisher.send(0, transport)
+    assert second.read()["version"] == 0
+
+
+def test_a_peer_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
+    bridge = Bridge(CHANNEL, tmp_path / "bridge", destinations=2, timeout=1)
+    with pytest.raises(TransportError, match=r"1 source and 2 destination ranks is not complete after 1 s"):
+        bridge.open("source")
+
+
+def test_boxes_are_resharded_between_two_and_three_ranks(tmp_path: Path) -> None:
+    """Rows on two ranks to columns on three, large and strided pieces among them: each rank a thread here."""
+    shapes = {"big": (1200, 600), "small": (5, 6), "tall": (9, 1)}
+    wholes = {n: torch.arange(s[0] * s[1], dtype=torch.float32).view(s) for n, s in shapes.items()}
+    src = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 0, 2)) for n, s in shapes.items()))
+    dst = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 1, 3)) for n, s in shapes.items()))
+    plan = reshard(src, dst)
+    bridge = Bridge("test", tmp_path / "bridge", sources=2, destinations=3, timeout=30)
+    got: list[dict[str, Part]] = [_parts(dst, rank) for rank in range(3)]
+    errors: queue.Queue[BaseException] = queue.Queue()
+
+    def source(rank: int) -> None:
+        parts = _parts(src, rank)
+        for name, part in parts.items():
+            part.tensor.copy_(wholes[name][part.box.slices(Box.whole(shapes[name]))])
+        transport = bridge.open("source", rank)
+        for version in (0, 1):
+            transport.send(version, plan.sends(rank), parts)
+
+    def destination(rank: int) -> None:
+        transport = bridge.open("destination", rank)
+        for version in (0, 1):
+            transport.receive(version, plan.receives(rank), got[rank])
+
+    def guarded(role: Any, rank: int) -> None:
+        try:
+            role(rank)
+        except BaseException as error:
+            errors.put(error)
+
+    roles = [(source, 0), (source, 1), (destination, 0), (destination, 1), (destination, 2)]
+    threads = [threading.Thread(target=guarded, args=role, daemon=True) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors.empty(), errors.get()
+    for parts in got:
+        for name, part in parts.items():
+            assert torch.equal(part.tensor, wholes[name][part.box.slices(Box.whole(shapes[name]))])
+
+
+def _split(shape: tuple[int, int], dim: int, ranks: int) -> tuple[tuple[int, Box], ...]:
+    whole = Box.whole(shape)
+    edges = [shape[dim] * r // ranks for r in range(ranks + 1)]
+    return tuple(
+        (
+            r,
+            Box(
+                (*whole.start[:dim], edges[r], *whole.start[dim + 1 :]),
+                (*whole.stop[:dim], edges[r + 1], *whole.stop[dim + 1 :]),
+            ),
+        )
+        for r in range(ranks)
+    )
+
+
+def _parts(layout: Layout, rank: int) -> dict[str, Part]:
+    boxes = {t.name: t.held_by(rank) for t in layout.tensors}
+    return {name: Part(held[0], torch.zeros(held[0].shape)) for name, held in boxes.items() if held}
+
+
+def test_messages_hold_every_piece_once_in_order_and_large_ones_alone() -> None:
+    sizes = [10, LARGE, 20, 30, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, 5, LARGE * 9, LARGE]
+    spans = bundle(sizes)
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(len(sizes)))
+    for span in spans:
+        group = sizes[span]
+        assert len(group) == 1 or max(group) < LARGE
+        assert len(group) == 1 or sum(group[:-1]) < BUCKET
+    assert bundle([]) == []
