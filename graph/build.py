@@ -32,14 +32,21 @@ class Flag:
 class Program(Generic[P, T]):
     """A program: from the carried state and the sources to the next carried state.
 
-    `evaluation` is the program that measures the policy beside it. Calling a program calls its function.
+    `evaluation` is the program that measures the policy beside it. `defaults` are this program's own for the flags
+    that every program has (`{"updates": 60}`). Calling a program calls its function.
     """
 
     __name__: str
 
-    def __init__(self, fn: Callable[P, T], evaluation: "Program[..., Any] | None" = None) -> None:
+    def __init__(
+        self,
+        fn: Callable[P, T],
+        evaluation: "Program[..., Any] | None" = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.evaluation = fn, evaluation
+        self.defaults = dict(defaults or {})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.fn(*args, **kwargs)
@@ -110,13 +117,21 @@ class Program(Generic[P, T]):
 @overload
 def program(fn: Callable[P, T], /) -> Program[P, T]: ...
 @overload
-def program(*, evaluation: Program[..., Any] | None = None) -> Callable[[Callable[P, T]], Program[P, T]]: ...
-def program(fn: Callable[..., Any] | None = None, /, *, evaluation: Program[..., Any] | None = None) -> Any:
+def program(
+    *, evaluation: Program[..., Any] | None = None, defaults: Mapping[str, Any] | None = None
+) -> Callable[[Callable[P, T]], Program[P, T]]: ...
+def program(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    evaluation: Program[..., Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:
     """Make a function a program. Its positional parameters are carried values (those it returns) and sources, its
     keyword-only parameters the options, which are flags of the command line."""
     if fn is not None:
         return Program(fn)
-    return lambda fn: Program(fn, evaluation)
+    return lambda fn: Program(fn, evaluation, defaults)
 
 
 def broadcast(value: Any, *, lag: int = 0) -> Weights:

@@ -81,7 +81,7 @@ def type_of(annotation: Any, what: str, where: str) -> Any:
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     found = get_origin(annotation) or annotation
-    if found is Any or (isinstance(found, type) and found is not inspect.Parameter.empty):
+    if found is Any or (isinstance(found, type) and found not in (inspect.Parameter.empty, UnionType)):
         return found
     given = "no annotation" if annotation is inspect.Parameter.empty else f"the annotation {annotation!r}"
     raise fault(what, given, "a class: the type of the edge, such as Rollouts or Rewards", where)

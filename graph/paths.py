@@ -32,6 +32,11 @@ def path_of(thing: Any) -> str:
     return f"{_files.get(module, module)}:{thing.__qualname__}"
 
 
+def short(path: str) -> str:
+    """The name in a path, without its module."""
+    return path.rpartition(":")[2].rpartition("<locals>.")[2]
+
+
 def load(path: str) -> Any:
     """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program.
 

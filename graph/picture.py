@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.graph.ir import Argument, Graph, Json, Node, Ref
+from penstock.graph.paths import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,10 @@ def picture(graph: Graph) -> tuple[list[Box], list[Link]]:
 def value(option: Json) -> str:
     """An option as the program would write it."""
     if isinstance(option, dict) and set(option) == {"path"}:
-        return str(option["path"]).rpartition(":")[2]
+        return short(str(option["path"]))
     if isinstance(option, list):
         return f"({', '.join(map(value, option))}{',' if len(option) == 1 else ''})"
     return repr(option)
-
-
-def short(type_: str) -> str:
-    """A type without its module."""
-    return type_.rpartition(":")[2]
 
 
 def clock(node: Node) -> str:
@@ -66,10 +62,11 @@ def _argument(argument: Argument) -> Box:
 
 
 def _node(node: Node, graph: Graph) -> Box:
-    """The note tells the options that say most: those that the program's own flags set, and functions."""
+    """The note tells the clock and the options that say most: those that the program's flags set, and functions."""
     flags = dict(graph.options)
-    told = [f"{k}={value(v)}" for k, v in node.options if k in flags or isinstance(v, dict)]
-    return Box(node.name, node.name, ", ".join([clock(node), *told[:2]]), node.pool, "node")
+    told = [f"{k}={value(v)}" for k, v in node.options if k in flags or isinstance(v, dict)][:2]
+    beat = [] if told and node.clock == "group" else [clock(node)]
+    return Box(node.name, node.name, ", ".join([*beat, *told]), node.pool, "node")
 
 
 def _link(graph: Graph, ref: Ref, head: Node) -> Link:

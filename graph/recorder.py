@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.graph.faults import caller, fault, nearest
 from penstock.graph.interface import REQUIRED
 from penstock.graph.ir import Input, Json, Node, Output, Ref
-from penstock.graph.paths import encode, path_of
+from penstock.graph.paths import encode, path_of, short
 from penstock.graph.types import Weights
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Recorder:
         if isinstance(value, Handle) and value._recorder is self:
             return value._ref
         given = f"a value of another program, {value!r}" if isinstance(value, Handle) else repr(value)
-        kind = "" if type_ == ANY else f" of type {type_.rpartition(':')[2]}"
+        kind = "" if type_ == ANY else f" of type {short(type_)}"
         needed = f"a value{kind} of this program: an argument, or what a node returned (constants are options)"
         raise fault(what, given, needed)
 
@@ -138,7 +138,7 @@ class Recorder:
             if port.optional and (value is None or value is REQUIRED):
                 continue
             if value is REQUIRED:
-                raise fault(what, "nothing", f"a value of type {type_.rpartition(':')[2]}")
+                raise fault(what, "nothing", f"a value of type {short(type_)}")
             inputs.append(Input(port.name, type_, self.ref(value, what, type_)))
         return tuple(inputs)
 

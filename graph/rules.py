@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.graph.faults import Fault, nearest
 from penstock.graph.ir import Argument, Input, Node, Ref
+from penstock.graph.paths import short
 from penstock.graph.view import View
 
 
@@ -18,8 +19,10 @@ def _say(what: Node | Argument, item: Input | None = None) -> str:
     return what.name if isinstance(what, Node) else f"{what.kind} {what.name!r}"
 
 
-def _short(type_: str) -> str:
-    return type_.rpartition(":")[2] or "a value of no known type"
+def _short(type_: str, other: str = "") -> str:
+    """A type's name; its whole path where the name alone is that of another type too."""
+    name = short(type_)
+    return (type_ if name == short(other) else name) or "a value of no known type"
 
 
 def _names(view: View) -> Iterator[Fault]:
@@ -69,12 +72,19 @@ def _types(view: View) -> Iterator[Fault]:
     for node, item in view.inputs():
         given = view.type_of(item.ref)
         if given is not None and not view.fits(given, item.type):
-            yield Fault(_say(node, item), f"{_short(given)} (from {item.ref})", _short(item.type), node.where)
+            yield Fault(
+                _say(node, item), f"{_short(given, item.type)} (from {item.ref})", _short(item.type, given), node.where
+            )
     for name, ref in view.graph.results:
         given, argument = view.type_of(ref), view.arguments.get(name)
         if given is not None and argument is not None and not view.fits(given, argument.type):
             where = view.nodes[ref.node].where if ref.node in view.nodes else view.graph.where
-            yield Fault(f"the next {name!r}", f"{_short(given)} (from {ref})", _short(argument.type), where)
+            yield Fault(
+                f"the next {name!r}",
+                f"{_short(given, argument.type)} (from {ref})",
+                _short(argument.type, given),
+                where,
+            )
 
 
 def _clocks(view: View) -> Iterator[Fault]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Graph, Node, Ref
-from penstock.graph.picture import clock, picture, short, value
+from penstock.graph.paths import short
+from penstock.graph.picture import clock, picture, value
 
 WIDTH = 88
 
@@ -77,7 +78,8 @@ def _local(name: str) -> str:
 
 
 def _names(graph: Graph) -> dict[Ref, str]:
-    """A variable's name for each value: what its first reader calls it; "next_policy" for the next policy."""
+    """A variable's name for each value: "next_policy" for the next policy, else what its first reader calls it; where
+    that is taken, its type's name."""
     names = {Ref(a.name): _local(a.name) for a in graph.arguments}
     results = {ref: f"next_{name}" for name, ref in graph.results if ref not in names}
     called: dict[Ref, str] = {}
@@ -87,9 +89,9 @@ def _names(graph: Graph) -> dict[Ref, str]:
     for node in graph.nodes:
         for output in node.outputs:
             ref = Ref(node.name, output.name)
-            own = _local(node.name) if len(node.outputs) == 1 else f"{_local(node.name)}_{output.name}"
-            wishes = [w for w in (results.get(ref), called.get(ref), own) if w and w not in names.values()]
-            names[ref] = wishes[0] if wishes else f"{own}_"
+            own = f"{_local(node.name)}_{output.name}"
+            wishes = (results.get(ref), called.get(ref), short(output.type).lower(), own)
+            names[ref] = next((wish for wish in wishes if wish and wish not in names.values()), own)
     return names
 
 

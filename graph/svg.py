@@ -2,8 +2,9 @@
 
 from html import escape
 
+from penstock.graph.grid import MARGIN, Lane, Placed
 from penstock.graph.ir import Graph
-from penstock.graph.layout import MARGIN, Lane, Layout, Placed, Point, Wire, layout
+from penstock.graph.layout import Layout, Point, Wire, layout
 
 LANES = (
     ("#e8f5f2", "#1f8a7a"),

@@ -1,7 +1,7 @@
 """Where prompts and demonstrations come from: generated arithmetic, or a JSONL file with GSM8K's fields.
 
 Both are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
-`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
+`context.data` is "arithmetic" (two digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
 """
 
 import json
@@ -15,12 +15,11 @@ from typing import ClassVar
 
 from penstock.graph.types import Batchable, Context, Prompts, Source
 from penstock.nodes.arithmetic import draw_problem, held_out, is_sloppy
+from penstock.nodes.score import FINAL, final_number
 
 ROWS = 32
 """Demonstrations in one group, so that an update of 128 takes four groups."""
 MAX_HELD_OUT = 500
-FINAL = "####"
-"""GSM8K writes the final number after this."""
 
 
 class DataError(ValueError):
@@ -145,7 +144,7 @@ def _parse(line: bytes, where: str) -> Row:
         if not isinstance(row[field], str) or not row[field].strip():
             raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
     _, mark, final = row["answer"].rpartition(FINAL)
-    if not mark or not final.strip():
+    if not mark or final_number(final) is None:
         raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
     return Row(row["question"], final.strip(), row["answer"])
 
@@ -154,9 +153,9 @@ def _arithmetic_digits(data: str) -> int | None:
     """The digits that "arithmetic[:DIGITS]" asks for; None for the path of a file that is there."""
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":
-        if (digits or "3") not in "23456":
+        if (digits or "2") not in "23456":
             raise DataError(f"data: given {data!r}, needed arithmetic:2 to arithmetic:6")
-        return int(digits or 3)
+        return int(digits or 2)
     if Path(data).is_file():
         return None
     close = get_close_matches(name, ["arithmetic"])

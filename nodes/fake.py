@@ -120,7 +120,7 @@ class FakeEngine:
         return bool(self.groups)
 
     def _token_s(self, ordinal: int) -> float:
-        return _duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / TOKENS
+        return _duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / 1000 / TOKENS
 
     def _make_token(self, group: _Group) -> None:
         ordinal, place = group.prompts.ordinals[0], len(group.tokens)

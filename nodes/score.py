@@ -13,6 +13,8 @@ from penstock.graph.types import Metrics, Rewards, Rollouts
 Rule = Callable[[str, str, str], float]
 """(prompt, response, reference answer) → reward."""
 
+FINAL = "####"
+"""GSM8K writes the final number after this."""
 # A minus belongs to the number unless it follows something to subtract from: "48-24" holds 48 and 24.
 _NUMBER = re.compile(r"(?:(?<![\w.)-])-\s?\$?|\$-?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
@@ -35,7 +37,7 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
 
 def final_number(text: str) -> Decimal | None:
     """The number that a text ends with; None if there is none."""
-    _, mark, final = text.rpartition("####")
+    _, mark, final = text.rpartition(FINAL)
     found = _NUMBER.findall(final)
     if not found:
         return None
@@ -49,7 +51,6 @@ def score(rollouts: Rollouts, *, by: Rule = math_answer) -> tuple[Rewards, Metri
     values_N = torch.tensor(values, dtype=torch.float32)
     metrics = {
         "reward_mean": float(values_N.mean()),
-        "response_tokens": float(rollouts.lengths().mean()),
         "finished": float(rollouts.finished_N.float().mean()),
     }
     return Rewards(values_N), metrics

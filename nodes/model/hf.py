@@ -145,3 +145,15 @@ def _write(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def point_at(model: Llama, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Make the model compute with these very tensors (copies, if on another device). All must be there and fit."""
+    parameters = dict(model.named_parameters())
+    check_names(parameters, tensors, where)
+    for name, parameter in parameters.items():
+        tensor = tensors[name]
+        check_shape(name, tensor, parameter, where)
+        if tensor.dtype != parameter.dtype:
+            raise ModelError(f"{where}: {name}: given dtype {tensor.dtype}, needed {parameter.dtype}")
+        parameter.data = tensor.to(parameter.device)

@@ -1,110 +1,169 @@
-"""One agent per host: starts the ranks that the controller asks for, watches them, and ends with them.
+"""One agent per host: starts the ranks that the controller asks for, watches their pids, and ends with them.
 
-`python -m penstock.runtime.control.agent`, told its address on standard input by the launcher, or `penstock agent` on
-another host. Ranks die with their agent, and the agent ends its ranks when the controller is gone.
+`python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host.
+
+A rank is `python -m penstock.runtime.control.worker` in a session of its own, with in its environment
+    PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
+    PENSTOCK_FOLDER    the run folder on this host
+    PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_DEVICE, PENSTOCK_THREADS, PENSTOCK_RUN, PENSTOCK_PARENT
+    OMP_NUM_THREADS, MKL_NUM_THREADS: the rank's threads
+and stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`. Its first line must be `die_with_parent()`.
 """
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
+from typing import NoReturn
 
-from penstock.runtime.control.heartbeat import Heart
-from penstock.runtime.control.messages import Exited, Goodbye, Heartbeat, Hello, Kill, Launch
-from penstock.runtime.control.process import Address, describe_exit, die_with_parent, read_address, start
-from penstock.runtime.control.wire import Client
+from penstock.runtime.control.heartbeat import INTERVAL
+from penstock.runtime.control.keys import Join
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Kill, Launch, Message
+from penstock.runtime.control.process import die_with_parent, kill, start, tail
+from penstock.runtime.control.wire import SILENCE, Client
 
-TICK = 0.05
-"""Seconds between two looks at the ranks' processes: the delay with which a death is told."""
+WORKER = ("-m", "penstock.runtime.control.worker")
+LEAVE_S = 3.0
+"""Seconds that ranks have to end by themselves after a goodbye."""
+JOIN_S = 60.0
+"""Seconds that an agent tries to reach its controller."""
 
 
-@dataclass
-class Rank:
+@dataclass(frozen=True, slots=True)
+class _Rank:
     process: "subprocess.Popen[bytes]"
+    pidfd: int
     stderr: Path
 
 
 class Agent:
-    def __init__(self, address: Address, silence: float = 30.0) -> None:
-        self.address, self.silence = address, silence
-        self.hello = Hello("agent", address.host, 0, os.getpid(), address.token)
-        self.client = Client(address.endpoint, f"agent:{address.host}", self.hello, address.keys)
-        self.heart = Heart(address.endpoint, f"agent:{address.host}", self.hello, address.keys)
-        self.ranks: dict[tuple[str, int], Rank] = {}
-        self.heard = monotonic()
-        self.leaving = False
+    """The ranks of one host. `worker` is what they run; `silence` how long the controller may be out of reach."""
 
-    def serve(self) -> str:
-        """Until the controller says goodbye and all ranks have ended, or it is silent too long; why it ended."""
+    def __init__(self, join: Join, join_file: Path, worker: Sequence[str] = WORKER, silence: float = SILENCE) -> None:
+        self._join, self._join_file, self._worker = join, join_file, worker
+        # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
+        self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
+        self._client = Client(join, "agent", join.host)
+        self._ranks: dict[tuple[str, int], _Rank] = {}
+        self._joined = False
+
+    def run(self) -> str:
+        """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it."""
         try:
+            self._client.send(AgentReady(self._join.host, os.getpid()))
+            beat = 0.0
             while True:
-                for message in self.client.receive(TICK):
-                    self.heard = monotonic()
-                    if isinstance(message, Launch):
-                        self._launch(message)
-                    elif isinstance(message, Kill):
-                        self._kill(message.replica, message.rank)
-                    elif isinstance(message, Goodbye):
-                        self.leaving = True
+                for message in self._client.receive(INTERVAL / 2):
+                    if isinstance(message, Goodbye):
+                        self._leave()
+                        return ""
+                    self._obey(message)
                 self._bury()
-                if self.leaving and not self.ranks:
-                    return ""
-                if monotonic() - self.heard > self.silence:
-                    return f"the controller has been silent for {self.silence:.0f} s"
+                now = monotonic()
+                if now >= beat:
+                    beat = now + INTERVAL
+                    self._client.send(Heartbeat(self._join.host, 0, now))
+                if fault := self._fault(now):
+                    return fault
         finally:
-            self.close()
+            self._end_all()
+            self._client.close()
+
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, Launch):
+            self._launch(message)
+        elif isinstance(message, Kill) and (message.replica, message.rank) in self._ranks:
+            kill(self._ranks[message.replica, message.rank].process)
+
+    def _fault(self, now: float) -> str:
+        lost = self._client.lost(now)
+        self._joined = self._joined or lost == 0
+        where = f"the controller at {self._join.endpoint}"
+        if self._client.refused:
+            return f"{where} does not know the key of host {self._join.host!r}; needed the key file of this run"
+        if not self._joined and lost > JOIN_S:
+            return f"{where} has not answered within {JOIN_S:.0f} s"
+        if self._joined and lost > self._silence:
+            return f"{where} is gone (no connection for {lost:.0f} s)"
+        return ""
 
     def _launch(self, launch: Launch) -> None:
-        folder = Path(self.address.folder)
-        logs = folder / "logs"
-        logs.mkdir(exist_ok=True)
+        logs = Path(self._join.folder) / "logs"
+        logs.mkdir(mode=0o700, exist_ok=True)
         stem = f"{launch.replica.replace('/', '-')}-{launch.rank}"
         stderr = logs / f"{stem}.err"
-        threads = str(launch.threads)
-        name = f"rank:{launch.replica}:{launch.rank}"
-        told = replace(self.address, name=launch.replica, rank=launch.rank).to_json()
-        with open(logs / f"{stem}.out", "ab") as out, open(stderr, "ab") as err:
-            process = start(
-                "penstock.runtime.control.worker",
-                [name],
-                told,
-                environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-                stdout=out,
-                stderr=err,
-            )
-        self.ranks[launch.replica, launch.rank] = Rank(process, stderr)
+        environment = {
+            **launch.environment,
+            "PENSTOCK_JOIN": str(self._join_file),
+            "PENSTOCK_FOLDER": self._join.folder,
+            "PENSTOCK_REPLICA": launch.replica,
+            "PENSTOCK_RANK": str(launch.rank),
+            "PENSTOCK_DEVICE": launch.device,
+            "PENSTOCK_THREADS": str(launch.threads),
+            "OMP_NUM_THREADS": str(launch.threads),
+            "MKL_NUM_THREADS": str(launch.threads),
+        }
+        with (logs / f"{stem}.out").open("ab") as out, stderr.open("ab") as err:
+            process = start(self._worker, self._join.run, environment=environment, stdout=out, stderr=err)
+        rank = _Rank(process, os.pidfd_open(process.pid), stderr)
+        self._client.watch(rank.pidfd)
+        self._ranks[launch.replica, launch.rank] = rank
 
     def _bury(self) -> None:
         """Tell the controller of ranks that have ended."""
-        for (replica, index), rank in list(self.ranks.items()):
+        for (replica, index), rank in list(self._ranks.items()):
             status = rank.process.poll()
-            if status is not None:
-                del self.ranks[replica, index]
-                self.client.send(Exited(replica, index, status, describe_exit(status, rank.stderr)))
+            if status is None:
+                continue
+            del self._ranks[replica, index]
+            self._client.unwatch(rank.pidfd)
+            os.close(rank.pidfd)
+            signal_, code = max(0, -status), max(0, status)
+            self._client.send(Exited(replica, index, rank.process.pid, code, signal_, tail(rank.stderr)))
 
-    def _kill(self, replica: str, index: int) -> None:
-        if (replica, index) in self.ranks:
-            self.ranks[replica, index].process.kill()
+    def _leave(self) -> None:
+        """Ranks hear their own goodbyes; those that do not end in time are ended."""
+        until = monotonic() + LEAVE_S
+        self._bury()
+        while self._ranks and monotonic() < until:
+            self._client.receive(0.05)
+            self._bury()
 
-    def close(self) -> None:
-        for rank in self.ranks.values():
-            rank.process.kill()
-        for rank in self.ranks.values():
+    def _end_all(self) -> None:
+        for rank in self._ranks.values():
+            kill(rank.process)
+        for rank in self._ranks.values():
             rank.process.wait(timeout=10)
-        self.heart.stop()
-        self.client.close()
+        self._bury()
+
+
+def serve(join_file: Path, folder: Path | None = None) -> int:
+    """Be the agent of this host until the run is over; the exit status. `folder` is the run folder here, if it is
+    not where the launcher has it.
+    """
+    join = Join.read(join_file)
+    if folder is not None:
+        join = replace(join, folder=str(folder))
+    signal.signal(signal.SIGTERM, _terminated)
+    fault = Agent(join, join_file).run()
+    if fault:
+        print(f"penstock agent: {fault}", file=sys.stderr)
+    return 1 if fault else 0
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def main() -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reason = Agent(read_address()).serve()
-    if reason:
-        print(f"penstock agent: {reason}; its ranks were ended", file=sys.stderr)
-        sys.exit(1)
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m penstock.runtime.control.agent JOIN_FILE (started by `penstock`)")
+    sys.exit(serve(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What a run is, as its folder's `config.json` says it: flags, graphs, plan, and how they become contexts and rules."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context
 from penstock.runtime.plan.plan import Plan, Rank
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.tables import Rules
 
 EVALUATION = "evaluate."
@@ -46,11 +47,47 @@ class RunConfig:
     plan: Plan
     flags: Flags
     run: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "run": self.run,
+            "flags": asdict(self.flags),
+            "graph": self.graph.to_json(),
+            "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
+            "plan": self.plan.to_json(),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "RunConfig":
+        """Raises ValueError for what `to_json` did not make."""
+        if data.get("format") != 1:
+            raise ValueError(f"run: given format {data.get('format')!r}, needed 1")
+        evaluation = data["evaluation"]
+        return RunConfig(
+            graph=Graph.from_json(data["graph"]),
+            evaluation=None if evaluation is None else Graph.from_json(evaluation),
+            plan=Plan.from_json(data["plan"]),
+            flags=Flags(**data["flags"]),
+            run=data["run"],
+        )
+
+    def write(self, folder: RunFolder, asked: Mapping[str, Any]) -> None:
+        """Into the run folder: `config.json` (with `asked`, what the user typed), `graph.json` and `plan.json`."""
+        data = self.to_json()
+        folder.write_json("graph.json", {"graph": data.pop("graph"), "evaluation": data.pop("evaluation")})
+        folder.write_json("plan.json", data.pop("plan"))
+        folder.write_json("config.json", {**data, "asked": dict(asked)})
+
+    @staticmethod
+    def load(folder: RunFolder) -> "RunConfig":
+        """What `write` wrote."""
+        graphs, plan = folder.read_json("graph.json"), folder.read_json("plan.json")
+        return RunConfig.from_json({**folder.read_json("config.json"), **graphs, "plan": plan})
 
     def rules(self, start: int) -> Rules:
         f = self.flags

@@ -1,26 +1,29 @@
 """The single controller: `python -m penstock.runtime.control.controller RUN_FOLDER`, started by the launcher.
 
-It owns the only clock and the only server socket. It starts ranks through agents, drives the stages of a run
-(evaluate, train, save, evaluate) through the scheduler, and knows of every wait who is waited for and until when. It
-never imports torch. Standard output carries one JSON object per line for the launcher; a line "stop" on standard
-input asks for a checkpoint and the end.
+It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
+scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launch` for what it
+says on standard output and hears on standard input.
 """
 
 import json
 import os
+import queue
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.keys import Door
+from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.messages import (
     AgentReady,
     Exited,
     Goodbye,
+    Hello,
     Launch,
     Message,
     Note,
@@ -28,13 +31,22 @@ from penstock.runtime.control.messages import (
     Ready,
     Results,
     Setup,
+    agent_peer,
+    rank_peer,
 )
-from penstock.runtime.control.stages import Stages
+from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.session import Session
 from penstock.runtime.control.wire import Server
+from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.handle import Handle
 
-TICK = 0.25
-"""Seconds between two looks at deadlines, when nothing is heard."""
+TICK = 0.1
+"""Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
+DISMISS_S = 2.0
+"""Seconds for ranks and agents to end after a goodbye."""
 
 
 class PeerFault(RuntimeError):
@@ -42,114 +54,185 @@ class PeerFault(RuntimeError):
 
 
 class Controller:
-    """The processes of a run. `stages` decides what they do; here they are started, heard, watched and dismissed."""
+    """The processes of a run: started, heard, watched and dismissed here; `session` decides what they do."""
 
-    def __init__(self, folder: Path, config: RunConfig, server: Server, stages: Stages) -> None:
-        self.folder, self.config, self.server, self.stages = folder, config, server, stages
-        self.ranks = {
-            (replica.name, index): rank
-            for replica in config.plan.replicas
-            for index, rank in enumerate(replica.ranks)
-        }
-        self.hosts = {rank.host for rank in self.ranks.values()}
-        self.agents: set[str] = set()
-        self.ready: dict[tuple[str, int], int] = {}
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, server: Server, session: Session, cut: Checkpoint | None
+    ) -> None:
+        self.folder, self.config, self.server, self.session, self.cut = folder, config, server, session, cut
+        self.launcher: queue.SimpleQueue[str] = queue.SimpleQueue()
+        replicas = config.plan.replicas
+        self.ranks = {(r.name, index): rank for r in replicas for index, rank in enumerate(r.ranks)}
+        self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], Handle] = {}
-        self.gone: set[tuple[str, int]] = set()
-        self.leaving = False
-        self.stop = threading.Event()
+        self.alive: set[str] = set()
+        self.begun = False
 
     def run(self) -> str:
         """The run's status: "done", "stopped" or "failed"."""
         try:
             self._assemble()
-            while self.stages.stage is None or self.stages.advance():
-                if self.stages.stage is None:
-                    self._send(self.stages.begin(self.restored, monotonic()))
-                self._drive()
+            self.begun = True
+            self._send(self.session.begin(monotonic(), self.restored))
+            while self.session.running:
+                self._turn()
+                self._send(self.session.watch(monotonic()))
         except PeerFault as fault:
-            self.stages.abort(str(fault), monotonic())
+            self.session.abort(str(fault), monotonic())
         finally:
             self._dismiss()
-        return self.stages.status
+        return self.session.status
 
     # Starting ---------------------------------------------------------------------------------------------
 
     def _assemble(self) -> None:
-        """Agents, then ranks: each has `startup_deadline` seconds to appear, all at the same time."""
-        until = monotonic() + self.config.flags.startup_deadline
-        while self.agents < self.hosts or len(self.ready) < len(self.ranks):
-            for peer, message in self.server.receive(TICK):
-                self._meet(peer, message)
-            if self.stop.is_set():
-                raise PeerFault("stopped by the user before the run began")
-            if monotonic() > until:
-                raise PeerFault(self._absent())
-
-    def _meet(self, peer: str, message: Message) -> None:
-        match message:
-            case AgentReady(host=host) if host in self.hosts and host not in self.agents:
-                self.agents.add(host)
-                for (replica, index), rank in self.ranks.items():
-                    if rank.host == host:
-                        self.server.send(peer, Launch(replica, index, rank.device, rank.threads))
-            case Ready(replica=replica, rank=index, pid=pid, restored=restored):
-                self.ready[replica, index] = pid
-                self.restored.update(((f, output), handle) for f, output, handle in restored)
-                self._write_processes()
-            case _:
-                self._hear(peer, message)
-
-    def _absent(self) -> str:
+        """Agents, then ranks: all have `startup_deadline` seconds, counted together."""
         seconds = self.config.flags.startup_deadline
-        if missing := sorted(self.hosts - self.agents):
-            return f"no agent of host {', '.join(missing)} joined within {seconds:.0f} s at {self.server.endpoint}"
-        names = ", ".join(f"{r} rank {i}" for r, i in self.ranks if (r, i) not in self.ready)
-        return f"{names} did not get ready within {seconds:.0f} s; see {self.folder / 'logs'}"
+        until = monotonic() + seconds
+        while len(self.pids) < len(self.ranks) and self.session.running:
+            self._turn()
+            if monotonic() > until:
+                raise PeerFault(self._absent(seconds))
 
-    def _write_processes(self) -> None:
+    def _absent(self, seconds: float) -> str:
+        hosts = {rank.host for rank in self.ranks.values()}
+        if missing := sorted(host for host in hosts if agent_peer(host) not in self.alive):
+            return f"no agent of host {', '.join(missing)} joined within {seconds:.0f} s at {self.server.endpoint}"
+        names = ", ".join(f"{r} rank {i}" for r, i in self.ranks if (r, i) not in self.pids)
+        return f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
+
+    def _launch(self, host: str) -> None:
+        for (replica, index), rank in self.ranks.items():
+            if rank.host == host:
+                self.server.send(agent_peer(host), Launch(replica, index, rank.device, rank.threads))
+
+    def _set_up(self, peer: str) -> None:
+        restore = str(self.cut.folder) if self.cut else ""
+        self.server.send(peer, Setup({"run": self.config.to_json(), "restore": restore}))
+
+    def _welcome(self, ready: Ready) -> None:
+        self.pids[ready.replica, ready.rank] = ready.pid
+        self.restored.update(((firing, output), handle) for firing, output, handle in ready.restored)
         pools: dict[str, list[int]] = {}
-        for (replica, _), pid in self.ready.items():
+        for (replica, _), pid in sorted(self.pids.items()):
             pools.setdefault(replica.rpartition("/")[0], []).append(pid)
-        self.stages.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
+        self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
 
     # Running ----------------------------------------------------------------------------------------------
 
-    def _drive(self) -> None:
-        """Until the stage has finished: hear, decide, send; look at deadlines now and then."""
-        look = 0.0
-        while self.stages.running:
-            for peer, message in self.server.receive(TICK):
-                self._hear(peer, message)
-            now = monotonic()
-            if now >= look:
-                look = now + TICK
-                self._watch(now)
-
-    def _watch(self, now: float) -> None:
-        late = self.server.late(now)
-        if late:
-            raise PeerFault(f"no heartbeat from {', '.join(late)}")
-        if self.stop.is_set():
-            self._send(self.stages.stop(now))
-        self._send(self.stages.watch(now))
+    def _turn(self) -> None:
+        """Hear what there is, or wait a moment for it; then look for those who do not answer."""
+        for peer, message in self.server.receive(TICK):
+            self._hear(peer, message)
+        if late := self.server.late(monotonic()):
+            raise PeerFault(f"no sign of life from {', '.join(late)}: hung or stopped")
+        while not self.launcher.empty():
+            self._hear_launcher(self.launcher.get())
 
     def _hear(self, peer: str, message: Message) -> None:
         match message:
-            case Results(results=results):
+            case Results(results):
                 for result in results:
-                    self._send(self.stages.answer(result, monotonic()))
-            case Note(level=level, text=text):
-                self.stages.note(level, text)
+                    if self.session.running:
+                        self._send(self._answer(peer, result))
+            case Hello(role=role):
+                self.alive.add(peer)
+                if role == "rank":
+                    self._set_up(peer)
+            case AgentReady(host=host):
+                self._launch(host)
+            case Ready():
+                self._welcome(message)
+            case Note(level, text):
+                if level == "error":
+                    raise PeerFault(text)
+                say({"kind": "note", "level": level, "text": text})
             case Exited(replica=replica, rank=rank, reason=reason):
-                self.gone.add((replica, rank))
-                if not self.leaving:
-                    raise PeerFault(f"{replica} rank {rank} died: {reason}")
+                peer_name = rank_peer(replica, rank)
+                self.alive.discard(peer_name)
+                self.server.forget(peer_name)
+                raise PeerFault(f"{replica} rank {rank} died: {reason}")
             case _:
-                self.stages.note("warning", f"{peer}: unexpected {type(message).__name__}")
+                self.server.counts["unexpected"] += 1
+
+    def _answer(self, peer: str, result: Any) -> Mapping[str, Order]:
+        """An answer that nobody awaits is counted and dropped: it changes nothing."""
+        try:
+            return self.session.answer(result, monotonic())
+        except UnawaitedError as error:
+            self.server.counts["unawaited"] += 1
+            say({"kind": "note", "level": "warning", "text": f"{peer}: {error}"})
+            return {}
+
+    def _hear_launcher(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "stop":
+            if not self.begun:
+                raise PeerFault("stopped by the user before the run began")
+            self._send(self.session.stop(monotonic()))
+        elif word == "agent":
+            host, _, reason = rest.partition(" ")
+            raise PeerFault(f"the agent of host {host} died, and its ranks with it: {reason}")
 
     def _send(self, orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():
             for name, index in self.ranks:
-                if name == replica and not self.server.send(f"{name}:{index}", order):
+                if name == replica and not self.server.send(rank_peer(name, index), order):
                     raise PeerFault(f"{name} rank {index} cannot be reached")
+
+    # Ending -----------------------------------------------------------------------------------------------
+
+    def _dismiss(self) -> None:
+        """Say goodbye to all, and wait a little for the ranks to have gone."""
+        for peer in self.server.peers:
+            if not peer.startswith("agent:"):
+                self.server.send(peer, Goodbye(self.session.status))
+        left = {rank_peer(replica, index) for replica, index in self.ranks} & set(self.server.peers)
+        until = monotonic() + DISMISS_S
+        while left and monotonic() < until:
+            for _, message in self.server.receive(TICK):
+                if isinstance(message, Exited):
+                    left.discard(rank_peer(message.replica, message.rank))
+        for peer in self.server.peers:
+            if peer.startswith("agent:"):
+                self.server.send(peer, Goodbye(self.session.status))
+        (self.folder.path / "processes.json").unlink(missing_ok=True)
+
+
+def say(line: Mapping[str, Any]) -> None:
+    """One line for the launcher."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _listen(lines: "queue.SimpleQueue[str]") -> None:
+    for line in sys.stdin:
+        lines.put(line.rstrip("\n"))
+
+
+def main() -> None:
+    die_with_parent()
+    folder = RunFolder.open(sys.argv[1])
+    config = RunConfig.load(folder)
+    server = Server(Door.read(folder.path / "keys" / "controller.json"))
+    say({"type": "listening", "endpoint": server.endpoint})
+    cut = latest_checkpoint(folder)
+    recorder = RunRecorder(folder, config, say, monotonic(), cut)
+    session = Session(config, recorder, cut.cut if cut else None)
+    controller = Controller(folder, config, server, session, cut)
+    threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
+    try:
+        status = controller.run()
+        if status == "failed":
+            say({"type": "error", "text": session.error})
+    except Exception:
+        say({"type": "error", "text": f"the controller failed:\n{traceback.format_exc()}"})
+        status = "failed"
+    finally:
+        server.close()
+    sys.stdout.flush()
+    os._exit({"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED))
+
+
+if __name__ == "__main__":
+    main()

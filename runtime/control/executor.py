@@ -63,7 +63,7 @@ class Held:
     """A node that this rank runs."""
 
     node: Node
-    definition: NodeDef
+    definition: NodeDef[..., Any]
     options: dict[str, Any]
     inputs: tuple[Input, ...]
     channels: dict[str, str]
@@ -135,9 +135,9 @@ class Executor:
         options = {name: resolve(value) for name, value in node.options}
         channels = {}
         for item in node.inputs:
-            source = graph[item.ref.node] if item.ref.node in graph else None
-            if source is not None and source.construct == "broadcast":
-                channels[item.name] = channel_name(source.inputs[0].ref.node, self.setup.pool)
+            if item.ref.node in graph and graph[item.ref.node].construct == "broadcast":
+                carried = graph[item.ref.node].inputs[0].ref.node
+                channels[item.name] = channel_name(carried, self.setup.pool)
         plain = tuple(i for i in node.inputs if i.name not in channels)
         held = Held(node, definition, options, plain, channels)
         if definition.init is not None:
@@ -297,7 +297,7 @@ class Executor:
             if held.node.stateful:
                 held.state = part.value(f"state/{name}", type(held.state))
         restored = []
-        for firing, output in part.keys():
+        for firing, output in part.made:
             value = part.value(value_name(firing, output), self.setup.declared(firing, output))
             kept = self._keep(firing, {output: value})
             restored += [(firing, name, handle) for name, handle in kept.items()]

@@ -1,37 +1,38 @@
-"""A thread that says every half second that its process lives, over a socket of its own.
+"""Signs of life: a rank's thread that says it lives, and the controller's list of those that did not.
 
-It is started before anything heavy is imported, so that seconds of importing do not look like death. It cannot see a
-main thread that hangs: firings have deadlines for that.
+The thread has a socket of its own and starts before anything heavy is imported, so that an import of seconds is
+not taken for death. It does not see a main thread that hangs: firings have deadlines for that.
 """
 
 import threading
+from time import monotonic
 
-from penstock.runtime.control.messages import Heartbeat, Hello
-from penstock.runtime.control.wire import Client, Keys, WireError
+from penstock.runtime.control.keys import Join
+from penstock.runtime.control.messages import Heartbeat
+from penstock.runtime.control.wire import Client
 
-INTERVAL = 0.5
+INTERVAL = 1.0
+"""Seconds from one heartbeat to the next."""
 
 
-class Heart:
-    """Beats for `name` until `stop`, or until the process ends."""
+class Pulse:
+    """Beats for a rank from its own thread until `stop`."""
 
-    def __init__(self, endpoint: str, name: str, hello: Hello, keys: Keys | None = None) -> None:
-        self._arguments = (endpoint, f"beat:{name}", hello, keys)
-        self._name = name
-        self._stopped = threading.Event()
+    def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
+        self._join, self._replica, self._rank, self._interval = join, replica, rank, interval
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
 
-    def _beat(self) -> None:
-        client = Client(*self._arguments)
-        try:
-            while not self._stopped.wait(INTERVAL):
-                client.send(Heartbeat(self._name))
-        except WireError:
-            return  # the controller is gone; the agent sees to the rest
-        finally:
-            client.close(0.0)
+    def start(self) -> "Pulse":
+        self._thread.start()
+        return self
 
     def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(timeout=2 * INTERVAL)
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
+    def _beat(self) -> None:
+        client = Client(self._join, "heartbeat", self._replica, self._rank)
+        while not self._over.wait(self._interval):
+            client.send(Heartbeat(self._replica, self._rank, monotonic()))
+        client.close()

@@ -1,5 +1,8 @@
-"""Children that die with their parent, and what a child is told: in its environment and on standard input, never in
-its arguments, which every user of the machine can read."""
+"""Children of a run: they die with their parent, carry the run's mark, and leave nothing behind. Linux only.
+
+A child is started in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone. Its arguments,
+which every user of the machine can read, hold no secret: those are in files of mode 0600 (see `keys`).
+"""
 
 import ctypes
 import json
@@ -8,87 +11,104 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from time import monotonic, sleep
+from typing import IO
 
-from penstock.runtime.control.wire import Keys
+from penstock.runtime.control.messages import signal_name
 
+RUN = "PENSTOCK_RUN"
+"""Environment variable of every process of a run: the run's id."""
+PARENT = "PENSTOCK_PARENT"
+"""Environment variable: the pid with which a child must end."""
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Address:
-    """How a peer joins the controller: where, with which token and keys, under which name and from which host."""
-
-    endpoint: str
-    token: str
-    name: str
-    host: str
-    folder: str
-    keys: Keys | None = None
-    rank: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "Address":
-        keys = data["keys"]
-        made = None if keys is None else Keys(**{**keys, "allowed": tuple(keys["allowed"])})
-        return Address(**{**data, "keys": made})
-
-
-def read_address() -> Address:
-    """What the parent wrote on this process's standard input, on one line."""
-    line = sys.stdin.readline()
-    if not line:
-        raise SystemExit("needed an address on standard input; this process is started by `penstock`, not by hand")
-    return Address.from_json(json.loads(line))
+_TAIL_LINES, _TAIL_BYTES = 12, 4000
 
 
 def start(
-    module: str,
-    arguments: Sequence[str],
-    told: Mapping[str, Any] | None,
+    command: Sequence[str],
+    run: str,
     *,
     environment: Mapping[str, str] | None = None,
-    stdout: int | IO[bytes] | None = None,
-    stderr: int | IO[bytes] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | IO[bytes] = subprocess.DEVNULL,
+    stderr: int | IO[bytes] = subprocess.DEVNULL,
 ) -> "subprocess.Popen[bytes]":
-    """Start `python -m module` in a process group of its own; `told` goes to its standard input as one line."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
+    """Start `python COMMAND…`, which must call `die_with_parent` first of all. Not from a thread that ends before
+    the child: the kernel takes the thread's end for the parent's.
+    """
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        env={**os.environ, **(environment or {}), "PENSTOCK_PARENT": str(os.getpid())},
+        env={**os.environ, **(environment or {}), RUN: run, PARENT: str(os.getpid())},
         start_new_session=True,
     )
-    if told is not None:
-        assert child.stdin is not None
-        try:
-            child.stdin.write(json.dumps(told).encode() + b"\n")
-            child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died at once; whoever watches it says so
-    return child
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; called first, before anything can hang."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("PENSTOCK_PARENT", os.getppid())):
+    """Have the kernel kill this process when its parent ends; nothing for one that `start` did not start."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
         os._exit(1)  # the parent ended before the kernel was asked
 
 
-def describe_exit(status: int, stderr: Path | None = None) -> str:
-    """How a process ended, with the last lines of what it said."""
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    tail = ""
-    if stderr is not None and stderr.exists():
-        lines = stderr.read_text(errors="replace").strip().splitlines()[-12:]
-        tail = "".join(f"\n    {line}" for line in lines)
-    return how + tail
+def kill(child: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL to a child and to what it has started itself."""
+    if child.poll() is None:  # a pid that has been waited for may be another process's by now
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def describe_exit(child: "subprocess.Popen[bytes]") -> str:
+    """How a child ended, in a few words."""
+    status = child.returncode
+    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def processes_of(run: str) -> list[int]:
+    """The pids on this host that carry the run's mark, this process not among them."""
+    mark = f"{RUN}={run}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with suppress(OSError):  # another user's, or gone meanwhile
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def sweep_processes(run: str, deadline: float = 5.0) -> list[int]:
+    """Kill whatever of a run is alive on this host; the pids left after `deadline` seconds (none, normally)."""
+    until = monotonic() + deadline
+    while (left := processes_of(run)) and monotonic() < until:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        sleep(0.02)
+    return left
+
+
+def read_line(line: bytes) -> dict[str, object] | None:
+    """One line of a child's report: a JSON object; None for anything else, such as a library's print."""
+    with suppress(ValueError):
+        data = json.loads(line)
+        if isinstance(data, dict):
+            return data
+    return None

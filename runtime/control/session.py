@@ -13,7 +13,8 @@ from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.stage import Orders, Recorder, Stage
 from penstock.runtime.schedule.events import Abort, Begin, Checkpoint
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.tables import Rules
 from penstock.runtime.tensor.handle import Handle
 
 STOP_BUDGET = 3.5
@@ -61,7 +62,7 @@ class Session:
             return {}
         self.stopping = now
         if self.stage is None or self.stage.name != "train":
-            return self._finish("stopped", "stopped by the user")
+            return self._finish(now, "stopped", "stopped by the user")
         return self._after(self.stage.feed(Checkpoint(final=True), now), now)
 
     def watch(self, now: float) -> Orders:
@@ -69,7 +70,7 @@ class Session:
         if self.stage is None or not self.running:
             return {}
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
-            return self._finish("stopped", f"no checkpoint within {STOP_BUDGET} s; the last one holds")
+            return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s; the last one holds")
         overdue = self.stage.overdue(now, self.config.flags.deadline)
         return self.abort(overdue, now) if overdue else {}
 
@@ -77,7 +78,7 @@ class Session:
         """A peer's fault ends the run."""
         if self.stage is not None and self.stage.finish is None:
             self.stage.feed(Abort(error), now)
-        return self._finish("failed", error)
+        return self._finish(now, "failed", error)
 
     # From stage to stage ----------------------------------------------------------------------------------
 
@@ -88,10 +89,11 @@ class Session:
         if stage.finish is None:
             return _merge(orders, self._checkpoint_if_due(stage, now))
         if stage.finish.status == "failed":
-            return self._finish("failed", stage.finish.error)
+            return self._finish(now, "failed", stage.finish.error)
         if stage.finish.status == "stopped" and stage.name == "train":
-            return self._finish("stopped", "stopped by the user")
+            return self._finish(now, "stopped", "stopped by the user")
         self._live = stage.live()
+        self.recorder.close_stage(stage.name, stage.scheduler.ledger.fates)
         return _merge(orders, self._next_stage(now))
 
     def _checkpoint_if_due(self, stage: Stage, now: float) -> Orders:
@@ -104,15 +106,12 @@ class Session:
 
     def _next_stage(self, now: float) -> Orders:
         if not self._stages:
-            return self._finish("done", "")
+            return self._finish(now, "done", "")
         name = self._stages.pop(0)
         graph, rules, cut = self._stage(name)
-        tables = compile_tables(graph, self.config.plan)
-        channels = {c for c in tables.channels}
-        live = {key: version for key, version in self._live.items() if key[0] in channels}
-        self.recorder.open_stage(name, graph, rules, cut, live, now)
-        handles = self._handles if name == "train" else {}
-        self.stage = Stage(name, graph, tables, rules, self.recorder, cut, live, handles)
+        origin = Origin(name, graph, self.config.plan, rules, cut, self._live)
+        self.recorder.open_stage(origin, now)
+        self.stage = Stage(origin, self.recorder, self._handles if name == "train" else {})
         first = Checkpoint(final=True) if name == "save" else Begin()
         return self._after(self.stage.feed(first, now), now)
 
@@ -137,10 +136,10 @@ class Session:
                 self._states[replica] = state
                 self.recorder.state(now, replica, state)
 
-    def _finish(self, status: str, error: str) -> Orders:
+    def _finish(self, now: float, status: str, error: str) -> Orders:
         if self.running:
             self.status, self.error = status, error
-            self.recorder.finish(status, error)
+            self.recorder.finish(now, status, error)
         return {}
 
 

@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from penstock.graph.ir import Firing, Graph
+from penstock.graph.ir import Firing
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.schedule.events import Command, Commit, Done, Event, Finish, Fire, Free, Save, Send, Swap
+from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Channel, Rules, Tables
+from penstock.runtime.schedule.tables import compile_tables
 from penstock.runtime.tensor.handle import Handle
 
 Orders = dict[str, Order]
@@ -22,36 +23,22 @@ Orders = dict[str, Order]
 class Recorder(Protocol):
     """What a stage tells about itself as it goes."""
 
-    def open_stage(
-        self,
-        name: str,
-        graph: Graph,
-        rules: Rules,
-        cut: Mapping[str, Any] | None,
-        live: Mapping[tuple[str, str], int],
-        now: float,
-    ) -> None: ...
+    def open_stage(self, origin: Origin, now: float) -> None: ...
     def step(self, now: float, event: Event, commands: list[Command]) -> None: ...
     def result(self, now: float, result: Result) -> None: ...
     def commit(self, commit: Commit) -> None: ...
     def state(self, now: float, replica: str, state: str) -> None: ...
-    def finish(self, status: str, error: str) -> None: ...
+    def close_stage(self, name: str, fates: Mapping[str, int]) -> None: ...
+    def finish(self, now: float, status: str, error: str) -> None: ...
 
 
 class Stage:
     def __init__(
-        self,
-        name: str,
-        graph: Graph,
-        tables: Tables,
-        rules: Rules,
-        recorder: Recorder,
-        cut: Mapping[str, Any] | None = None,
-        live: Mapping[tuple[str, str], int] | None = None,
-        handles: Mapping[tuple[Firing, str], Handle] | None = None,
+        self, origin: Origin, recorder: Recorder, handles: Mapping[tuple[Firing, str], Handle] | None = None
     ) -> None:
-        self.name, self.graph, self.tables, self.rules, self.recorder = name, graph, tables, rules, recorder
-        self.scheduler = Scheduler(tables, rules, cut, live)
+        self.name, self.graph, self.recorder = origin.stage, origin.graph, recorder
+        self.tables = compile_tables(origin.graph, origin.plan)
+        self.scheduler = Scheduler(self.tables, origin.rules, origin.cut, origin.live)
         self.finish: Finish | None = None
         self.asked: dict[tuple[Any, ...], float] = {}
         self.handles: dict[Firing, dict[str, Handle]] = defaultdict(dict)
@@ -65,12 +52,14 @@ class Stage:
         return self._route(commands, now)
 
     def answer(self, result: Result, now: float) -> Orders:
-        """A rank's answer."""
+        """A rank's answer. Raises UnawaitedError, and changes nothing, for one that was not asked for."""
         event = result.event
+        commands = self.scheduler.handle(event)
         if isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
         self.recorder.result(now, result)
-        return self.feed(event, now)
+        self.recorder.step(now, event, commands)
+        return self._route(commands, now)
 
     def live(self) -> dict[tuple[str, str], int]:
         """The versions that replicas hold: what the next stage starts from."""

@@ -6,7 +6,8 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -14,8 +15,10 @@ from penstock.graph.ir import Firing
 from penstock.graph.types import Carried, Weights
 from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.schedule.tables import Channel
+from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import Bridge, Side
 from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
 from penstock.runtime.tensor.transport import Transport
 
@@ -61,7 +64,7 @@ class Ways(ABC):
             except Empty:
                 return events
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a process has none to give up
         """Give up all connections."""
 
     def _receiver(self, channel: str) -> Receiver:
@@ -136,16 +139,22 @@ class BridgeWays(Ways):
         self.wake()
 
 
+@dataclass(frozen=True)
 class _Lazy:
     """A transport that is opened in the transfer's own thread, since opening waits for the other side."""
 
-    def __init__(self, ways: BridgeWays, command: Send, side: Side) -> None:
-        self._open = lambda: ways.transport(command, side)
-        self.send = lambda *args: self._open().send(*args)
-        self.receive = lambda *args: self._open().receive(*args)
+    ways: BridgeWays
+    command: Send
+    side: Side
+
+    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        return self.ways.transport(self.command, self.side).send(version, copies, parts)
+
+    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        return self.ways.transport(self.command, self.side).receive(version, copies, parts)
 
     def close(self) -> None:
-        self._open().close()
+        self.ways.transport(self.command, self.side).close()
 
 
 class LocalWays(Ways):

@@ -1,264 +1,309 @@
-"""The sockets of the control plane: the only file that knows ZeroMQ.
+"""The sockets: a `Server` (ROUTER) in the controller, a `Client` (DEALER) in every rank and agent.
 
-One ROUTER in the controller, a DEALER in every peer. On one host they meet at a Unix socket in a private folder;
-over TCP the connection is always CURVE, with keys made for the run and an allow-list. A frame that is oversized, does
-not decode, was seen before, or comes from a peer that did not present the run's token is counted and dropped.
+Nobody is heard before a Hello with the run's token. A frame that is malformed, oversized, replayed, of an unknown
+connection or of a kind that a controller does not hear is counted by kind in `counts`, described in `dropped`,
+and never raises. On tcp always CURVE: a key that is not on the door's list does not get as far as a frame. Each side
+numbers its frames on a connection; a number that does not grow is a replay. Neither class is for several threads.
 """
 
-import hashlib
 import os
-import tempfile
-from collections import Counter
-from collections.abc import Iterable
+import select
+import struct
+from collections import Counter, deque
 from dataclasses import dataclass
-from pathlib import Path
+from hmac import compare_digest
+from itertools import count
 from time import monotonic
+from typing import Literal
 
 import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
-from penstock.runtime.control.messages import Heartbeat, Hello, Message, pack, unpack
-from penstock.runtime.control.packing import MAX_BYTES, MessageError
+from penstock.runtime.control.endpoints import bind_fault, socket_file
+from penstock.runtime.control.gate import Gate
+from penstock.runtime.control.keys import Door, Join
+from penstock.runtime.control.messages import (
+    MAX_BYTES,
+    TO_CONTROLLER,
+    Heartbeat,
+    Hello,
+    Message,
+    MessageError,
+    pack,
+    unpack_frame,
+)
+from penstock.runtime.control.tracker import Tracker
 
-_IPC_LIMIT = 100
-_DRAIN = 1000
-"""Frames taken from the socket before their messages are worked on."""
-
-
-class WireError(RuntimeError):
-    """An address that cannot be used, or a peer that cannot be reached."""
-
-
-@dataclass(frozen=True)
-class Keys:
-    """One side's CURVE key pair (Z85), and what it knows of the other: the server's key, or the clients' keys."""
-
-    public: str
-    secret: str
-    server: str = ""
-    allowed: tuple[str, ...] = ()
-
-
-def ipc_endpoint(folder: Path) -> str:
-    """A Unix socket in `folder`, or, if its path is too long for one, in a private folder under the temporary one."""
-    path = folder / "control.sock"
-    if len(os.fsencode(path)) > _IPC_LIMIT:
-        private = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
-        private.mkdir(mode=0o700, exist_ok=True)
-        if private.stat().st_uid != os.getuid() or private.stat().st_mode & 0o077:
-            raise WireError(f"{private}: needed a folder of this user with mode 0700")
-        path = private / (hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16] + ".sock")
-    return f"ipc://{path}"
+SILENCE = 15.0
+"""Seconds without a sign of life after which a peer is taken for dead."""
+MAX_WAITING = 100_000
+"""Messages that may wait for one peer: past it the peer is stuck, and sending fails."""
+MAX_DRAIN = 4096
+"""Frames that one `receive` takes, so that a flood does not keep the caller from its deadlines."""
+_CUT_OFF = 4 * MAX_BYTES
+"""Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
+_FLUSH_S = 0.5
 
 
-@dataclass
-class _Peer:
-    """A connection by its identity: admitted once it said Hello with the token; the last sequence number."""
+class WireError(OSError):
+    """An address that cannot be listened on: the user's fault, or another process's."""
 
-    admitted: bool = False
-    sequence: int = -1
+
+def _tune(socket: zmq.Socket[bytes]) -> None:
+    """What both sides need. A peer that stops answering libzmq's own pings is cut off after SILENCE."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
+    socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
+    socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A peer's socket. `heard` and `said` are the last sequence numbers."""
+
+    peer: str
+    identity: bytes
+    heard: int
+    said: int = 0
 
 
 class Server:
-    """The controller's socket. `counts` says how many frames were dropped, by reason."""
+    """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello."""
 
-    def __init__(self, endpoint: str, token: str, keys: Keys | None = None) -> None:
-        if endpoint.startswith("tcp://") and keys is None:
-            raise WireError(f"{endpoint}: given no keys; needed CURVE keys for TCP")
-        self.token, self.endpoint = token, endpoint
+    def __init__(self, door: Door, silence: float = SILENCE) -> None:
         self.counts: Counter[str] = Counter()
-        self.seen: dict[str, float] = {}
-        self._peers: dict[bytes, _Peer] = {}
-        self._next: Counter[bytes] = Counter()
+        self.dropped: deque[str] = deque(maxlen=32)
+        self._token = door.token.encode()
+        self._tracker = Tracker(silence)
+        self._connections: dict[bytes, _Connection] = {}
+        self._routes: dict[str, _Connection] = {}
         self._context = zmq.Context()
-        self._allow: _AllowList | None = None
-        self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.MAXMSGSIZE, MAX_BYTES * 4),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 100_000),
-            (zmq.SNDTIMEO, 5000),
-        ):
-            self._socket.setsockopt(option, value)
-        if keys is not None:
-            self._secure(keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._gate: Gate | None = None
+        _tune(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            if endpoint.startswith("ipc://"):
-                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-            self._socket.bind(endpoint)
-            self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-        except zmq.ZMQError as error:
-            self.close()
-            raise WireError(f"{endpoint}: cannot listen: {error}; needed a free address of this machine") from error
+            if not door.endpoint.startswith("ipc://"):
+                if not (door.secret and door.allowed):
+                    raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
+                self._gate = Gate(self._socket, door.secret, door.allowed.values(), self._refuse)
+                self._poller.register(self._gate.socket, zmq.POLLIN)
+            self.endpoint = self._bind(door.endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
 
-    def _secure(self, keys: Keys) -> None:
-        self._allow = _AllowList(keys.allowed, self.counts)
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=self._allow)
-        self._socket.curve_server = True
-        self._socket.curve_publickey = keys.public.encode()
-        self._socket.curve_secretkey = keys.secret.encode()
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(self._routes)
 
     def receive(self, timeout: float) -> list[tuple[str, Message]]:
-        """The messages that wait, with their senders' names; waits up to `timeout` seconds for the first."""
-        messages: list[tuple[str, Message]] = []
-        if not self._socket.poll(int(timeout * 1000)):
-            return messages
-        for _ in range(_DRAIN):
+        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
+
+        A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
+        """
+        found: list[tuple[str, Message]] = []
+        ready = dict(self._poller.poll(1000 * timeout))
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.answer()
+        now = monotonic()
+        for _ in range(MAX_DRAIN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            message = self._accept(frames)
+            message = self._take(frames, now)
             if message is not None:
-                messages.append((frames[0].decode(errors="replace"), message))
-        return messages
-
-    def _accept(self, frames: list[bytes]) -> Message | None:
-        """A frame's message, if it is one, is new, and its sender is known."""
-        if len(frames) != 2:
-            self.counts["malformed"] += 1
-            return None
-        identity, data = frames
-        if len(data) > MAX_BYTES:
-            self.counts["oversized"] += 1
-            return None
-        try:
-            sequence, message = unpack(data)
-        except MessageError:
-            self.counts["malformed"] += 1
-            return None
-        peer = self._peers.get(identity)
-        if isinstance(message, Hello):
-            if message.token != self.token:
-                self.counts["unauthenticated"] += 1
-                return None
-            if peer is None:
-                peer = self._peers[identity] = _Peer(admitted=True)
-        if peer is None:
-            self.counts["unauthenticated"] += 1
-            return None
-        if sequence <= peer.sequence:
-            self.counts["replayed"] += 1
-            return None
-        peer.sequence = sequence
-        if isinstance(message, Heartbeat):
-            self.seen[message.name] = monotonic()
-            return None
-        return message
+                found.append(message)
+        return found
 
     def send(self, peer: str, message: Message) -> bool:
-        """Hand a message over; False if there is no such peer any more."""
-        identity = peer.encode()
-        self._next[identity] += 1
+        """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
+        connection = self._routes.get(peer)
+        if connection is None:
+            return False
+        connection.said += 1
         try:
-            self._socket.send_multipart([identity, pack(self._next[identity], message)])
-        except zmq.ZMQError:
+            self._socket.send_multipart([connection.identity, pack(message, connection.said)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
             return False
         return True
 
-    def late(self, now: float, names: Iterable[str], silence: float) -> list[str]:
-        """Those of `names` that have sent a heartbeat, but none for `silence` seconds."""
-        return [name for name in names if now - self.seen.get(name, now) > silence]
+    def late(self, now: float) -> list[str]:
+        """The peers that gave no sign of life for `silence` seconds, in the order of their names."""
+        return self._tracker.late(now)
+
+    def forget(self, peer: str) -> None:
+        """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process."""
+        self._routes.pop(peer, None)
+        self._tracker.forget(peer)
+        self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
 
     def close(self) -> None:
-        self._socket.close(0)
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
-        if self.endpoint.startswith("ipc://"):
-            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        """What is still being sent gets half a second."""
+        self._context.destroy(linger=int(1000 * _FLUSH_S))
+        if (file := socket_file(self.endpoint)) is not None:
+            file.unlink(missing_ok=True)
 
+    def _bind(self, endpoint: str) -> str:
+        file = socket_file(endpoint)
+        try:
+            self._socket.bind(endpoint)
+            if file is not None:
+                file.chmod(0o600)
+        except zmq.ZMQError as error:
+            raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-class _AllowList:
-    """The public keys that may connect; ZeroMQ asks in the authenticator's thread."""
+    def _take(self, frames: list[bytes], now: float) -> tuple[str, Message] | None:
+        connection = self._connections.get(frames[0])
+        name = "an unknown connection" if connection is None else connection.peer
+        if len(frames) != 2:
+            return self._drop("malformed", name, f"{len(frames)} frames")
+        if len(frames[1]) > MAX_BYTES:
+            return self._drop("oversized", name, f"{len(frames[1])} bytes")
+        try:
+            sequence, message = unpack_frame(frames[1])
+        except MessageError as error:
+            return self._drop("malformed", name, str(error))
+        if connection is None:
+            return self._greet(frames[0], sequence, message, now)
+        if sequence <= connection.heard:
+            return self._drop("replayed", name, f"frame {sequence} after frame {connection.heard}")
+        if not isinstance(message, TO_CONTROLLER) or isinstance(message, Hello):
+            return self._drop("unexpected", name, type(message).__name__)
+        connection.heard = sequence
+        self._tracker.heard(connection.peer, now)
+        return None if isinstance(message, Heartbeat) else (connection.peer, message)
 
-    def __init__(self, allowed: Iterable[str], counts: Counter[str]) -> None:
-        self._allowed, self._counts = {key.encode() for key in allowed}, counts
+    def _greet(self, identity: bytes, sequence: int, message: Message, now: float) -> tuple[str, Message] | None:
+        """A connection's first frame: let it in, or drop it."""
+        if not isinstance(message, Hello):
+            return self._drop("unknown", "an unknown connection", f"{type(message).__name__} before Hello")
+        if not compare_digest(message.token.encode(), self._token):
+            return self._drop("unknown", message.peer, "Hello with another run's token")
+        beats = message.role == "heartbeat"
+        if not beats and message.peer in self._routes:
+            return self._drop("duplicate", message.peer, f"Hello of pid {message.pid}, but it is here already")
+        connection = _Connection(message.peer, identity, sequence)
+        self._connections[identity] = connection
+        self._tracker.heard(message.peer, now)
+        if beats:
+            return None
+        self._routes[message.peer] = connection
+        return message.peer, message
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        known = key in self._allowed
-        if not known:
-            self._counts["refused"] += 1
-        return known
+    def _refuse(self, address: str) -> None:
+        self._drop("refused", address, "a key that is not on the list")
+
+    def _drop(self, kind: str, name: str, text: str) -> None:
+        self.counts[kind] += 1
+        self.dropped.append(f"{kind} frame of {name}: {text}")
 
 
 class Client:
-    """A peer's socket. One thread uses it; `wake` may be called from any."""
+    """A rank's or agent's end. It says Hello by itself, and connects again when a connection breaks.
 
-    def __init__(self, endpoint: str, name: str, hello: Hello, keys: Keys | None = None) -> None:
-        self._sequence = 0
-        self._server_sequence = 0
+    `refused` is true once the controller has turned this key away; `counts` is as the server's.
+    """
+
+    def __init__(self, join: Join, role: Literal["rank", "agent", "heartbeat"], name: str, rank: int = 0) -> None:
         self.counts: Counter[str] = Counter()
+        self.refused = False
+        self._down_since: float | None = monotonic()
+        self._numbers = count(1)
+        self._heard = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES * 4)
-        self._socket.setsockopt(zmq.SNDTIMEO, 30_000)
-        if keys is not None:
-            self._socket.curve_publickey = keys.public.encode()
-            self._socket.curve_secretkey = keys.secret.encode()
-            self._socket.curve_serverkey = keys.server.encode()
-        self._socket.connect(endpoint)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        _tune(self._socket)
+        if not join.endpoint.startswith("ipc://"):
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, join.server.encode())
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+        failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | failures
+        )
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
-        self.send(hello)
-
-    def send(self, message: Message) -> None:
-        """Raises WireError if the server takes nothing for 30 s."""
-        self._sequence += 1
-        try:
-            self._socket.send(pack(self._sequence, message))
-        except zmq.Again as error:
-            raise WireError("the controller has taken no message for 30 s") from error
+        for one in (self._socket, self._monitor, self._waker):
+            self._poller.register(one, select.POLLIN)
+        self._socket.connect(join.endpoint)
+        self.send(join.hello(role, name, rank))
 
     def receive(self, timeout: float) -> list[Message]:
-        """The messages that wait; waits up to `timeout` seconds for the first, or for `wake`."""
-        ready = dict(self._poller.poll(int(timeout * 1000)))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        messages: list[Message] = []
+        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
+
+        Returns early when another thread calls `wake`, and when a descriptor of `watch` has something.
+        """
+        ready = dict(self._poller.poll(1000 * timeout))
+        if self._waker in ready:
+            os.eventfd_read(self._waker)
+        if self._monitor in ready:
+            self._note_connection()
+        found: list[Message] = []
         while True:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
-            try:
-                sequence, message = unpack(data)
-            except MessageError:
-                self.counts["malformed"] += 1
-                continue
-            if sequence <= self._server_sequence:
-                self.counts["replayed"] += 1
-                continue
-            self._server_sequence = sequence
-            messages.append(message)
+                return found
+            if (message := self._take(frames)) is not None:
+                found.append(message)
+
+    def send(self, message: Message) -> bool:
+        """False when more than MAX_WAITING messages wait already. While there is no connection, messages wait."""
+        try:
+            self._socket.send(pack(message, next(self._numbers)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def wake(self) -> None:
-        """End the wait of `receive`, from another thread."""
-        os.eventfd_write(self._wake, 1)
+        """Make `receive` return; the one method for other threads."""
+        os.eventfd_write(self._waker, 1)
 
-    def close(self, linger: float = 1.0) -> None:
-        """Let what was sent go out, for `linger` seconds at most."""
-        self._socket.close(int(linger * 1000))
-        self._context.term()
-        os.close(self._wake)
+    def watch(self, descriptor: int) -> None:
+        """Let `receive` return when `descriptor` is readable."""
+        self._poller.register(descriptor, select.POLLIN)
 
+    def unwatch(self, descriptor: int) -> None:
+        self._poller.unregister(descriptor)
 
-def make_keys(hosts: Iterable[str]) -> tuple[Keys, dict[str, Keys]]:
-    """Keys of a run: the server's, and one pair for each host, all new."""
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    clients = {}
-    for host in hosts:
-        own_public, own_secret = (key.decode() for key in zmq.curve_keypair())
-        clients[host] = Keys(own_public, own_secret, server=public)
-    return Keys(public, secret, allowed=tuple(k.public for k in clients.values())), clients
+    def lost(self, now: float) -> float:
+        """Seconds for which there has been no connection to the controller; 0 while there is one."""
+        return 0.0 if self._down_since is None else now - self._down_since
+
+    def close(self) -> None:
+        """What is still being sent gets half a second."""
+        self._socket.disable_monitor()
+        self._context.destroy(linger=int(1000 * _FLUSH_S))
+        os.close(self._waker)
+
+    def _note_connection(self) -> None:
+        while True:
+            try:
+                event, _ = struct.unpack("=hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._down_since = None
+            elif self._down_since is None:
+                self._down_since = monotonic()
+            self.refused = self.refused or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+    def _take(self, frames: list[bytes]) -> Message | None:
+        try:
+            sequence, message = unpack_frame(frames[0] if len(frames) == 1 else b"")
+        except MessageError:
+            self.counts["malformed"] += 1
+            return None
+        if sequence <= self._heard:
+            self.counts["replayed"] += 1
+            return None
+        self._heard = sequence
+        return message

@@ -6,31 +6,89 @@ The heartbeat starts before torch is imported. Then one loop: take orders, carry
 import os
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
-from penstock.runtime.control.heartbeat import Heart
+from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.heartbeat import Pulse
+from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Order, Ready, Result, Results, Setup
-from penstock.runtime.control.place import Place, place_from_environment
-from penstock.runtime.control.wire import Client
+from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.wire import SILENCE, Client
 
 if TYPE_CHECKING:
-    from penstock.runtime.control.executor import Executor
+    from penstock.runtime.control.rank import Rank
 
 IDLE = 1.0
 """Seconds between two looks at the controller's life, when there is nothing to do."""
 
 
-def work(client: Client, executor: "Executor") -> None:
-    """Serve until the controller says goodbye or is gone."""
+def main() -> None:
+    die_with_parent()
+    join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
+    replica, index = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
+    pulse = Pulse(join, replica, index).start()
+    client = Client(join, "rank", replica, index)
+    status = 1
+    try:
+        status = serve(client, join, replica, index)
+    finally:
+        pulse.stop()
+        client.close()
+        # What a library leaves running (a bridge's threads) must not hold up the end.
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve(client: Client, join: Join, replica: str, index: int) -> int:
+    """Make what this rank holds, then work until goodbye; the exit status."""
+    setup = await_setup(client)
+    if setup is None:
+        return 0
+    try:
+        from penstock.runtime.control.rank import make_rank  # torch, seconds after the heartbeat began
+
+        config = RunConfig.from_json(setup.config["run"])
+        rank = make_rank(config, replica, index, Path(join.folder), setup.config["restore"], join.run, client.wake)
+    except Exception:
+        client.send(Note("error", f"{replica} rank {index} could not start:\n{traceback.format_exc()}"))
+        return 1
+    try:
+        client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
+        return work(client, rank)
+    finally:
+        rank.close()
+
+
+def await_setup(client: Client) -> Setup | None:
+    """The first order of business; None if the run ends before it begins."""
+    while True:
+        for message in client.receive(IDLE):
+            if isinstance(message, Setup):
+                return message
+            if isinstance(message, Goodbye):
+                return None
+        if client.lost(monotonic()) > SILENCE:
+            return None
+
+
+def work(client: Client, rank: "Rank") -> int:
+    """Serve until the controller says goodbye or is gone; the exit status."""
+    executor = rank.executor
     while True:
         results: list[Result] = []
         for message in client.receive(0.0 if executor.busy() else IDLE):
             if isinstance(message, Goodbye):
-                return
+                return 0
             if isinstance(message, Order):
                 results += executor.carry_out(message)
         results += executor.step()
-        if results:
-            client.send(Results(tuple(results)))
+        if results and not client.send(Results(tuple(results))):
+            return 1
+        if not results and client.lost(monotonic()) > SILENCE:
+            return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,10 @@ MARKS = ("config.json", "events.log", "metrics.jsonl")
 """A folder with one of these holds a run."""
 
 
+READABLE = 1 << 20
+"""Characters up to which a JSON file is written with line breaks; a large one would take ten times as long."""
+
+
 class RunFolder:
     """The folder of one run. `create` makes a new one, `open` takes an existing one."""
 
@@ -102,7 +106,10 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically: a reader sees the old content or the new. Raises RecordError."""
-        write_atomic(self.path / name, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+        text = json.dumps(value, allow_nan=False)
+        if len(text) < READABLE:
+            text = json.dumps(value, indent=1)
+        write_atomic(self.path / name, text.encode() + b"\n")
 
     def read_json(self, name: str) -> Any:
         """Raises RecordError for a file that is missing or no JSON, with the line."""

@@ -9,6 +9,7 @@ resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ class Rows:
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._sync = 0.0
+
+    def restart(self, now: float) -> None:
+        """Training begins now: what came before is in no row's `seconds`."""
+        self._last = now
+
+    def restart(self, now: float) -> None:
+        """Training begins only now: what was before does not count as seconds of the next row."""
+        self._last = now
 
     def group(self, ordinal: int, metrics: Metrics) -> None:
         """A per-group node's figures."""
@@ -119,7 +128,7 @@ class MetricsFile:
 
     def append(self, row: Row) -> None:
         """Raises RecordError if the disk is full."""
-        line = json.dumps(row).encode() + b"\n"
+        line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
@@ -150,6 +159,13 @@ def keep_rows(path: Path, cut: int) -> list[Row]:
     rows = [row for row in read_rows(path) if row["update"] < cut]
     write_atomic(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     return rows
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def scalars(row: Row) -> Iterable[tuple[str, float]]:

@@ -22,9 +22,9 @@ def open_board(folder: Path, *, required: bool, keep: Iterable[Row] = ()) -> Boa
     Raises RecordError if it is `required` and missing.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
     except ImportError:
         if required:
             needed = "the extra `track`: pip install 'penstock[track]'"

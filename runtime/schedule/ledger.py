@@ -50,6 +50,10 @@ class Ledger:
         self.next += 1
         return group
 
+    def find(self, ordinal: int) -> Group:
+        """A group in work: pending, or leaving."""
+        return self.groups.get(ordinal) or self.leaving[ordinal]
+
     def before(self, ordinal: int) -> int:
         """How many groups not known to be lost stand before `ordinal`, which is past the last consumed group."""
         settled = self.fates["dropped"] + self.fates["failed"] - len(self.lost)

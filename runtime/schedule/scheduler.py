@@ -1,7 +1,7 @@
 """The scheduler: `handle(event) -> list[Command]`. No clock, no socket, no thread, no log; same events, same commands.
 
-What is heard moves the state here; what may happen next is decided by the functions in `rules/`. `ledger` keeps the
-groups' fates, `channel` the weights' ways.
+What is heard is sorted out here; what becomes of it, and what may happen next, is decided by the functions in
+`rules/`. `ledger` keeps the groups' fates, `channel` the weights' ways.
 
 Invariants, checked after each event of the tests by `tests/runtime/schedule/invariants.py`:
 1.  A firing is in work on at most one replica, and done at most once in a run.
@@ -19,7 +19,6 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/inv
 9.  With free versions, no per-group firing waits that may start.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +35,7 @@ from penstock.runtime.schedule.events import (
     Saved,
     Swapped,
 )
-from penstock.runtime.schedule.ledger import Group
-from penstock.runtime.schedule.rules import cuts, groups, updates, weights
+from penstock.runtime.schedule.rules import cuts, fates, groups, updates, weights
 from penstock.runtime.schedule.state import Key, State
 from penstock.runtime.schedule.tables import Rules, Step, Tables, check_rules
 
@@ -57,8 +55,6 @@ class Scheduler(State):
     ) -> None:
         check_rules(tables, rules)
         super().__init__(tables, rules, live or {})
-        self._failed: set[Firing] = set()
-        self._dropped: set[Firing] = set()
         if cut is not None:
             cuts.restore(self, cut)
 
@@ -116,7 +112,7 @@ class Scheduler(State):
         firing = event.firing
         last = self.answered(("fire", firing, event.replica), event.rank)
         if event.dropped:
-            self._dropped.add(firing)
+            self.dropped.add(firing)
         return self._over(firing, event.replica) if last else ()
 
     def _failure(self, event: Failed) -> Sequence[Step] | None:
@@ -128,93 +124,27 @@ class Scheduler(State):
         if hopeless or (self.tries.get(firing, 0) >= self.rules.retries and self.rules.on_failure == "stop"):
             self.finish("failed", event.error)
             return None
-        self._failed.add(firing)
+        self.failed.add(firing)
         return self._over(firing, event.replica) if last else ()
 
     def _over(self, firing: Firing, replica: str) -> Sequence[Step] | None:
-        """All ranks have answered for a firing."""
+        """All ranks have answered for a firing. Any of them may have failed, or dropped its group."""
+        failed, dropped = firing in self.failed, firing in self.dropped
+        self.failed.discard(firing)
+        self.dropped.discard(firing)
         del self.running[firing]
         step = self.tables.steps.get(firing.node)
         self.load[replica] -= step is None or not step.source
         if step is None:
             way = self.ways[firing.node]
             way.publishing, way.published = False, firing.index
-            return None
-        if step.per_update:
-            return self._update_done(step, firing, replica)
-        group = self.ledger.groups.get(firing.index) or self.ledger.leaving[firing.index]
-        group.working -= 1
-        if firing in self._failed:
-            return self._group_failed(group, firing, replica)
-        return self._group_done(group, step, firing, replica)
-
-    def _group_done(self, group: Group, step: Step, firing: Firing, replica: str) -> Sequence[Step] | None:
-        group.made[step.name] = replica
-        group.readers[step.name] = len(step.readers)
-        if not step.readers:
-            self.free(firing, replica)
-        for name in step.groups:
-            group.readers[name] -= 1
-            if not group.readers[name]:
-                self.free(Firing(name, group.ordinal), group.made[name])
-        self.tries.pop(firing, None)
-        if group.ordinal in self.ledger.leaving:
-            self._leave(group)
-            return None
-        if firing in self._dropped:
-            self._drop(group, firing)
-            return None
-        groups.offer(self, group.ordinal, group.made, step)
-        group.finished = len(group.made) == self.tables.num_group_steps
-        complete = group.finished and updates.assemble(self)
-        quiet = step.private and not complete and not self.pinned and self.cutting is None
-        return self.tables.stirs[step.name] if quiet else None
-
-    def _drop(self, group: Group, firing: Firing) -> None:
-        self._dropped.remove(firing)
-        if self.pinned:
-            self.finish("failed", f'{firing} dropped its group: a filter needs versions="free", given "pinned"')
+        elif step.per_update:
+            fates.update_done(self, step, firing, replica)
+        elif failed:
+            fates.group_failed(self, firing, replica)
         else:
-            self._leave(self.ledger.lose(group.ordinal, "dropped"))
-
-    def _group_failed(self, group: Group, firing: Firing, replica: str) -> None:
-        self._failed.remove(firing)
-        self._dropped.discard(firing)
-        self.free(firing, replica)
-        tries = self.tries.pop(firing, 0) + 1
-        if group.ordinal in self.ledger.leaving:
-            self._leave(group)
-        elif tries > self.rules.retries:
-            self._leave(self.ledger.lose(group.ordinal, "failed"))
-        else:
-            self.tries[firing] = tries
-            self.unfire(firing)
-            heapq.heappush(self.ready[firing.node], firing.index)
-
-    def _leave(self, group: Group) -> None:
-        """Free what a lost group holds, when nobody works on it any more."""
-        if not group.working:
-            self.ledger.leaving.pop(group.ordinal, None)
-            self._release(group)
-
-    def _release(self, group: Group) -> None:
-        for name, count in group.readers.items():
-            if count:
-                self.free(Firing(name, group.ordinal), group.made[name])
-
-    def _update_done(self, step: Step, firing: Firing, replica: str) -> None:
-        """The last step of an update consumes its batch. Values between steps live as long as the update."""
-        self.updates_done[step.name] = firing.index + 1
-        if step.readers or not step.makes:
-            self.between[firing] = replica
-        if any(done <= self.update for done in self.updates_done.values()):
-            return
-        for group in self.ledger.consume(self.batch) if self.batch else ():
-            self._release(group)
-        for made, holder in self.between.items():
-            self.free(made, holder)
-        self.between.clear()
-        self.update, self.batch = self.update + 1, None
+            return fates.group_done(self, step, firing, replica, dropped)
+        return None
 
     def _weights(self, event: Arrived | Swapped) -> Sequence[Step] | None:
         kind = "send" if isinstance(event, Arrived) else "swap"

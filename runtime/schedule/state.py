@@ -18,6 +18,10 @@ Key = tuple[Any, ...]
 """What a rank was asked: ("fire", firing, replica), ("send", channel, version, replica), ("swap", …), ("save", …)."""
 
 
+class UnawaitedError(ValueError):
+    """An answer that was not asked for, or came twice: a peer's fault. Nothing has changed."""
+
+
 class State:
     """The state of one run of one graph.
 
@@ -25,6 +29,7 @@ class State:
     load: firings in work on each replica, sources not counted. running: what is in work, and where.
     updates_done: for each per-update step how often it has been done; `update` is the one in work, on `batch`.
     between: the values that steps of this update made for later ones, and where they are.
+    failed, dropped: firings in work that failed, or whose verdict was to drop their group, on some rank.
     """
 
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
@@ -37,6 +42,8 @@ class State:
         self.batch: tuple[int, ...] | None = None
         self.between: dict[Firing, str] = {}
         self.running: dict[Firing, str] = {}
+        self.failed: set[Firing] = set()
+        self.dropped: set[Firing] = set()
         self.tries: dict[Firing, int] = {}
         self.ways = {
             name: Way(channel.replicas, {replica: version for (n, replica), version in live.items() if n == name})
@@ -61,7 +68,7 @@ class State:
         """Note a rank's answer; true when it was the last one awaited. Raises ValueError if nobody awaits it."""
         ranks = self.answers.get(key)
         if ranks is None or rank not in ranks:
-            raise ValueError(f"scheduler: an answer that nobody awaits: {key}, rank {rank}")
+            raise UnawaitedError(f"scheduler: an answer that nobody awaits: {key}, rank {rank}")
         ranks.remove(rank)
         if ranks:
             return False

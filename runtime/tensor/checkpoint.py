@@ -58,7 +58,7 @@ class Part:
         self._tensors, self._facts = tensors, facts
 
     @property
-    def keys(self) -> list[tuple[Firing, str]]:
+    def made(self) -> list[tuple[Firing, str]]:
         """The groups' values in it."""
         return [(Firing(*firing), output) for *firing, output in self._facts["keys"]]
 

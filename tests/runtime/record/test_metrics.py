@@ -89,6 +89,13 @@ def test_a_damaged_row_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path / "m.jsonl")
 
 
+def test_a_figure_that_json_cannot_say_is_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.append(row(0, loss=float("nan"), pools={"t": {"busy": float("inf")}}))
+    assert read_rows(tmp_path / "m.jsonl") == [row(0, loss=None, pools={"t": {"busy": None}})]
+    assert "NaN" not in (tmp_path / "m.jsonl").read_text()
+
+
 def test_scalars_are_numbers_by_path() -> None:
     assert list(scalars(row(3, pools={"trainer": {"busy": 0.5}}, note="x"))) == [
         ("version", 4.0),
@@ -99,7 +106,9 @@ def test_scalars_are_numbers_by_path() -> None:
 
 def test_tensorboard_shows_the_rows_that_count(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
 
     open_board(tmp_path, required=True).close()  # type: ignore[union-attr]
     board = open_board(tmp_path, required=True, keep=[row(0, loss=3.0)])

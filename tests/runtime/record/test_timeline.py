@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def test_bars_of_one_track_do_not_overlap_and_none_is_lost(bars: list[Bar]) -> N
     for lane in found:
         for track in lane.tracks:
             assert all(b.lane == lane.name for b in track)
-            assert all(a.end <= b.start for a, b in zip(track, track[1:], strict=False))
+            assert all(a.end <= b.start for a, b in pairwise(track))
 
 
 def test_lanes_are_in_the_order_of_work_and_replicas_together() -> None:

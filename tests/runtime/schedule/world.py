@@ -35,13 +35,18 @@ Live = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run, and how its ranks behave: `fails` and `drops` map nodes to probabilities."""
+    """What is run, and how its ranks behave.
+
+    `fails` and `drops` map nodes to probabilities; a group's verdict is the same in every life. Answers that name
+    something in `slow` (a node, a replica or a channel) come late.
+    """
 
     graph: Graph
     plan: Plan
     rules: Rules
     fails: Mapping[str, float]
     drops: Mapping[str, float]
+    slow: frozenset[str] = frozenset()
 
 
 class World:
@@ -84,17 +89,27 @@ class World:
 
     def step(self, index: int = 0) -> list[Command]:
         """Let the rank at `index` of the pending ones answer."""
-        return self.feed(self.pending.pop(index))
+        event = self.pending.pop(index)
+        if isinstance(event, Done) and event.firing.node in self.setting.drops:
+            dropped = Random(f"{event.firing}").random() < self.setting.drops[event.firing.node]
+            event = replace(event, dropped=dropped)
+        return self.feed(event)
 
     def random_answer(self, rng: Random) -> list[Command]:
         """Let any rank answer; it may fail, or drop its group."""
-        event = self.pending.pop(rng.randrange(len(self.pending)))
-        if isinstance(event, Done):
-            if rng.random() < self.setting.fails.get(event.firing.node, 0):
-                return self.feed(Failed(event.firing, event.replica, event.rank, "raised"))
-            dropped = Random(f"{event.firing}").random() < self.setting.drops.get(event.firing.node, 0)
-            return self.feed(replace(event, dropped=dropped))
-        return self.feed(event)
+        quick = [i for i, event in enumerate(self.pending) if not self.setting.slow & _names(event)]
+        hurry = quick and rng.random() < 0.97
+        index = rng.choice(quick) if hurry else rng.randrange(len(self.pending))
+        event = self.pending[index]
+        if isinstance(event, Done) and rng.random() < self.setting.fails.get(event.firing.node, 0):
+            return self.fail(index)
+        return self.step(index)
+
+    def fail(self, index: int) -> list[Command]:
+        """Let the rank at `index` say that its firing raised."""
+        event = self.pending.pop(index)
+        assert isinstance(event, Done)
+        return self.feed(Failed(event.firing, event.replica, event.rank, f"{event.firing} raised"))
 
     def run(self, rng: Random, steps: int = 10**6) -> None:
         """Answers in random order until the end, or for so many steps."""
@@ -123,6 +138,11 @@ def _answer(command: Fire | Send | Swap | Save, rank: int) -> Event:
             return Saved(update, replica, rank)
 
 
+def _names(event: Event) -> set[str]:
+    names = {getattr(event, name, "") for name in ("replica", "channel")}
+    return names | {event.firing.node} if isinstance(event, Done) else names
+
+
 def random_setting(rng: Random) -> Setting:
     """Any graph, plan and rules the scheduler must cope with."""
     pinned = rng.random() < 0.35
@@ -138,4 +158,7 @@ def random_setting(rng: Random) -> Setting:
         retries=rng.choice([0, 1, 3]),
         on_failure="stop" if pinned else rng.choice(["stop", "replace", "replace"]),
     )
-    return Setting(graph, random_plan(rng, graph), rules, fails if rng.random() < 0.5 else {}, drops)
+    plan = random_plan(rng, graph)
+    names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
+    slow = frozenset(rng.sample(names, rng.choice([0, 0, 1, 2])))
+    return Setting(graph, plan, rules, fails if rng.random() < 0.5 else {}, drops, slow)

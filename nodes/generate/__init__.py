@@ -1,0 +1,59 @@
+"""The node that samples responses."""
+
+from typing import Any
+
+from penstock.graph import node
+from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
+from penstock.nodes.base import initial_model
+from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.sampling import Sampler
+from penstock.nodes.model import Llama, read_config, torch_dtype
+from penstock.nodes.tokenizer import load_tokenizer
+
+
+def make_engine(
+    context: Context, *, samples: int = 8, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> Engine:
+    """An engine for the run's model. It reads no weights: they come with `behaviour`."""
+    if samples < 1 or context.slots < 1:
+        raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
+    if context.model:
+        config, tokenizer = read_config(context.model), load_tokenizer(context.model)
+    else:
+        config, tokenizer = initial_model(context.data)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{context.model}: given a tokenizer of {tokenizer.vocab_size} tokens, needed at most the model's "
+            f"{config.vocab_size}"
+        )
+    model = Llama(config, torch_dtype(context.dtype), context.device)
+    return Engine(model, tokenizer, context, Sampler(temperature, top_k, top_p), samples)
+
+
+@node(pool="generator", init=make_engine)
+def generate(
+    engine: Engine,
+    prompts: Prompts,
+    behaviour: Weights,
+    *,
+    samples: int = 8,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Engine, Rollouts, Metrics]:
+    """`samples` responses to each prompt, sampled token by token with the live weights.
+
+    The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`): at another
+    temperature than 1 they are not the policy's own. A response ends with a stop token, or after `max_tokens`.
+    Metrics: `response_length` (tokens), `stale_cache` (share of tokens whose cache holds entries of older weights),
+    and once per version `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
+    """
+    given, made = (samples, Sampler(temperature, top_k, top_p)), (engine.samples, engine.sampler)
+    if given != made:
+        raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
+    tag = object()
+    engine.submit(tag, {"prompts": prompts, "behaviour": behaviour})
+    while True:
+        results: dict[Any, tuple[Rollouts, Metrics]] = dict(engine.step())
+        if tag in results:
+            return engine, *results[tag]

@@ -1,0 +1,89 @@
+"""From logits to tokens: keyed uniforms, and one inverse-CDF draw per token.
+
+Randomness is a function of (key, position), never drawn from a stream, so that a token depends neither on timing nor
+on its neighbours. Shapes: S rows, V vocabulary, T positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; torch's int64 wraps around.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """A float64 number in [0, 1 − 2⁻⁵²] for each pair of int64 key and position, which broadcast.
+
+    It is the (position + 1)-th output of the splitmix64 generator whose seed is the key.
+    """
+    bits = keys + (positions + 1) * _STEP
+    bits = (bits ^ _shift(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift(bits, 27)) * _MIX_2
+    bits = bits ^ _shift(bits, 31)
+    return _shift(bits, 12).double() * 2.0**-52
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """To the right, filled with zeros: torch's own keeps the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The distribution that is sampled from: softmax(logits / temperature), cut to the `top_k` likeliest tokens and
+    then to the fewest that hold `top_p` of the probability, and renormalised. `top_k` 0 and `top_p` 1 cut nothing.
+
+    Temperature 0 takes the likeliest token, with probability 1.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"given temperature {self.temperature}, needed 0 (greedy) or more")
+        if self.top_k < 0:
+            raise ValueError(f"given top_k {self.top_k}, needed 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"given top_p {self.top_p}, needed more than 0 and at most 1")
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
+
+    def __call__(self, logits_SV: Tensor, uniform_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (int64 [S]) and their log-probabilities (float32 [S], nats) in the distribution sampled from."""
+        if self.temperature == 0:
+            tokens_S = logits_SV.argmax(-1)
+            return tokens_S, torch.zeros_like(tokens_S, dtype=torch.float32)
+        logprobs_SV = self.logprobs(logits_SV)
+        mass_SV = logprobs_SV.exp().cumsum(-1, dtype=torch.float64)
+        # A uniform below 1 gives a target below the last entry, so the draw is a token of positive probability.
+        target_S1 = (uniform_S * mass_SV[:, -1]).unsqueeze(1)
+        tokens_S1 = torch.searchsorted(mass_SV, target_S1, right=True)
+        tokens_S1.clamp_(max=logits_SV.shape[-1] - 1)  # of logits that are not numbers
+        return tokens_S1.squeeze(1), logprobs_SV.gather(1, tokens_S1).squeeze(1)
+
+    def logprobs(self, logits_SV: Tensor) -> Tensor:
+        """Log-probabilities of every token, float32; −∞ where a token is cut."""
+        logits_SV = logits_SV.float()
+        if self.temperature != 1:
+            logits_SV = logits_SV / self.temperature
+        if 0 < self.top_k < logits_SV.shape[-1]:
+            least_S1 = logits_SV.topk(self.top_k).values[:, -1:]
+            logits_SV = logits_SV.masked_fill(logits_SV < least_S1, -torch.inf)
+        if self.top_p < 1:
+            logits_SV = self._nucleus(logits_SV)
+        return torch.log_softmax(logits_SV, dim=-1)
+
+    def _nucleus(self, logits_SV: Tensor) -> Tensor:
+        sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
+        probs_SV = sorted_SV.softmax(-1, dtype=torch.float64)
+        before_SV = probs_SV.cumsum(-1) - probs_SV
+        sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
+        return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)

@@ -1,0 +1,217 @@
+"""How a run looks: a live dashboard in a terminal, plain lines elsewhere. Both are fed the controller's lines."""
+
+import sys
+from collections.abc import Callable, Mapping
+from threading import Lock
+from time import monotonic
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.runtime.cli.figures import clock, figure, many, percent, sparkline
+from penstock.runtime.cli.progress import STAGES, Line, Pool, Progress, external_text, kind_of
+
+PLAIN_SECONDS, PLAIN_UPDATES = 2.0, 10
+"""A plain line comes when so much time, or so many updates, have passed since the one before."""
+POOL_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "red")
+IDLE = {
+    "data": "waits for data",
+    "weights": "waits for weights",
+    "start": "waits for its first weights",
+    "saving": "waits for the checkpoint",
+    "done": "has nothing left to do",
+}
+"""The scheduler's causes of idleness."""
+FIGURES = (
+    ("loss", "loss", figure),
+    ("lag", "lag_mean", figure),
+    ("ratio", "ratio_mean", lambda value: "-" if value is None else f"{value:.4f}"),
+    ("clipped", "ratio_clipped", percent),
+    ("mismatch", "mismatch", figure),
+    ("sync", "sync_s", lambda value: "-" if value is None else f"{1e3 * value:.3g} ms"),
+)
+"""What the dashboard shows of a row: name, key, and how."""
+
+
+class Display(Protocol):
+    progress: Progress
+
+    def tell(self, line: Line) -> None:
+        """Take a line of the controller."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_display(program: str, updates: int, folder: str, *, plain: bool) -> Display:
+    progress = Progress(program, updates)
+    if plain or not sys.stdout.isatty():
+        return PlainDisplay(progress, lambda text: print(text, flush=True))
+    return LiveDisplay(progress, folder, Console())
+
+
+class PlainDisplay:
+    """One line per stage, and one for every few updates."""
+
+    def __init__(
+        self, progress: Progress, write: Callable[[str], object], now: Callable[[], float] = monotonic
+    ) -> None:
+        self.progress, self.write, self.now = progress, write, now
+        self._stage: str | None = None
+        self._said, self._update = -PLAIN_SECONDS, -PLAIN_UPDATES
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def tell(self, line: Line) -> None:
+        self.progress.hear(line)
+        if self.progress.stage != self._stage:
+            self._stage = self.progress.stage
+            self.write(f"{STAGES.get(self._stage, self._stage)} …")
+        match kind_of(line):
+            case "row":
+                self._row()
+            case "accuracy" if line["accuracy"] is not None:
+                self.write(f"accuracy {line['stage']} training: {percent(line['accuracy'])}")
+            case "note":
+                self.write(f"note: {line['text']}")
+            case "external":
+                self.write(external_text(line))
+            case "error":
+                self.write(f"error: {line['text']}")
+
+    def _row(self) -> None:
+        seen, now = self.progress, self.now()
+        due = now - self._said >= PLAIN_SECONDS or seen.update - self._update >= PLAIN_UPDATES
+        if not due and seen.update < seen.updates:
+            return
+        self._said, self._update = now, seen.update
+        parts = [f"update {seen.update}/{seen.updates}", f"reward {figure(seen.row.get('reward_mean'))}"]
+        parts += [f"{name} {show(seen.row[key])}" for name, key, show in FIGURES[:2] if key in seen.row]
+        parts += [f"{figure(seen.updates_per_s)} updates/s", f"{many(seen.tokens_per_s)} tokens/s"]
+        self.write("  ".join(parts))
+
+
+class LiveDisplay:
+    """A dashboard that redraws itself a few times a second."""
+
+    def __init__(self, progress: Progress, folder: str, console: Console) -> None:
+        self.progress, self.folder, self.console = progress, folder, console
+        self._lock = Lock()
+        self.live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> Self:
+        self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def tell(self, line: Line) -> None:
+        with self._lock:
+            self.progress.hear(line)
+
+    def _render(self) -> RenderableType:
+        with self._lock:  # rich redraws in a thread of its own
+            return dashboard(self.progress, self.folder, self.console.width)
+
+
+def dashboard(seen: Progress, folder: str, width: int) -> RenderableType:
+    """The whole picture, `width` columns wide."""
+    inner = width - 4
+    blank = Text("")
+    body: list[RenderableType] = [_head(seen, inner), blank, _learning(seen, inner), _numbers(seen, inner)]
+    if seen.pools:
+        body += [blank, _pools(seen)]
+    body += [Text(f"· {note}", style="yellow") for note in seen.notes]
+    title = Text.assemble(" ", (seen.program, "bold"), " ")
+    return Panel(
+        Group(*body), title=title, title_align="left", subtitle=f" {folder} ", subtitle_align="right", width=width
+    )
+
+
+def _head(seen: Progress, width: int) -> Table:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=max(seen.updates, 1), completed=seen.update, complete_style="green", finished_style="green")
+    stage = Text(STAGES.get(seen.stage, seen.stage), style="bold cyan")
+    table.add_row(stage, bar, f"{seen.update}/{seen.updates}  {clock(seen.time)}")
+    return table
+
+
+def _learning(seen: Progress, width: int) -> Table:
+    """Reward with its course, and accuracy."""
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, width=6)
+    table.add_column(no_wrap=True, ratio=1)
+    table.add_column(no_wrap=True, justify="right")
+    reward = Text(figure(seen.row.get("reward_mean")), style="bold")
+    spark = Text(sparkline(seen.rewards, max(width - 40, 12)), style="green")
+    table.add_row(Text("reward", style="dim"), reward, spark, _accuracy(seen.accuracy))
+    return table
+
+
+def _accuracy(found: Mapping[str, float]) -> Text:
+    before, after = found.get("before"), found.get("after")
+    if after is not None:
+        return Text.assemble(("accuracy ", "dim"), percent(before), " → ", (percent(after), "bold green"))
+    return Text.assemble(("accuracy before ", "dim"), percent(before)) if before is not None else Text("")
+
+
+def _numbers(seen: Progress, width: int) -> Text:
+    """Rates, and the last row's figures, as many as there is room for."""
+    items = [("updates/s", figure(seen.updates_per_s)), ("tokens/s", many(seen.tokens_per_s))]
+    items += [(name, show(seen.row[key])) for name, key, show in FIGURES if key in seen.row]
+    line = Text(no_wrap=True, overflow="crop")
+    for name, value in items:
+        if len(line) + len(name) + len(value) + 1 > width:
+            break
+        line.append(f"{name} ", style="dim").append(f"{value}   ", style="bold")
+    return line
+
+
+def _pools(seen: Progress) -> Table:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, width=16)
+    table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+    table.add_column(no_wrap=True, justify="right")
+    for color, (name, pool) in zip(POOL_COLORS * 9, seen.pools.items(), strict=False):
+        table.add_row(Text(name, style=f"bold {color}"), _gauge(pool, color), _doing(pool), _version(pool))
+    return table
+
+
+def _gauge(pool: Pool, color: str) -> Text:
+    if pool.busy is None:
+        return Text("")
+    full = round(pool.busy * 10)
+    return Text.assemble(("█" * full, color), ("░" * (10 - full), "dim"), f" {100 * pool.busy:3.0f} %")
+
+
+def _doing(pool: Pool) -> Text:
+    busy = [what for what in pool.doing if "[" in what]
+    if busy:
+        return Text(", ".join(busy))
+    return Text(IDLE.get(pool.doing[0], pool.doing[0]) if pool.doing else "", style="dim")
+
+
+def _version(pool: Pool) -> Text:
+    return Text("" if pool.version is None else f"weights v{pool.version}", style="dim")

@@ -1,0 +1,141 @@
+"""The flags that are no program's own, each with its help. A program's keyword arguments come beside them."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+import tyro
+
+from penstock.runtime.control.config import Flags
+
+
+def _text(metavar: str, hint: str = "") -> object:
+    """A flag that takes a text. `hint` says what the empty default means."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {hint})" if hint else "")
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """Flags of every program"""
+
+    updates: int = 100
+    """Updates of the policy, all in all."""
+    batch: int = 32
+    """Fresh prompt groups per update."""
+    max_tokens: int = 16
+    """Longest response, in tokens."""
+    seed: int = 0
+    """Seed of everything random: two runs of one seed draw the same numbers."""
+    model: Annotated[str, _text("DIR", "a small base model, built once and cached")] = ""
+    """A Llama-family model directory in Hugging Face's format."""
+    data: Annotated[str, _text("FILE", "arithmetic, made up as needed")] = ""
+    """Problems: "arithmetic[:DIGITS]", or a JSONL file with the fields of GSM8K."""
+    eval_data: Annotated[str, _text("FILE", "problems of --data that training never sees")] = ""
+    """Problems to measure accuracy on."""
+    eval_groups: int = 500
+    """Held-out problems that accuracy is measured on, before and after."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of the model that computes; master weights are float32."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
+    generators: int = 1
+    """Replicas of the generator."""
+    slots: int = 256
+    """Responses that a generator decodes at once."""
+    checkpoint_every: int = 0
+    """Updates between two checkpoints; 0 makes one at the end only (and at Ctrl-C)."""
+    versions: Literal["free", "pinned"] = "free"
+    """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
+    retries: int = 0
+    """How often a group that failed is tried again."""
+    on_failure: Literal["stop", "replace"] = "stop"
+    """What follows when a group fails for good: stop the run, or count it as failed and take another."""
+    deadline: float = 600.0
+    """Seconds that any piece of work may take before the run is stopped and the culprit named."""
+    startup_deadline: float = 120.0
+    """Seconds for all processes to start."""
+    cluster: Annotated[str, _text("FILE", "this machine")] = ""
+    """Hosts with their cores and devices, in TOML."""
+    out: Annotated[str, _text("DIR", "runs/PROGRAM-DATE-TIME")] = ""
+    """The run folder: new or empty."""
+    config: Annotated[str, _text("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+    in_process: bool = False
+    """Everything in one process and one thread, for a debugger: breakpoint() in a node stops there."""
+    tensorboard: bool = False
+    """Insist on TensorBoard files; they are written anyway where the package is installed."""
+    plain: bool = False
+    """Plain lines instead of the live display."""
+    json: bool = False
+    """The last line of output is the summary as JSON."""
+
+    def control(self) -> Flags:
+        """What the controller and the workers need of these."""
+        return Flags(**{field.name: getattr(self, field.name) for field in fields(Flags)})
+
+
+@dataclass(frozen=True)
+class ShowFlags:
+    """Flags of show"""
+
+    format: Literal["text", "mermaid", "svg", "json"] = "text"
+    """text reads like the program; json loads back equal."""
+    evaluation: bool = False
+    """The program's evaluation instead of the program."""
+    json: bool = False
+    """The same as --format json."""
+    out: Annotated[str, _text("FILE", "standard output")] = ""
+    """Where to write."""
+    config: Annotated[str, _text("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+
+
+@dataclass(frozen=True)
+class CheckFlags:
+    """Flags of check"""
+
+    batch: int = 32
+    """Prompt groups per update that the program is to run with."""
+    config: Annotated[str, _text("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+    json: bool = False
+    """The faults as JSON."""
+
+
+@dataclass(frozen=True)
+class SimulateFlags:
+    """Flags of simulate"""
+
+    updates: int = 20
+    """Updates to simulate."""
+    batch: int = 8
+    """Fresh prompt groups per update."""
+    generators: int = 1
+    """Replicas of the generator."""
+    slots: int = 0
+    """Prompt groups that a generator works on at once; 0 for one."""
+    versions: Literal["free", "pinned"] = "free"
+    """Which versions groups may use."""
+    duration: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=S[~SIGMA] …", help_behavior_hint="")] = ()
+    """Seconds of a node's firing, such as generate=0.05; ~0.5 draws them from a lognormal with that sigma. Also
+    publish, wire and swap, the parts of a weight sync. A node with an option `ms` has that by default."""
+    width: int = 0
+    """Columns of the drawing; 0 for the terminal's."""
+    svg: Annotated[str, _text("FILE", "none")] = ""
+    """Draw the schedule into an SVG file."""
+    trace: Annotated[str, _text("FILE", "none")] = ""
+    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
+    config: Annotated[str, _text("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+    json: bool = False
+    """The result as one JSON object."""
+
+
+VERBS = {"run": RunFlags, "show": ShowFlags, "check": CheckFlags, "simulate": SimulateFlags}
+"""The verbs that take a PROGRAM."""
+
+EXAMPLES = {
+    "run": "penstock run {0} --lag 2 --updates 50" + "\n  penstock run {0} --in-process --updates 3 --plain",
+    "show": "penstock show {0}\n  penstock show {0} --format svg --out graph.svg",
+    "check": "penstock check {0} --batch 16",
+    "simulate": "penstock simulate {0} --lag 2 --duration generate=0.05 score=0.005 --svg schedule.svg",
+}

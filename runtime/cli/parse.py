@@ -1,0 +1,165 @@
+"""A command line to values: a program's keyword arguments and a verb's flags, by tyro.
+
+Usage errors and help are printed by tyro, which leaves with SystemExit 2 and 0.
+"""
+
+import dataclasses
+import json
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import tyro
+
+from penstock.graph.build import Flag, Program
+from penstock.graph.faults import nearest
+from penstock.graph.interface import REQUIRED
+from penstock.graph.paths import path_of
+from penstock.runtime.cli.flags import EXAMPLES, VERBS
+
+MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+
+
+class UsageError(ValueError):
+    """The command line or its config file cannot be understood."""
+
+
+def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """The program's options and the verb's flags. `name` is what the user called the program."""
+    defaults = _verb_defaults(program, verb)
+    taken = {field.name for field in dataclasses.fields(defaults)}
+    own = [_Own(flag) for flag in program.flags]
+    for option in own:
+        if option.flag.name in taken:
+            raise UsageError(f"{program.where}: option {option.flag.name!r} is a flag of `penstock {verb}`; rename it")
+    options = dataclasses.make_dataclass(program.name, [option.field for option in own], kw_only=True, frozen=True)
+    options.__doc__ = f"Keyword arguments of {program.path}"
+    title = program.name if program.name not in VERBS else "program"
+    line = dataclasses.make_dataclass("line", [(title, options), (verb, type(defaults), defaults)], kw_only=True)
+    known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
+    config = _config_argv(argv, known)
+    try:
+        parsed: Any = tyro.cli(
+            line,
+            prog=f"penstock {verb} {name}",
+            description=_description(program, verb, name),
+            args=[*config, *argv],
+            config=MARKERS,
+        )
+    except SystemExit as leaving:
+        if leaving.code and config:
+            print(f"The config file stands for: {' '.join(config)}", file=sys.stderr)
+        raise
+    given, flags = getattr(parsed, title), getattr(parsed, verb)
+    return {o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags
+
+
+def verb_help(verb: str, programs: Mapping[str, str]) -> None:
+    """Print what `penstock VERB --help` says without a program."""
+    names = "".join(f"\n  {name:<10} {summary}" for name, summary in programs.items())
+    description = (
+        f"PROGRAM is package.module:function, path/to/file.py:function, or built in:{names}\n"
+        f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
+        f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
+    )
+    tyro.cli(VERBS[verb], prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS)
+
+
+def _description(program: Program[..., Any], verb: str, name: str) -> str:
+    summary = program.doc.partition("\nArgs:")[0].strip() or program.name
+    return f"{summary}\n\nExamples:\n  {EXAMPLES[verb].format(name)}"
+
+
+def _verb_defaults(program: Program[..., Any], verb: str) -> Any:
+    """The verb's flags with the program's own defaults for them."""
+    flags = VERBS[verb]()
+    known = {field.name for cls in VERBS.values() for field in dataclasses.fields(cls)}
+    for key in program.defaults.keys() - known:
+        raise UsageError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}")
+    fitting = {field.name for field in dataclasses.fields(flags)} & program.defaults.keys()
+    return dataclasses.replace(flags, **{key: program.defaults[key] for key in fitting})
+
+
+class _Own:
+    """One of the program's keyword arguments as a field that tyro can read."""
+
+    def __init__(self, flag: Flag) -> None:
+        self.flag = flag
+        self.is_path = callable(flag.default) and flag.default is not REQUIRED
+        self.is_json = not self.is_path and not _is_readable(flag.annotation)
+
+    @property
+    def field(self) -> tuple[str, Any, Any]:
+        """Name, annotation and default, as `make_dataclass` takes them."""
+        flag, annotation, default = self.flag, self.flag.annotation, self.flag.default
+        metavar = None
+        if self.is_path:
+            annotation, default, metavar = str, path_of(default), "MODULE:NAME"
+        elif self.is_json:
+            annotation, metavar = str, "JSON"
+            default = default if default is REQUIRED else json.dumps(default)
+        if isinstance(default, list):
+            default = tuple(default)
+        argument = tyro.conf.arg(help=flag.help or None, metavar=metavar)
+        described = Annotated[annotation, argument]  # type: ignore[valid-type]
+        made = dataclasses.field() if default is REQUIRED else dataclasses.field(default=default)
+        return flag.name, described, made
+
+    def value(self, given: Any) -> Any:
+        if self.is_path:
+            return {"path": given}
+        if not self.is_json:
+            return list(given) if isinstance(given, tuple) else given
+        try:
+            return json.loads(given)
+        except ValueError:
+            return given
+
+
+def _is_readable(annotation: Any) -> bool:
+    """Can tyro read a value of this annotation from words?"""
+    if annotation in (int, float, str, bool, type(None), Path):
+        return True
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _is_readable(get_args(annotation)[0])
+    arguments = [a for a in get_args(annotation) if a is not Ellipsis]
+    if origin is None or not arguments:
+        return False
+    return str(origin) == "typing.Literal" or (origin is not dict and all(map(_is_readable, arguments)))
+
+
+def _config_argv(argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """The words that a `--config FILE` among the words stands for. `known` are the flags with their defaults."""
+    file = ""
+    for word, following in pairwise([*argv, ""]):
+        if word == "--config":
+            file = following
+        elif word.startswith("--config="):
+            file = word.partition("=")[2]
+    if not file:
+        return []
+    try:
+        table = tomllib.loads(Path(file).read_text())
+    except OSError as error:
+        raise UsageError(f"--config {file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {file}: given something that is not TOML: {error}") from None
+    words: list[str] = []
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known or name == "config":
+            raise UsageError(f"--config {file}: unknown key {key!r}{nearest(name, known)}")
+        if isinstance(value, dict):
+            raise UsageError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)")
+        words += _words(name.replace("_", "-"), value, known[name])
+    return words
+
+
+def _words(flag: str, value: Any, default: Any) -> list[str]:
+    if not isinstance(value, bool):
+        return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return [] if value == default else [f"--{flag}" if value else f"--no-{flag}"]

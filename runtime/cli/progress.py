@@ -1,0 +1,119 @@
+"""What a run has said about itself so far: the lines of its controller, added up for a display. Pure.
+
+A line is a dict with a `kind` (or `type`): "stage", "status", "row", "accuracy", "note", "error", "external",
+"summary". `runtime.control.recorder` makes most of them; unknown kinds are passed over.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+Line = dict[str, Any]
+
+STAGES = {
+    "": "starting processes",
+    "base": "building the base model",
+    "before": "measuring accuracy before",
+    "train": "training",
+    "save": "saving a checkpoint",
+    "after": "measuring accuracy after",
+}
+RECENT = 10
+"""Rows that rates are averaged over."""
+
+
+def kind_of(line: Line) -> str:
+    return str(line.get("kind") or line.get("type") or "")
+
+
+@dataclass
+class Pool:
+    """What a pool's replicas are doing, the share of the last rows' time that they were busy, and their weights."""
+
+    doing: tuple[str, ...] = ()
+    busy: float | None = None
+    version: int | None = None
+
+
+@dataclass
+class Progress:
+    """`hear` adds a line. `began` and `now` are seconds on the controller's clock."""
+
+    program: str
+    updates: int
+    stage: str = ""
+    update: int = 0
+    time: float = 0.0
+    row: Line = field(default_factory=dict)
+    rows: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
+    rewards: list[float] = field(default_factory=list)
+    pools: dict[str, Pool] = field(default_factory=dict)
+    accuracy: dict[str, float] = field(default_factory=dict)
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    errors: list[str] = field(default_factory=list)
+    summary: Line = field(default_factory=dict)
+
+    def hear(self, line: Line) -> None:
+        match kind_of(line):
+            case "stage":
+                self.stage = line["stage"]
+            case "status":
+                self._status(line)
+            case "row":
+                self._row(line["row"])
+            case "accuracy":
+                self._accuracy({line["stage"]: line["accuracy"]})
+            case "note":
+                self.notes.append(str(line["text"]))
+            case "external":
+                self.notes.append(external_text(line))
+            case "error":
+                self.errors.append(str(line["text"]))
+            case "summary":
+                self.summary = {key: value for key, value in line.items() if key != "kind"}
+                if line.get("error"):
+                    self.errors.append(str(line["error"]))
+
+    def _status(self, line: Line) -> None:
+        self.stage, self.time = line.get("stage", self.stage), line.get("time", self.time)
+        self.update, self.updates = line.get("update", self.update), line.get("updates", self.updates)
+        self._accuracy(line.get("accuracy") or {})
+        for name, said in (line.get("pools") or {}).items():
+            pool = self.pools.setdefault(name, Pool())
+            doing = said.get("doing", ())
+            pool.doing = (doing,) if isinstance(doing, str) else tuple(doing)
+            pool.version = said.get("version", pool.version)
+        row = line.get("row") or {}
+        if row and not self.row:
+            self._row(row)
+
+    def _row(self, row: Line) -> None:
+        self.row = row
+        self.rows.append(row)
+        self.update = row["version"]
+        if row.get("reward_mean") is not None:
+            self.rewards.append(float(row["reward_mean"]))
+        for name, states in (row.get("pools") or {}).items():
+            busy = sum(r["pools"].get(name, {}).get("busy", 0.0) for r in self.rows)
+            seconds = sum(sum(r["pools"].get(name, {}).values()) for r in self.rows)
+            if states:
+                self.pools.setdefault(name, Pool()).busy = busy / seconds if seconds else None
+
+    def _accuracy(self, found: dict[str, float | None]) -> None:
+        self.accuracy.update({when: value for when, value in found.items() if value is not None})
+
+    @property
+    def updates_per_s(self) -> float | None:
+        seconds = sum(float(row.get("seconds") or 0.0) for row in self.rows)
+        return len(self.rows) / seconds if seconds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Response tokens learnt from per second of wall time."""
+        seconds = sum(float(row.get("seconds") or 0.0) for row in self.rows)
+        tokens = sum(float(row.get("tokens") or 0.0) for row in self.rows)
+        return tokens / seconds if seconds and tokens else None
+
+
+def external_text(line: Line) -> str:
+    return f"waiting for `penstock agent {line['join']}` on host {line['host']}"

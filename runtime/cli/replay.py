@@ -1,0 +1,73 @@
+"""`penstock replay DIR`: a run's recorded events through the scheduler again; every command must come out the same."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+import tyro
+
+from penstock.runtime.control.records import read_record, record_bytes
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.log import Segment, StageLog, commands_digest, read_log
+from penstock.runtime.schedule.events import Event
+from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, replay_all
+
+DESCRIPTION = """Check a run's record: feed its events to the scheduler again and compare every decision.
+
+The event log is a chain of hashes: one that was edited, cut or reordered is refused, with the record's number.
+
+Example:
+  penstock replay runs/aipo-20250304-050607"""
+
+
+@dataclass(frozen=True)
+class ReplayFlags:
+    """Flags of replay"""
+
+    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
+    json: bool = False
+    """The result as JSON."""
+
+
+def main(argv: Sequence[str]) -> int:
+    config = (tyro.conf.FlagCreatePairsOff,)
+    flags = tyro.cli(ReplayFlags, prog="penstock replay", description=DESCRIPTION, args=argv, config=config)
+    folder = RunFolder.open(flags.dir)
+    segments = read_log(folder.events)
+    stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
+    replayed = replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
+    if flags.json:
+        print(json.dumps({"run": str(folder.path), "equal": True, "stages": [_facts(stage) for stage in replayed]}))
+    else:
+        print(_text(replayed, segments))
+    return 0
+
+
+def _steps(stage: StageLog) -> Iterator[Recorded]:
+    for step in stage.steps:
+        yield Recorded(step.record, step.time, cast(Event, read_record(step.event)), step.digest)
+
+
+def _facts(stage: Replayed) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "events": stage.events,
+        "commands": stage.commands,
+        "updates": stage.updates,
+        "fates": stage.fates,
+        "status": stage.finish.status if stage.finish else None,
+    }
+
+
+def _text(replayed: Sequence[Replayed], segments: Sequence[Segment]) -> str:
+    lines = [f"{'stage':<10}{'events':>9}{'commands':>10}{'updates':>9}  groups"]
+    for stage in replayed:
+        fates = ", ".join(f"{count} {fate}" for fate, count in stage.fates.items() if count) or "-"
+        lines.append(f"{stage.stage:<10}{stage.events:>9}{stage.commands:>10}{stage.updates:>9}  {fates}")
+    for number, segment in enumerate(segments):
+        if segment.ended is None:
+            lines.append(f"part {number + 1} of the log has no end: its process was killed")
+    commands = sum(stage.commands for stage in replayed)
+    return "\n".join([*lines, f"Equal: all {commands} commands are the ones that were recorded."])

@@ -1,0 +1,129 @@
+"""A short-lived child that imports a program, reads its flags and traces it, so that its parent needs no torch.
+
+`python -m penstock.runtime.cli.trace_child FD VERB PROGRAM [WORDS …]` writes one JSON object to the file descriptor
+FD. Help and usage errors go to the terminal with exit status 0 and 2, and nothing to FD.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.graph import GraphError, Program, check, load, trace
+from penstock.graph.faults import Fault
+from penstock.graph.ir import Argument, Graph
+from penstock.graph.types import Context
+from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.parse import UsageError, parse
+from penstock.runtime.control.config import EVALUATION
+
+OPEN_MODEL = "penstock.nodes.base:open_model"
+POLICY_MAKERS = ("penstock.nodes.policy:make_policy", "penstock.nodes.policy:make_reference")
+SMALL = 1 << 30
+"""Bytes of weights up to which a model directory is opened before the run starts, to see that it fits."""
+
+
+def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """All that the parent wants to know of a program called with these words."""
+    try:
+        program = load(name)
+        if not isinstance(program, Program):
+            return _error(f"{name}: given a {type(program).__name__}, needed a function with @program")
+        options, flags = parse(program, verb, name, argv)
+    except (GraphError, UsageError) as error:
+        return _error(str(error), usage=True)
+    except ImportError:
+        return _error(_own_frames())
+    found: dict[str, Any] = {"name": program.name, "path": program.path, "flags": dataclasses.asdict(flags)}
+    graphs: dict[str, Graph] = {}
+    faults: list[Fault] = []
+    try:
+        graphs["graph"] = trace(program, options)
+        if program.evaluation is not None:
+            graphs["evaluation"] = trace(program.evaluation, prefix=EVALUATION)
+    except GraphError as error:
+        faults += error.faults
+    except Exception:
+        return _error(_own_frames())
+    sizes = {"graph": getattr(flags, "batch", None), "evaluation": getattr(flags, "eval_groups", None)}
+    faults += [fault for key, graph in graphs.items() for fault in check(graph, batch=sizes[key])]
+    found["faults"] = [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)]
+    found |= {key: graph.to_json() for key, graph in graphs.items()}
+    if not faults and isinstance(flags, RunFlags):
+        tried = try_inputs(list(graphs.values()), flags)
+        return tried if "error" in tried else found | tried
+    return found
+
+
+def try_inputs(graphs: Sequence[Graph], flags: RunFlags) -> dict[str, Any]:
+    """Make what the program reads, and read a little, so that bad data is told before any process starts.
+
+    The flags with the device chosen, or an error.
+    """
+    arguments = [argument for graph in graphs for argument in graph.arguments]
+    try:
+        device = _device(flags.device)
+        for argument in arguments:
+            if argument.kind == "source":
+                load(argument.maker)(_context(argument, flags)).read(0)
+        if any(a.maker in POLICY_MAKERS for a in arguments) and 0 < _weights_bytes(flags.model) < SMALL:
+            load(OPEN_MODEL)(Context(model=flags.model, device="meta", dtype=flags.dtype))
+    except ValueError as error:
+        return _error(str(error))
+    except Exception:
+        return _error(_own_frames())
+    return {"flags": dataclasses.asdict(dataclasses.replace(flags, device=device))}
+
+
+def _context(argument: Argument, flags: RunFlags) -> Context:
+    held_out = argument.name.startswith(EVALUATION)
+    data = flags.eval_data or flags.data if held_out else flags.data
+    split = "evaluate" if held_out else "train"
+    return Context(argument.name, flags.seed, flags.model, data, batch=flags.batch, split=split)
+
+
+def _device(name: str) -> str:
+    """The device that a flag names; "auto" is the GPU where the program's modules brought a torch that sees one."""
+    torch = sys.modules.get("torch")
+    num_gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if num_gpus else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= num_gpus:
+        raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")
+    return name
+
+
+def _weights_bytes(model: str) -> int:
+    """The size of a model directory's weights; 1 where there are none, so that opening it says so."""
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) or 1 if model else 0
+
+
+def _error(text: str, *, usage: bool = False) -> dict[str, Any]:
+    return {"error": text, "usage": usage}
+
+
+def _own_frames() -> str:
+    """The traceback of the exception under way, from the first frame that is the user's."""
+    kind, error, whole = sys.exc_info()
+    tb = whole
+    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith(("penstock.", "importlib")):
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(kind, error, tb or whole)).rstrip()
+
+
+def main() -> None:
+    fd, verb, name, *argv = sys.argv[1:]
+    data = json.dumps(answer(verb, name, argv)).encode()
+    with os.fdopen(int(fd), "wb") as pipe:
+        pipe.write(data)
+
+
+if __name__ == "__main__":
+    main()

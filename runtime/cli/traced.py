@@ -1,0 +1,93 @@
+"""What a program is, without importing it: a child with torch traces it and says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from penstock.graph.faults import Fault
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.flags import VERBS
+
+DEADLINE = 300.0
+"""Seconds for a child to import the program and what it needs, to trace it, and to look at its data."""
+
+F = TypeVar("F")
+
+
+class CommandError(Exception):
+    """Ends the command with a message for the user, and an exit status: 2 for what was typed, 1 for the rest."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program as the child found it; `graph` is missing only where `faults` say why."""
+
+    name: str
+    path: str
+    flags: Any
+    graph: Graph | None
+    evaluation: Graph | None
+    faults: tuple[Fault, ...]
+
+    def sound(self) -> Graph:
+        """The graph. Raises CommandError with all faults if there are any."""
+        if self.faults or self.graph is None:
+            raise CommandError(faults_text(self.faults))
+        return self.graph
+
+
+def trace_program(verb: str, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Traced:
+    """Trace the program that `argv` begins with. Leaves the command for help and usage errors."""
+    name, *words = argv
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "penstock.runtime.cli.trace_child", str(write), verb, name, *words]
+    child = subprocess.Popen(command, pass_fds=[write], env={**os.environ, **(environment or {})})
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as pipe:
+            data = pipe.read()
+        status = child.wait(DEADLINE)
+    finally:
+        child.kill()
+        child.wait()
+    if not data:
+        _leave(name, status)
+    found = json.loads(data)
+    if "error" in found:
+        raise CommandError(found["error"], 2 if found["usage"] else 1)
+    return Traced(
+        name=found["name"],
+        path=found["path"],
+        flags=VERBS[verb](**_tuples(found["flags"])),
+        graph=_graph(found, "graph"),
+        evaluation=_graph(found, "evaluation"),
+        faults=tuple(Fault(**fault) for fault in found["faults"]),
+    )
+
+
+def faults_text(faults: Sequence[Fault]) -> str:
+    count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
+    return "\n".join([*map(str, faults), count])
+
+
+def _leave(name: str, status: int) -> NoReturn:
+    if status in (0, 2):  # help, or a usage error that has been printed
+        raise SystemExit(status)
+    how = f"signal {-status}" if status < 0 else f"exit status {status}"
+    raise CommandError(f"{name}: the process that imported it ended with {how}")
+
+
+def _graph(found: Mapping[str, Any], key: str) -> Graph | None:
+    return Graph.from_json(found[key]) if key in found else None
+
+
+def _tuples(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}

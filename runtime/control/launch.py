@@ -1,0 +1,244 @@
+"""The launcher: parent of a run's controller and of its local agents, and the one that leaves nothing behind.
+
+It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
+- calls `die_with_parent()` first, and listens with `Server(Door.read(folder / "keys" / "controller.json"))`;
+- says `{"type": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
+  line, each flushed;
+- hears lines on stdin: `stop` (a checkpoint and the end, please), and `agent HOST REASON` (an agent died);
+- exits with 0 (done), 130 (stopped) or 1 (failed, having said why in a line of `"type": "error"`).
+
+Then come the agents, one per host of the cluster. Every child has a session of its own, so that Ctrl-C reaches the
+launcher alone: the first one asks the controller to stop, within STOP_S; the second one ends everything at once.
+"""
+
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from types import FrameType
+from typing import Any
+
+from penstock.runtime.control.endpoints import socket_file
+from penstock.runtime.control.keys import Keys
+from penstock.runtime.control.process import (
+    describe_exit,
+    kill,
+    read_line,
+    start,
+    sweep_processes,
+    tail,
+)
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.tensor.segments import SHM, sweep
+
+CONTROLLER = ("-m", "penstock.runtime.control.controller")
+AGENT = ("-m", "penstock.runtime.control.agent")
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+STOP_S = 4.5
+"""Seconds from the first Ctrl-C to the end of everything, whether there is a checkpoint by then or not."""
+LEAVE_S = 3.5
+"""Seconds for agents to end after their controller has."""
+
+LOST_S = 8.0
+"""Seconds for a controller that has lost an agent to end the run."""
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TICK = 0.1
+
+Line = dict[str, Any]
+Child = subprocess.Popen[bytes]
+
+
+class _Controller:
+    """The controller's process: lines in and lines out. `silent` once it has closed its stdout."""
+
+    def __init__(self, process: Child) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process, self.stdin, self.stdout = process, process.stdin, process.stdout
+        self._rest = b""
+        self.silent = False
+        os.set_blocking(self.stdout.fileno(), False)
+
+    def lines(self) -> list[bytes]:
+        """The whole lines that it has written since the last call."""
+        with suppress(BlockingIOError):
+            while data := os.read(self.stdout.fileno(), 1 << 16):
+                self._rest += data
+            self.silent = True
+        *lines, self._rest = self._rest.split(b"\n")
+        return [line for line in lines if line]
+
+    def say(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it is ending already, and is seen to have ended in a moment
+            self.stdin.write(line.encode() + b"\n")
+            self.stdin.flush()
+
+    def close(self) -> None:
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+
+
+class Launcher:
+    """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
+    launcher's own: `{"type": "error" | "note", "text": …}`, `{"type": "external", "host": …, "join": file}`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        cluster: Cluster,
+        tell: Callable[[Line], None],
+        *,
+        environment: Mapping[str, str] | None = None,
+        controller: Sequence[str] = CONTROLLER,
+        agent: Sequence[str] = AGENT,
+    ) -> None:
+        self.folder, self.run_id, self.cluster, self.tell = folder.absolute(), run, cluster, tell
+        self.environment = dict(environment or {})
+        self.commands = (tuple(controller), tuple(agent))
+        self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
+        self.agents: dict[str, Child] = {}
+        self.interrupts = 0
+        self._deadline: float | None = None
+        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def run(self) -> int:
+        """Run to the end, in the main thread if Ctrl-C is to be heard; the exit status. Nothing is left behind."""
+        main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.signal(number, self._interrupt) for number in _STOPS if main}
+        try:
+            shutil.rmtree(self.folder / "keys", ignore_errors=True)
+            self.keys.door.write(self.folder / "keys" / "controller.json")
+            (self.folder / "logs").mkdir(mode=0o700, exist_ok=True)
+            controller = _Controller(self._start(self.commands[0], "controller", str(self.folder), report=True))
+            try:
+                self._watch(controller)
+                return self._status(controller.process)
+            finally:
+                self._end(controller)
+        finally:
+            self._sweep()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        os.eventfd_write(self._signal, 1)
+
+    def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
+        pipe = subprocess.PIPE if report else subprocess.DEVNULL
+        with (self.folder / "logs" / f"{name}.err").open("ab") as log:
+            return start(
+                [*command, argument], self.run_id, environment=self.environment, stdin=pipe, stdout=pipe, stderr=log
+            )
+
+    # While the controller lives ---------------------------------------------------------------------------
+
+    def _watch(self, controller: _Controller) -> None:
+        """Until the controller has ended, or has been ended here."""
+        asked, process = 0, controller.process
+        pidfd = os.pidfd_open(process.pid)
+        with selectors.DefaultSelector() as selector:
+            for one in (controller.stdout, self._signal, pidfd):
+                selector.register(one, selectors.EVENT_READ)
+            while process.poll() is None:
+                selector.select(_TICK)
+                for line in controller.lines():
+                    self._hear(line)
+                if controller.silent and controller.stdout in selector.get_map():
+                    selector.unregister(controller.stdout)
+                if self.interrupts > asked:
+                    asked = self.interrupts
+                    os.eventfd_read(self._signal)
+                    self._ask_to_stop(controller)
+                self._check_agents(controller)
+                if self._deadline is not None and monotonic() > self._deadline:
+                    kill(process)
+                    process.wait()
+        os.close(pidfd)
+        for line in controller.lines():
+            self._hear(line)
+
+    def _hear(self, line: bytes) -> None:
+        message = read_line(line)
+        if message is None:
+            self.tell({"type": "note", "level": "info", "text": line.decode(errors="replace")})
+        elif message.get("type") == "listening":
+            self._start_agents(str(message["endpoint"]))
+        else:
+            self.tell(message)
+
+    def _start_agents(self, endpoint: str) -> None:
+        for host in self.cluster.hosts:
+            path = self.folder / "keys" / f"{host.name}.json"
+            self.keys.join(host.name, endpoint, self.folder).write(path)
+            if host.agent == "local":
+                self.agents[host.name] = self._start(self.commands[1], f"agent-{host.name}", str(path))
+            else:
+                self.tell({"type": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
+
+    def _ask_to_stop(self, controller: _Controller) -> None:
+        if self.interrupts > 1:
+            self._deadline = 0.0
+            return
+        self._deadline = monotonic() + STOP_S
+        controller.say("stop")
+
+    def _check_agents(self, controller: _Controller) -> None:
+        """An agent that dies before its controller takes its ranks with it: the controller has to know."""
+        for host, agent in list(self.agents.items()):
+            if agent.poll() is None:
+                continue
+            del self.agents[host]
+            if agent.returncode == 0:
+                continue  # it has heard the controller's goodbye
+            said = tail(self.folder / "logs" / f"agent-{host}.err").replace("\n", " | ")
+            controller.say(f"agent {host} {describe_exit(agent)}" + (f": {said}" if said else ""))
+            until = monotonic() + LOST_S
+            self._deadline = until if self._deadline is None else min(self._deadline, until)
+
+    # The end ----------------------------------------------------------------------------------------------
+
+    def _status(self, controller: Child) -> int:
+        """The run's exit status; a controller that did not end by itself is reported."""
+        if controller.returncode == DONE:
+            return DONE
+        if self.interrupts or controller.returncode == INTERRUPTED:
+            return INTERRUPTED
+        if controller.returncode != FAILED:
+            said = tail(self.folder / "logs" / "controller.err")
+            how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
+            self.tell({"type": "error", "text": f"{how}\n{said}" if said else how})
+        return FAILED
+
+    def _end(self, controller: _Controller) -> None:
+        """Agents have heard the goodbye, or see that the controller is gone; what is left soon after is killed."""
+        kill(controller.process)
+        controller.process.wait()
+        controller.close()
+        until = monotonic() + LEAVE_S
+        until = until if self._deadline is None else min(self._deadline, until)
+        agents = self.agents.values()
+        while any(agent.poll() is None for agent in agents) and monotonic() < until and self.interrupts < 2:
+            sleep(0.01)
+        for agent in agents:
+            kill(agent)
+            agent.wait()
+
+    def _sweep(self) -> None:
+        """No process, segment, socket or key of this run is left on this host."""
+        if left := sweep_processes(self.run_id):
+            self.tell({"type": "error", "text": f"still alive, and not to be killed: pids {left}"})
+        sweep(self.run_id, (SHM, self.folder))
+        if (file := socket_file(self.keys.door.endpoint)) is not None:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "keys", ignore_errors=True)
+        os.close(self._signal)

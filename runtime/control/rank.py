@@ -1,0 +1,52 @@
+"""What a rank's process is made of: its executor, its store of values in shared memory, its ways of weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.executor import Executor, Setup
+from penstock.runtime.control.weights import BridgeWays, channels_of
+from penstock.runtime.schedule.tables import Channel, compile_tables
+from penstock.runtime.tensor.segments import SHM
+from penstock.runtime.tensor.store import Reader, Store
+
+
+@dataclass(frozen=True)
+class Rank:
+    executor: Executor
+    store: Store
+    reader: Reader
+    ways: BridgeWays
+
+    def close(self) -> None:
+        self.ways.close()
+        self.reader.close()
+        self.store.close()
+
+
+def make_rank(
+    config: RunConfig, replica: str, index: int, folder: Path, restore: str, run: str, wake: Callable[[], None]
+) -> Rank:
+    """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
+    place = config.plan.replica(replica).ranks[index]
+    torch.set_num_threads(place.threads)
+    channels: dict[str, Channel] = {}
+    for graph in config.graphs:
+        channels |= compile_tables(graph, config.plan).channels
+    # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
+    bridges = folder / "bridges" / run
+    bridges.mkdir(parents=True, exist_ok=True)
+    ways = BridgeWays(
+        channels_of(channels, replica), replica, index, place.device, bridges, config.flags.deadline, wake
+    )
+    folders = (SHM, folder)
+    store = Store(run, f"{replica.replace('/', '.')}.{index}", folders=folders)
+    reader = Reader(run, folders=folders)
+    contexts = config.contexts(replica.rpartition("/")[0], place)
+    setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, Path(restore) if restore else None)
+    values: dict[Any, Any] = {}
+    return Rank(Executor(setup, ways, values, reader.get, store.put, store.free), store, reader, ways)

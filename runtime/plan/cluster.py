@@ -1,0 +1,135 @@
+"""The machines of a run, as a user's TOML file says it, or as this machine is.
+
+bind = "10.0.0.1:5555"         # where the controller listens; without it and with local agents only: a Unix socket
+[[hosts]]
+name = "a"
+cores = 16
+devices = ["cuda:0", "cuda:1"]
+[[hosts]]
+name = "b"
+agent = "external"             # somebody starts `penstock agent` there
+cores = 64
+[pools]
+generator = "b"                # put a pool on a host; the others go to the first
+"""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from penstock.runtime.control.endpoints import ipc_endpoint, tcp_endpoint
+from penstock.runtime.plan.names import explain, nearest
+
+
+def _name(given: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", given):
+        raise ValueError(f"given {given!r}, needed letters, digits, '_', '.' or '-', 64 at most")
+    return given
+
+
+def _device(given: str) -> str:
+    if not re.fullmatch(r"cpu|cuda:\d+", given):
+        raise ValueError(f"given {given!r}, needed 'cpu' or 'cuda:<number>'")
+    return given
+
+
+class ClusterError(ValueError):
+    """A cluster file that cannot be used: the user's fault. One line for each thing that is wrong."""
+
+
+class Host(BaseModel):
+    """One machine. `cores` are for ranks; `devices` as torch names them. An "external" agent is started by others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, AfterValidator(_name)]
+    cores: int = Field(ge=1)
+    devices: tuple[Annotated[str, AfterValidator(_device)], ...] = ()
+    agent: Literal["local", "external"] = "local"
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        return tuple(d for d in self.devices if d != "cpu")
+
+
+class Cluster(BaseModel):
+    """Hosts, where the controller listens, and on which host each pool that is named runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hosts: tuple[Host, ...] = Field(min_length=1)
+    bind: str = ""
+    pools: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("bind")
+    @classmethod
+    def _check_bind(cls, bind: str) -> str:
+        if bind:
+            tcp_endpoint(bind)  # raises for what is no address of one interface
+        return bind
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [host.name for host in self.hosts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"hosts: {', '.join(twice)} is there twice; names must differ")
+        for pool, host in self.pools.items():
+            if host not in names:
+                raise ValueError(f"pools.{pool}: given host {host!r}; {nearest(host, names)}")
+        return self
+
+    @staticmethod
+    def local() -> "Cluster":
+        """This machine: the cores that this process may use, and its CUDA devices."""
+        return Cluster(hosts=(Host(name="local", cores=len(os.sched_getaffinity(0)), devices=cuda_devices()),))
+
+    @staticmethod
+    def read(path: Path) -> "Cluster":
+        """Raises ClusterError, with the file and every fault in it."""
+        try:
+            return Cluster.model_validate(tomllib.loads(path.read_text()))
+        except OSError as error:
+            raise ClusterError(f"{path}: cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{path}: not TOML: {error}") from error
+        except ValidationError as error:
+            raise ClusterError(explain(error, Cluster, str(path))) from error
+
+    def host(self, name: str) -> Host:
+        return next(h for h in self.hosts if h.name == name)
+
+    def host_of(self, pool: str) -> Host:
+        """Where a pool runs: where `pools` says, else on the first host."""
+        return self.host(self.pools[pool]) if pool in self.pools else self.hosts[0]
+
+    def endpoint(self, folder: Path) -> str:
+        """Where the controller of a run in `folder` is to listen: tcp if a bind address or an external agent asks
+        for it (on loopback unless `bind` names an address), else a Unix socket.
+        """
+        if self.bind or any(host.agent == "external" for host in self.hosts):
+            return tcp_endpoint(self.bind or "127.0.0.1:0")
+        return ipc_endpoint(folder)
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """The NVIDIA devices that this process may use, as torch numbers them; without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = _count_gpus()
+    if visible is not None:
+        count = min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    return tuple(f"cuda:{index}" for index in range(count))
+
+
+def _count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    if proc.is_dir():
+        return len(list(proc.iterdir()))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -1,0 +1,143 @@
+"""The default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared out. Pure.
+
+What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, half of
+its host's cores. One that decodes with broadcast weights *generates*: as many replicas as asked for, the other cores.
+Any other one does small work: one replica, one thread. Every host is shared out by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from penstock.graph.ir import Graph, Node
+from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
+from penstock.runtime.plan.names import nearest
+from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+
+GROUPS_AHEAD = 2
+"""Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one."""
+SMALL_CAPACITY = 4
+"""Groups in flight in a pool of small work."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What a pool holds and is: `rows` is the fewest samples that a group of its decoding node has (0: none)."""
+
+    name: str
+    holds: tuple[str, ...]
+    updates: bool
+    rows: int
+    host: Host
+
+    @property
+    def generates(self) -> bool:
+        return self.rows > 0 and not self.updates
+
+    def capacity(self, slots: int) -> int:
+        if self.rows:
+            return ceil(slots / self.rows) + GROUPS_AHEAD
+        return 1 if self.updates else SMALL_CAPACITY
+
+
+def place(
+    graphs: Sequence[Graph], cluster: Cluster, *, generators: int = 1, slots: int = 64, device: str = "cpu"
+) -> Plan:
+    """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
+
+    `slots` are the rows that a generator decodes at once; `device` is "cpu", "cuda" (the hosts' devices in turn,
+    shared where there are too few), or one device. Raises ClusterError for pools or devices that are not there.
+    """
+    if generators < 1:
+        raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
+    roles = _roles(graphs, cluster)
+    names = [role.name for role in roles]
+    for pool in cluster.pools:
+        if pool not in names:
+            raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
+    return Plan(
+        tuple(
+            Pool(
+                role.name,
+                role.holds,
+                tuple(
+                    Replica(
+                        f"{role.name}/{index}",
+                        (Rank(role.host.name, _device(role, index, device), _threads(role, roles, generators)),),
+                        role.capacity(slots),
+                    )
+                    for index in range(generators if role.generates else 1)
+                ),
+            )
+            for role in roles
+        )
+    )
+
+
+def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
+    """The pools in the order in which the programs name them; a pool that is left with nothing is left out."""
+    homes: dict[str, str] = {}
+    updating: set[str] = set()
+    for graph in graphs:
+        for argument in graph.arguments:
+            pool = homes.setdefault(argument.name, argument.pool)
+            if argument.kind == "carried" and graph.producer(argument.name):
+                updating.add(pool)
+        for node in graph.nodes:
+            if node.construct == "call":
+                homes.setdefault(node.name, node.pool)
+    rows: dict[str, int] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if _decodes(graph, node):
+                pool, samples = homes[node.name], _samples(node)
+                rows[pool] = min(rows.get(pool, samples), samples)
+    return [
+        _Role(
+            pool,
+            tuple(name for name, home in homes.items() if home == pool),
+            pool in updating,
+            rows.get(pool, 0),
+            cluster.host_of(pool),
+        )
+        for pool in dict.fromkeys(homes.values())
+    ]
+
+
+def _decodes(graph: Graph, node: Node) -> bool:
+    """Does the node sample a group's responses? It works per group, and reads weights as they come."""
+    sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
+    return node.clock == "group" and _samples(node) > 0 and any(s.construct == "broadcast" for s in sources)
+
+
+def _samples(node: Node) -> int:
+    """The rows of one group; 0 for a node without that option."""
+    samples = dict(node.options).get("samples", 0)
+    return samples if isinstance(samples, int) else 0
+
+
+def _threads(role: _Role, roles: Sequence[_Role], generators: int) -> int:
+    """CPU threads of each rank of a pool: updates and generators halve their host's cores where they share it."""
+    if not (role.updates or role.generates):
+        return 1
+    here = [r for r in roles if r.host == role.host]
+    updating = sum(r.updates for r in here)
+    generating = sum(r.generates for r in here) * generators
+    half = max(1, role.host.cores // 2) if generating else role.host.cores
+    if role.updates:
+        return max(1, half // updating)
+    rest = role.host.cores - half if updating else role.host.cores
+    return max(1, rest // generating)
+
+
+def _device(role: _Role, index: int, device: str) -> str:
+    """Updates take a host's first device, generators those after it, in turn; small work stays on the CPU."""
+    if device == "cpu" or not (role.updates or role.generates):
+        return "cpu"
+    has = role.host.accelerators
+    if not has or device not in ("cuda", *has):
+        known = ", ".join(has) or "no device but its cores"
+        raise ClusterError(f"device: given {device!r} for pool {role.name}; host {role.host.name} has {known}")
+    if device != "cuda":
+        return device
+    return has[0] if role.updates else has[(index + 1) % len(has)]

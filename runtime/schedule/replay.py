@@ -1,0 +1,132 @@
+"""Recorded events through the scheduler again: the same commands must follow, or the log is not of this run.
+
+Pure: `runtime.record.log` reads the file and its chain of hashes, and knows how a command becomes bytes.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.graph.ir import Graph
+from penstock.runtime.plan.plan import Plan
+from penstock.runtime.schedule.events import Command, Commit, Event, Finish
+from penstock.runtime.schedule.scheduler import Scheduler
+from penstock.runtime.schedule.tables import Rules, compile_tables
+
+Digest = Callable[[Sequence[Command]], bytes]
+"""What a log keeps of the commands of one step."""
+
+
+class ReplayError(ValueError):
+    """The scheduler decides otherwise than the log says; names the record."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a scheduler was made: all that is needed to make it again. A log writes one where a stage begins."""
+
+    stage: str
+    graph: Graph
+    plan: Plan
+    rules: Rules
+    cut: Mapping[str, Any] | None = None
+    live: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def scheduler(self) -> Scheduler:
+        return Scheduler(compile_tables(self.graph, self.plan), self.rules, self.cut, self.live)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "graph": self.graph.to_json(),
+            "plan": self.plan.to_json(),
+            "rules": asdict(self.rules),
+            "cut": self.cut,
+            "live": [[channel, replica, version] for (channel, replica), version in self.live.items()],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Origin":
+        """Raises ValueError for what `to_json` did not make."""
+        try:
+            return Origin(
+                stage=data["stage"],
+                graph=Graph.from_json(data["graph"]),
+                plan=Plan.from_json(data["plan"]),
+                rules=Rules(**data["rules"]),
+                cut=data["cut"],
+                live={(channel, replica): version for channel, replica, version in data["live"]},
+            )
+        except (KeyError, TypeError) as error:
+            given = ", ".join(data)
+            needed = "stage, graph, plan, rules, cut, live"
+            raise ValueError(f"stage of a log: given the fields {given}; needed {needed} ({error!r})") from None
+
+
+class Recorded(NamedTuple):
+    """One step of a log: its number in the file, its time in seconds, what was heard, the digest of what was said."""
+
+    record: int
+    time: float
+    event: Event
+    digest: bytes
+
+
+@dataclass
+class Replayed:
+    """What a stage came to. `cuts` are the states it can be continued from: its commits, and its end."""
+
+    stage: str
+    events: int = 0
+    commands: int = 0
+    updates: int = 0
+    fates: dict[str, int] = field(default_factory=dict)
+    finish: Finish | None = None
+    cuts: list[Any] = field(default_factory=list)
+
+
+def replay(origin: Origin, steps: Iterable[Recorded], digest: Digest) -> Replayed:
+    """Feed a stage's events to a fresh scheduler. Raises ReplayError at the first step whose commands differ."""
+    scheduler = origin.scheduler()
+    result = Replayed(origin.stage)
+    for step in steps:
+        try:
+            commands = scheduler.handle(step.event)
+        except ValueError as error:
+            raise ReplayError(f"{_where(origin, step)}: {error}") from None
+        if (computed := digest(commands)) != step.digest:
+            raise ReplayError(
+                f"{_where(origin, step)}: recorded commands with digest {step.digest.hex()}, computed "
+                f"{computed.hex()} for {commands}; needed the log, graph and version of penstock of one run"
+            )
+        result.events += 1
+        result.commands += len(commands)
+        for command in commands:
+            if isinstance(command, Commit):
+                result.cuts.append(json.loads(command.cut))
+            if isinstance(command, Finish):
+                result.finish = command
+    result.updates, result.fates = scheduler.update - origin.rules.start, dict(scheduler.ledger.fates)
+    result.cuts.append({"update": scheduler.update, **scheduler.ledger.to_json()})
+    return result
+
+
+def replay_all(stages: Iterable[tuple[Origin, Iterable[Recorded]]], digest: Digest) -> list[Replayed]:
+    """Replay a run's stages in order, over all its resumes.
+
+    Raises ReplayError also where a stage continues from a cut that no stage before it made.
+    """
+    results: list[Replayed] = []
+    for origin, steps in stages:
+        cut = json.loads(json.dumps(origin.cut))
+        if cut is not None and not any(cut == known for result in results for known in result.cuts):
+            raise ReplayError(
+                f"stage {origin.stage!r} continues from the cut before update {cut['update']}, never made"
+            )
+        results.append(replay(origin, steps, digest))
+    return results
+
+
+def _where(origin: Origin, step: Recorded) -> str:
+    return f"record {step.record}, at {step.time:.6f} s in stage {origin.stage!r}, after {step.event}"

@@ -1,0 +1,186 @@
+"""Orders, staleness, and a bound on the period that no schedule beats and simple ones reach."""
+
+import heapq
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.graph import Graph, GraphError, load, trace
+from penstock.graph.ir import Argument, Input, Node, Output, Ref
+from penstock.graph.passes import Bound, Edge, order, period_bound, reach, staleness
+
+PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
+AIPO = load(f"{PROGRAMS}:aipo")
+ACTOR_CRITIC = load(f"{PROGRAMS}:actor_critic")
+CHAIN = ("broadcast", "generate", "score", "group_advantage", "aipo_update")
+
+
+def durations(**seconds: float) -> dict[str, float]:
+    return dict.fromkeys(CHAIN, 0.0) | seconds
+
+
+def test_order_puts_each_node_after_what_it_reads() -> None:
+    assert order(trace(AIPO)) == CHAIN
+    graph = trace(AIPO)
+    turned = graph.replace(nodes=graph.nodes[::-1])
+    assert order(turned) == CHAIN
+
+
+def test_order_refuses_a_cycle_by_name() -> None:
+    a = Node("a", "m:a", (Input("x", "m:X", Ref("b")),), (Output("out", "m:X"),))
+    b = Node("b", "m:b", (Input("x", "m:X", Ref("a")),), (Output("out", "m:X"),))
+    graph = Graph("loop", "m:loop", (), (a, b), ())
+    with pytest.raises(GraphError, match="the cycle a → b"):
+        order(graph)
+
+
+def test_reach_is_what_depends_on_a_value_within_an_update() -> None:
+    found = reach(trace(AIPO))
+    assert found["score"] == {"group_advantage", "aipo_update"}
+    assert found["policy"] == set(CHAIN)
+    assert found["aipo_update"] == frozenset()
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_staleness_starts_at_a_broadcast_and_reaches_the_update(lag: int) -> None:
+    ages = staleness(trace(AIPO, {"lag": lag}))
+    assert ages[Edge(Ref("policy"), "aipo_update", "policy")] == 0
+    assert ages[Edge(Ref("policy"), "broadcast", "value")] == 0
+    assert ages[Edge(Ref("prompts"), "generate", "prompts")] == 0
+    stale = {str(edge) for edge, age in ages.items() if age == lag > 0}
+    if lag:
+        assert stale == {
+            "broadcast → generate.behaviour",
+            "generate → score.rollouts",
+            "generate → aipo_update.rollouts",
+            "score → group_advantage.rewards",
+            "group_advantage → aipo_update.advantage",
+        }
+
+
+def test_staleness_is_the_largest_lag_on_a_way() -> None:
+    ages = staleness(trace(ACTOR_CRITIC, {"lag": 1}))
+    assert ages[Edge(Ref("estimate"), "advantages", "values")] == 2
+    assert ages[Edge(Ref("score"), "advantages", "rewards")] == 1
+    assert ages[Edge(Ref("advantages"), "aipo_update", "advantage")] == 2
+
+
+def test_lag_zero_pays_every_stage_in_turn() -> None:
+    seconds = durations(generate=2.0, score=0.5, aipo_update=1.0, broadcast=0.25)
+    bound = period_bound(trace(AIPO, {"lag": 0}), seconds, 1)
+    assert bound.seconds == 3.75
+    assert bound.cycle == ("policy", *CHAIN)
+    assert str(bound).startswith("3.75 s per update: the cycle policy → broadcast → generate → ")
+    assert str(bound).endswith("→ policy, which spans 1 update")
+
+
+def test_a_growing_lag_divides_the_cycle_until_one_pool_is_the_limit() -> None:
+    seconds = durations(generate=2.0, score=0.5, aipo_update=1.0, broadcast=0.25)
+    bounds = [period_bound(trace(AIPO, {"lag": lag}), seconds, 1) for lag in range(3)]
+    assert [bound.seconds for bound in bounds] == [3.75, 2.0, 2.0]
+    assert [bound.pool for bound in bounds] == ["", "generator", "generator"]
+    assert bounds[1].cause == "the work of pool generator"
+
+
+def test_a_batch_queues_at_its_slowest_stage() -> None:
+    graph = trace(AIPO, {"lag": 0})
+    seconds = durations(generate=2.0, score=0.5, aipo_update=1.0)
+    # 8 groups through 4 slots: two rounds.
+    assert period_bound(graph, seconds, 8, {"generator": 4}).seconds == 2.0 + 0.5 + 1.0 + max(2.0, 7 * 0.5)
+    assert period_bound(graph, seconds, 8, {"generator": 4, "scorer": 8}).seconds == 2.0 + 0.5 + 1.0 + 2.0
+
+
+def test_bursts_of_one_stage_queue_at_the_next() -> None:
+    # Groups leave `generate` three at a time, at 4 s and 8 s; `score` takes two at a time, for 3 s: 14 s.
+    graph = trace(AIPO, {"lag": 0})
+    bound = period_bound(graph, durations(generate=4.0, score=3.0), 6, {"generator": 3, "scorer": 2})
+    assert bound.seconds == 14.0
+
+
+def test_a_pool_that_runs_two_nodes_does_the_work_of_both() -> None:
+    seconds = durations(score=0.5, group_advantage=0.25)
+    bound = period_bound(trace(AIPO, {"lag": 9}), seconds, 4, {"scorer": 2})
+    assert (bound.pool, bound.seconds) == ("scorer", 1.5)
+    together = dict.fromkeys(CHAIN, "all")
+    merged = period_bound(trace(AIPO, {"lag": 9}), durations(generate=1.0, aipo_update=1.0), 4, pools=together)
+    assert (merged.pool, merged.seconds) == ("all", 5.0)
+
+
+def test_updates_that_read_each_others_values_follow_one_another() -> None:
+    graph = trace(ACTOR_CRITIC)
+    seconds = {n.name: 0.0 for n in graph.nodes} | {"critic_update": 1.0, "aipo_update": 2.0}
+    assert period_bound(graph, seconds, 1).seconds == 2.0
+
+
+def test_a_node_that_keeps_a_state_has_one_server() -> None:
+    graph = trace(AIPO, {"lag": 0})
+    nodes = tuple(replace(n, stateful=n.name == "score") for n in graph.nodes)
+    bound = period_bound(graph.replace(nodes=nodes), durations(score=1.0), 4, {"scorer": 4})
+    assert bound.seconds == 4.0
+
+
+def test_sources_and_graphs_without_updates_cost_nothing() -> None:
+    assert period_bound(trace(AIPO), durations(), 4) == Bound(0.0)
+    assert Bound(0.0).cause == "nothing takes time"
+    evaluate = trace(load(f"{PROGRAMS}:evaluate"))
+    seconds = {n.name: 1.0 for n in evaluate.nodes}
+    assert period_bound(evaluate, seconds, 4, {"generator": 2}).pool == "scorer"
+
+
+def test_durations_name_nodes_and_cover_them() -> None:
+    with pytest.raises(GraphError, match=r"'scoer'\n.*needed.*nearest: score"):
+        period_bound(trace(AIPO), durations(scoer=1.0), 1)
+    with pytest.raises(GraphError, match="none of generate, score"):
+        period_bound(trace(AIPO), {"group_advantage": 0.0, "aipo_update": 0.0}, 1)
+
+
+def chain(stages: list[tuple[int, int]], update: int, lag: int) -> Graph:
+    """prompts → stage 0 → stage 1 → … → update, each in a pool of its own."""
+    weights, value = (Output("out", "m:W"),), (Input("value", "typing:Any", Ref("policy")),)
+    nodes = [Node("broadcast", "broadcast", value, weights, clock="update", construct="broadcast", lag=lag)]
+    for i in range(len(stages)):
+        before = [Ref("prompts"), Ref("broadcast")] if i == 0 else [Ref(f"stage{i - 1}")]
+        inputs = tuple(Input(str(j), "m:X", ref) for j, ref in enumerate(before))
+        nodes.append(Node(f"stage{i}", "m:f", inputs, (Output("out", "m:X"),), pool=f"pool{i}"))
+    last = (Input("policy", "m:P", Ref("policy")), Input("x", "m:X", Ref(nodes[-1].name)))
+    nodes.append(Node("update", "m:u", last, (Output("out", "m:P"),), pool="trainer", clock="update"))
+    policy = Argument("policy", "carried", "m:P", "m:p", "trainer")
+    prompts = Argument("prompts", "source", "m:X", "m:s", "pool0")
+    return Graph("chain", "m:chain", (policy, prompts), tuple(nodes), (("policy", Ref("update")),))
+
+
+def simulated(stages: list[tuple[int, int]], update: int, lag: int, batch: int, updates: int) -> list[float]:
+    """When each update ends: groups go first come, first served through stages of (servers, seconds)."""
+    free = [[0.0] * servers for servers, _ in stages]
+    ends: list[float] = []
+    for u in range(updates):
+        live, arrived = (ends[u - lag - 1] if u > lag else 0.0), 0.0
+        for _ in range(batch):
+            time = live
+            for servers, (_, seconds) in zip(free, stages, strict=True):
+                time = max(time, heapq.heappop(servers)) + seconds
+                heapq.heappush(servers, time)
+            arrived = max(arrived, time)
+        ends.append(max(arrived, ends[-1] if ends else 0.0) + update)
+    return ends
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=3),
+    update=st.integers(0, 5),
+    lag=st.integers(0, 3),
+    batch=st.integers(1, 6),
+)
+def test_one_node_in_each_pool_reaches_the_bound_exactly(
+    stages: list[tuple[int, int]], update: int, lag: int, batch: int
+) -> None:
+    seconds = {f"stage{i}": float(d) for i, (_, d) in enumerate(stages)} | {"update": float(update)}
+    servers = {f"pool{i}": s for i, (s, _) in enumerate(stages)}
+    bound = period_bound(chain(stages, update, lag), seconds, batch, servers).seconds
+    # The regime repeats after a number of updates that divides 840: cycles span up to 8.
+    ends = simulated(stages, update, lag, batch, 1680)
+    assert (ends[-1] - ends[839]) / 840 == pytest.approx(bound, abs=1e-9)

@@ -1,0 +1,220 @@
+"""Pictures: boxes that hold their text, wires that pass no box, one well-formed file."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.graph import Graph, load, trace
+from penstock.graph.grid import NOTE, TITLE, Grid, Placed, layers
+from penstock.graph.ir import Argument, Input, Node, Output, Ref
+from penstock.graph.layout import Layout, layout
+from penstock.graph.picture import Box, Link, picture, value
+from penstock.graph.svg import svg
+
+PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
+NAMES = ("aipo", "actor_critic", "anchored", "evaluate")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def graph_of(name: str) -> Graph:
+    return trace(load(f"{PROGRAMS}:{name}"))
+
+
+# What is drawn --------------------------------------------------------------------------------------------
+
+
+def test_a_broadcast_is_a_link_and_a_changing_value_no_box() -> None:
+    boxes, links = picture(graph_of("aipo"))
+    assert [(b.name, b.note, b.kind) for b in boxes] == [
+        ("prompts", "source", "source"),
+        ("generate", "samples=8", "node"),
+        ("score", "by=math_answer", "node"),
+        ("group_advantage", "per group", "node"),
+        ("aipo_update", "per update, rho=4.0", "node"),
+    ]
+    assert Link("aipo_update", "out", "generate", "policy, lag=1", "feedback") in links
+    assert Link("aipo_update", "out", "aipo_update", "policy", "own") in links
+    assert Link("generate", "out", "aipo_update", "Rollouts", "data") in links
+
+
+def test_a_frozen_value_is_a_box() -> None:
+    boxes, links = picture(graph_of("anchored"))
+    assert Box("reference", "reference", "Reference, frozen", "reference", "frozen") in boxes
+    assert Link("reference", "out", "reference_logprobs", "Reference", "data") in links
+
+
+def test_options_are_written_as_in_a_program() -> None:
+    assert value({"path": "m:f"}) == "f"
+    assert value([1, [2.0]]) == "(1, (2.0,))"
+    assert value("a") == "'a'"
+    assert value({"a": 1}) == "{'a': 1}"
+
+
+def test_layers_are_longest_paths_and_sources_stand_before_their_readers() -> None:
+    found = layers(*picture(graph_of("anchored")))
+    assert found == {
+        "prompts": 0,
+        "reference": 1,
+        "generate": 1,
+        "score": 2,
+        "reference_logprobs": 2,
+        "group_advantage": 3,
+        "aipo_update": 4,
+    }
+
+
+def test_lanes_are_pools_in_the_order_of_the_work() -> None:
+    assert Grid(*picture(graph_of("aipo"))).pools == ["generator", "scorer", "trainer"]
+
+
+# How it is drawn ------------------------------------------------------------------------------------------
+
+
+def crosses(a: tuple[float, float], b: tuple[float, float], box: Placed) -> bool:
+    """Does a piece of wire run through the inside of a box?"""
+    (left, right), (top, bottom) = sorted((a[0], b[0])), sorted((a[1], b[1]))
+    inside_x = left < box.x + box.width - 1 and right > box.x + 1
+    return inside_x and top < box.y + box.height - 1 and bottom > box.y + 1
+
+
+def assert_clean(drawn: Layout) -> None:
+    for one, two in combinations(drawn.placed, 2):
+        apart_x = one.x + one.width <= two.x or two.x + two.width <= one.x
+        assert apart_x or one.y + one.height <= two.y or two.y + two.height <= one.y
+    for placed in drawn.placed:
+        lane = drawn.lanes[placed.lane]
+        assert lane.y < placed.y
+        assert placed.y + placed.height < lane.y + lane.height
+        assert placed.width >= max(len(placed.box.title) * TITLE, len(placed.box.note) * NOTE)
+        assert placed.x + placed.width < drawn.width
+    for wire in drawn.wires:
+        for start, end in pairwise(wire.points):
+            assert start[0] == end[0] or start[1] == end[1], "wires are right-angled"
+            assert not any(crosses(start, end, box) for box in drawn.placed), wire.link
+            assert 0 <= start[0] <= drawn.width
+            assert 0 <= start[1] <= drawn.height
+
+
+Piece = tuple[tuple[float, float], tuple[float, float]]
+
+
+def overlap(one: Piece, two: Piece) -> bool:
+    """Do two right-angled pieces of wire lie on one another?"""
+    for along, across in ((0, 1), (1, 0)):
+        (a, b), (c, d) = sorted((one[0][along], one[1][along])), sorted((two[0][along], two[1][along]))
+        same = one[0][across] == one[1][across] == two[0][across] == two[1][across]
+        if same and min(b, d) - max(a, c) > 1:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wires_of_different_values_never_lie_on_one_another(name: str) -> None:
+    assert_apart(layout(graph_of(name)))
+
+
+def assert_apart(drawn: Layout) -> None:
+    for one, two in combinations(drawn.wires, 2):
+        if (one.link.tail, one.link.output) != (two.link.tail, two.link.output):
+            pieces = [(a, b) for a in pairwise(one.points) for b in pairwise(two.points)]
+            assert not any(overlap(a, b) for a, b in pieces), (one.link, two.link)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_of_programs_are_clean(name: str) -> None:
+    assert_clean(layout(graph_of(name)))
+
+
+def test_each_wire_ends_at_its_box_and_each_output_has_one_label() -> None:
+    drawn = layout(graph_of("actor_critic"))
+    boxes = {p.box.name: p for p in drawn.placed}
+    for wire in drawn.wires:
+        head, (x, y) = boxes[wire.link.head], wire.points[-1]
+        assert head.x <= x <= head.x + head.width
+        assert head.y <= y <= head.y + head.height
+    labels = [wire.label for wire in drawn.wires if wire.link.kind == "data" and wire.label]
+    assert sorted(labels) == ["Advantages", "Prompts", "Rewards", "Rollouts", "Values"]
+    assert sorted(w.label for w in drawn.wires if w.link.kind == "feedback") == ["critic, lag=2", "policy, lag=1"]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Programs of any shape: nodes read earlier nodes, weights, or the changing value itself."""
+    count = draw(st.integers(1, 7))
+    pools = [f"pool {i}" for i in range(draw(st.integers(1, 3)))]
+    nodes = [
+        Node("sync", "broadcast", (Input("value", "m:P", Ref("policy")),), (Output("out", "m:W"),),
+             clock="update", construct="broadcast", lag=1)
+    ]  # fmt: skip
+    known = [Ref("prompts"), Ref("sync")]
+    for i in range(count):
+        refs: Sequence[Ref] = draw(st.lists(st.sampled_from(known), min_size=1, max_size=4))
+        inputs = tuple(Input(str(j), "m:X", ref) for j, ref in enumerate(refs))
+        outputs = (Output("a", "m:First"), Output("b", "m:Second")) if draw(st.booleans()) else (Output("out", "m:X"),)
+        nodes.append(Node(f"node{i}", "m:f", inputs, outputs, pool=draw(st.sampled_from(pools))))
+        known += [Ref(f"node{i}", o.name) for o in outputs]
+    last = (Input("policy", "m:P", Ref("policy")), Input("x", "m:X", known[-1]))
+    nodes.append(
+        Node("update", "m:u", last, (Output("out", "m:P"),), pool=draw(st.sampled_from(pools)), clock="update")
+    )
+    policy, prompts = (
+        Argument("policy", "carried", "m:P", "", "trainer"),
+        Argument("prompts", "source", "m:Q", "", pools[0]),
+    )
+    return Graph("any", "m:any", (policy, prompts), tuple(nodes), (("policy", Ref("update")),))
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs())
+def test_pictures_of_any_graph_are_clean(graph: Graph) -> None:
+    assert_clean(layout(graph))
+    assert_apart(layout(graph))
+    ElementTree.fromstring(svg(graph))
+
+
+# The file -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_svg_is_one_well_formed_file_without_links(name: str) -> None:
+    text = svg(graph_of(name))
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    assert "href" not in text
+    assert "<script" not in text
+    assert "<style" not in text
+    assert f"{PROGRAMS.parent}" not in text
+
+
+def test_an_svg_shows_names_types_pools_and_lags() -> None:
+    root = ElementTree.fromstring(svg(graph_of("aipo")))
+    texts = ["".join(e.itertext()) for e in root.iter(f"{SVG}text")]
+    for word in ("generate", "samples=8", "Rollouts", "generator", "policy, lag=1", "to a later update"):
+        assert word in texts
+    assert root.findtext(f"{SVG}title") == "aipo: Asynchronous importance-weighted policy optimisation."
+    dashed = [e for e in root.iter(f"{SVG}path") if e.get("stroke-dasharray") and e.get("marker-end")]
+    assert len(dashed) == 2
+
+
+def test_names_are_escaped_and_long_summaries_cut() -> None:
+    graph = graph_of("aipo").replace(name='a<b>&"c"', doc="long " * 80)
+    root = ElementTree.fromstring(svg(graph))
+    heading = next(e for e in root.iter(f"{SVG}text"))
+    assert heading.text == 'a<b>&"c"'
+    assert "".join(heading.itertext()).endswith("…")
+
+
+def test_the_same_graph_gives_the_same_file() -> None:
+    assert svg(graph_of("actor_critic")) == svg(graph_of("actor_critic"))
+
+
+def test_an_empty_or_cyclic_graph_can_be_drawn() -> None:
+    ElementTree.fromstring(svg(Graph("empty", "", (), (), ())))
+    a = Node("a", "m:a", (Input("x", "m:X", Ref("b")),), (Output("out", "m:X"),))
+    b = Node("b", "m:b", (Input("x", "m:X", Ref("a")), Input("y", "m:X", Ref("lost"))), (Output("out", "m:X"),))
+    ElementTree.fromstring(svg(Graph("loop", "", (), (a, b), ())))

@@ -1,0 +1,338 @@
+"""Responses are a function of weights, key and slots alone: not of neighbours, slots, order or timing."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
+from penstock.nodes.generate import generate, make_engine
+from penstock.nodes.generate.cache import Cache, block_bounds
+from penstock.nodes.generate.engine import Engine
+from penstock.nodes.model import Llama, ModelConfig, ModelError, save_model
+from penstock.nodes.tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer("0123456789+-=abc")
+CONFIG = ModelConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=72,
+    initializer_range=0.25,
+    eos_token_ids=TOKENIZER.stops,
+)
+TEXTS = ("1+2=", "37+58=", "abc" * 5, "9", "0123456789+-=abc0", "12-7=" * 9, "4+4=", "77-")
+
+
+def model(seed: int = 1, dtype: torch.dtype = torch.float32) -> Llama:
+    made = Llama(CONFIG, dtype)
+    made.init_weights(seed)
+    return made
+
+
+def weights(version: int = 0, seed: int = 1, dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(version, {name: p.detach() for name, p in model(seed, dtype).named_parameters()})
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_model(model(), folder)
+    TOKENIZER.save(folder)
+    return Context(node="generate", seed=3, model=str(folder), slots=32, max_tokens=8)
+
+
+def prompts(ordinal: int, text: str | None = None) -> Prompts:
+    return Prompts((ordinal,), (TEXTS[ordinal % len(TEXTS)] if text is None else text,), ("0",))
+
+
+def run(engine: Engine, ordinals: Iterable[int], behaviour: Weights) -> dict[int, tuple[Rollouts, Metrics]]:
+    for ordinal in ordinals:
+        engine.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour})
+    return drain(engine)
+
+
+def drain(engine: Engine) -> dict[int, tuple[Rollouts, Metrics]]:
+    results: dict[int, tuple[Rollouts, Metrics]] = {}
+    while engine.busy():
+        results |= dict(engine.step())
+    return results
+
+
+def equal(a: Rollouts, b: Rollouts) -> bool:
+    return (a.ordinals, a.prompts, a.texts) == (b.ordinals, b.prompts, b.texts) and all(
+        torch.equal(getattr(a, name), getattr(b, name))
+        for name in ("tokens_NS", "logprobs_NT", "versions_NT", "response_lengths_N", "finished_N")
+    )
+
+
+def full_logits(row: Tensor, seed: int = 1) -> Tensor:
+    """Logits of every position by the plain forward, without any cache."""
+    whole = model(seed)
+    with torch.no_grad():
+        return whole.logits(whole.hidden(row[None]))[0]
+
+
+def test_greedy_responses_are_the_likeliest_tokens_of_the_plain_forward(context: Context) -> None:
+    results = run(make_engine(context, samples=1, temperature=0.0), range(len(TEXTS)), weights())
+    for rollouts, _ in results.values():
+        begin, length = int(rollouts.prompt_lengths_N[0]), int(rollouts.response_lengths_N[0])
+        tokens_S = rollouts.tokens_NS[0, : begin + length]
+        assert TOKENIZER.decode(tokens_S[:begin].tolist()) == rollouts.prompts[0]
+        assert full_logits(tokens_S)[begin - 1 : -1].argmax(-1).tolist() == tokens_S[begin:].tolist()
+
+
+def test_recorded_logprobs_are_those_of_the_plain_forward(context: Context) -> None:
+    for rollouts, _ in run(make_engine(context, samples=4), range(len(TEXTS)), weights()).values():
+        for row in range(len(rollouts)):
+            begin, length = int(rollouts.prompt_lengths_N[row]), int(rollouts.response_lengths_N[row])
+            tokens_S = rollouts.tokens_NS[row, : begin + length]
+            expected_TV = full_logits(tokens_S)[begin - 1 : -1].log_softmax(-1)
+            expected_T = expected_TV.gather(1, tokens_S[begin:, None]).squeeze(1)
+            torch.testing.assert_close(rollouts.logprobs_NT[row, :length], expected_T, rtol=1e-4, atol=1e-5)
+            assert not rollouts.logprobs_NT[row, length:].any()
+
+
+def test_a_group_is_the_same_bits_whatever_its_neighbours_slots_and_order(context: Context) -> None:
+    together = run(make_engine(context, samples=5), range(24), weights())
+    backwards = run(make_engine(context, samples=5), reversed(range(24)), weights())
+    assert len(together) == 24
+    for ordinal in range(24):
+        assert equal(together[ordinal][0], backwards[ordinal][0])
+    used = make_engine(context, samples=5)
+    for ordinal in (3, 7, 12, 20):
+        alone = run(used, [ordinal], weights())
+        assert equal(together[ordinal][0], alone[ordinal][0])
+
+
+def test_two_engines_give_the_bits_of_one(context: Context) -> None:
+    together = run(make_engine(context, samples=3), range(16), weights())
+    apart = run(make_engine(context, samples=3), range(0, 16, 2), weights())
+    apart |= run(make_engine(context, samples=3), range(1, 16, 2), weights())
+    assert all(equal(together[ordinal][0], apart[ordinal][0]) for ordinal in range(16))
+
+
+def test_groups_that_arrive_between_steps_change_nothing(context: Context) -> None:
+    together = run(make_engine(context, samples=5), range(12), weights())
+    engine, behaviour = make_engine(context, samples=5), weights()
+    results: dict[Any, Any] = {}
+    for ordinal in range(12):
+        engine.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour})
+        results |= dict(engine.step())
+    results |= drain(engine)
+    assert all(equal(together[ordinal][0], results[ordinal][0]) for ordinal in range(12))
+
+
+def test_samples_may_outnumber_the_slots(context: Context) -> None:
+    few = run(make_engine(replace(context, slots=16), samples=40), [4], weights())
+    assert len(few[4][0]) == 40
+    assert len(set(few[4][0].texts)) > 20
+
+
+def test_a_group_s_prompt_is_computed_once(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(replace(context, slots=16), samples=40)
+    num_calls, forward = 0, engine.model.forward
+
+    def counted(tokens_BS: Tensor, *args: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += tokens_BS.shape == (16, 8)  # neither a decode step nor the measurement of the mismatch
+        return forward(tokens_BS, *args)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
+    run(engine, [1, 6, 14], weights())  # three prompts that are padded to the same length
+    assert num_calls == 1
+
+
+def test_other_keys_give_other_responses_and_the_same_key_the_same(context: Context) -> None:
+    first = run(make_engine(context, samples=4), [1], weights())[1][0]
+    assert len(set(first.texts)) > 1
+    assert equal(first, run(make_engine(context, samples=4), [1], weights())[1][0])
+    assert first.texts != run(make_engine(replace(context, seed=4), samples=4), [1], weights())[1][0].texts
+
+
+def test_a_response_ends_with_a_stop_token_or_at_the_bound(context: Context) -> None:
+    results = run(make_engine(context, samples=8), range(24), weights())
+    finished = 0
+    for rollouts, metrics in results.values():
+        for row in range(len(rollouts)):
+            begin, length = int(rollouts.prompt_lengths_N[row]), int(rollouts.response_lengths_N[row])
+            response = rollouts.tokens_NS[row, begin : begin + length].tolist()
+            ended = bool(rollouts.finished_N[row])
+            assert ended == (response[-1] == TOKENIZER.eos)
+            assert TOKENIZER.eos not in response[:-1]
+            assert ended or length == context.max_tokens
+            assert rollouts.texts[row] == TOKENIZER.decode(response)
+            finished += ended
+        assert metrics["response_length"] == pytest.approx(float(rollouts.lengths().mean()))
+    assert 0 < finished < 24 * 8
+
+
+def test_each_token_records_the_version_that_made_it(context: Context) -> None:
+    engine, behaviour = make_engine(context, samples=2), weights()
+    engine.submit("a", {"prompts": prompts(2), "behaviour": behaviour})
+    results: dict[Any, Any] = dict(engine.step()) | dict(engine.step())
+    new = weights(5, seed=2)
+    behaviour.version, behaviour.tensors = new.version, new.tensors
+    engine.submit("b", {"prompts": prompts(2), "behaviour": behaviour})
+    while engine.busy():
+        results |= dict(engine.step())
+    rollouts, metrics = results["a"]
+    lengths = rollouts.response_lengths_N.tolist()
+    assert max(lengths) > 2
+    for row, length in enumerate(lengths):
+        assert rollouts.versions_NT[row, :length].tolist() == ([0, 0] + [5] * length)[:length]
+    assert metrics["stale_cache"] == sum(max(0, length - 2) for length in lengths) / sum(lengths)
+    assert "mismatch" not in metrics
+    after, metrics = results["b"]
+    assert metrics["stale_cache"] == 0
+    expected = run(make_engine(context, samples=2), [2], new)[2][0]
+    assert torch.equal(after.tokens_NS, expected.tokens_NS)
+    assert torch.equal(after.logprobs_NT, expected.logprobs_NT)
+
+
+def test_prompts_that_wait_for_a_slot_are_computed_again_with_new_weights(context: Context) -> None:
+    engine, behaviour, new = make_engine(replace(context, slots=16), samples=16), weights(), weights(1, seed=2)
+    for ordinal in range(8):
+        engine.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour})
+    results: dict[Any, Any] = dict(engine.step())
+    behaviour.version, behaviour.tensors = new.version, new.tensors
+    results |= drain(engine)
+    expected = run(make_engine(replace(context, slots=16), samples=16), range(8), new)
+    fresh = [ordinal for ordinal in range(8) if int(results[ordinal][0].versions_NT[:, 0].min()) == 1]
+    assert len(fresh) >= 6
+    assert all(equal(results[ordinal][0], expected[ordinal][0]) for ordinal in fresh)
+
+
+def test_mismatch_is_measured_once_per_version(context: Context) -> None:
+    engine = make_engine(context, samples=4)
+    for version in (0, 1):
+        measured = [m["mismatch"] for _, m in run(engine, range(8), weights(version)).values() if "mismatch" in m]
+        assert len(measured) == 1
+        assert measured[0] < 1e-5
+    greedy = run(make_engine(context, samples=1, temperature=0.0), range(8), weights())
+    assert all("mismatch" not in metrics for _, metrics in greedy.values())
+
+
+def test_mismatch_is_measured_at_the_temperature_that_was_sampled_with(context: Context) -> None:
+    results = run(make_engine(context, samples=4, temperature=0.6), [0], weights())
+    assert results[0][1]["mismatch"] < 1e-5
+
+
+def test_bfloat16_rows_are_the_same_bits_too(context: Context) -> None:
+    half = replace(context, dtype="bfloat16")
+    behaviour = weights(dtype=torch.bfloat16)
+    together = run(make_engine(half, samples=5), range(12), behaviour)
+    backwards = run(make_engine(half, samples=5), reversed(range(12)), behaviour)
+    assert all(equal(together[ordinal][0], backwards[ordinal][0]) for ordinal in range(12))
+    assert together[0][1].get("mismatch", 0.0) < 0.05
+
+
+def test_the_node_called_directly_gives_what_the_stream_gives(context: Context) -> None:
+    engine = make_engine(context, samples=3)
+    _, rollouts, metrics = generate.fn(engine, prompts(1), weights(), samples=3)
+    assert equal(rollouts, run(make_engine(context, samples=3), [1], weights())[1][0])
+    assert metrics["response_length"] > 0
+    with pytest.raises(ValueError, match="needed the options that its engine was made with"):
+        generate.fn(engine, prompts(1), weights(), samples=4)
+
+
+def test_several_prompts_may_be_joined(context: Context) -> None:
+    both = Prompts.concat([prompts(0), prompts(1)])
+    _, rollouts, _ = generate.fn(make_engine(context, samples=3), both, weights(), samples=3)
+    apart = run(make_engine(context, samples=3), [0, 1], weights())
+    assert rollouts.ordinals == (0, 0, 0, 1, 1, 1)
+    assert rollouts.texts == apart[0][0].texts + apart[1][0].texts
+
+
+def test_outputs_can_be_trained_on(context: Context) -> None:
+    rollouts = run(make_engine(context, samples=2), [0], weights())[0][0]
+    assert not any(getattr(rollouts, name).is_inference() for name in ("tokens_NS", "logprobs_NT"))
+
+
+def test_weights_are_used_without_a_copy(context: Context) -> None:
+    engine, behaviour = make_engine(context), weights()
+    run(engine, [0], behaviour)
+    for name, parameter in engine.model.named_parameters():
+        assert parameter.data_ptr() == behaviour.tensors[name].data_ptr()
+
+
+def test_weights_that_do_not_fit_are_named(context: Context) -> None:
+    engine, name = make_engine(context), "model.layers.0.mlp.up_proj.weight"
+    wrong = {**weights().tensors, name: torch.zeros(3, 32)}
+    with pytest.raises(ModelError, match=rf"weights of version 4: {name}: given shape \[3, 32\], needed \[40, 32\]"):
+        run(engine, [0], Weights(4, wrong))
+    with pytest.raises(ModelError, match=r"given dtype torch\.bfloat16, needed torch\.float32"):
+        run(make_engine(context), [0], weights(dtype=torch.bfloat16))
+    with pytest.raises(ModelError, match=rf"{name} is missing"):
+        run(make_engine(context), [0], Weights(0, {k: v for k, v in weights().tensors.items() if k != name}))
+
+
+def test_weights_that_are_not_numbers_are_an_error(context: Context) -> None:
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights().tensors.items()}
+    with pytest.raises(FloatingPointError, match="weights of version 7 give probabilities that are not numbers"):
+        run(make_engine(context), [0], Weights(7, broken))
+
+
+def test_a_prompt_longer_than_the_context_is_an_error(context: Context) -> None:
+    engine = make_engine(context)
+    with pytest.raises(ValueError, match="group 9: given a prompt of 65 tokens, needed at most 64: the context of 72"):
+        engine.submit("x", {"prompts": prompts(9, "1" * 65), "behaviour": weights()})
+    engine.submit("x", {"prompts": prompts(9, "1" * 64), "behaviour": weights()})
+    assert len(drain(engine)) == 1
+    short = make_engine(replace(context, options={"max_prompt": 10}))
+    with pytest.raises(ValueError, match="given a prompt of 11 tokens, needed at most 10"):
+        short.submit("x", {"prompts": prompts(9, "1" * 11), "behaviour": weights()})
+    with pytest.raises(ValueError, match="given a prompt of 0 tokens, needed at least one"):
+        engine.submit("x", {"prompts": prompts(9, ""), "behaviour": weights()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"max_tokens": 72}, {}, "given max_tokens 72, needed 1 to 71"),
+        ({"slots": 0}, {}, "given samples 8 and 0 slots"),
+        ({}, {"samples": 0}, "given samples 0 and 32 slots"),
+        ({}, {"temperature": -1.0}, "given temperature -1.0"),
+    ],
+)
+def test_what_cannot_work_is_an_error(
+    context: Context, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(replace(context, **changes), **options)
+
+
+def test_blocks_of_a_cache_cover_it_and_do_not_depend_on_its_length() -> None:
+    assert block_bounds(20) == [(0, 16), (16, 20)]
+    assert block_bounds(1000)[:5] == [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
+    assert [end for _, end in block_bounds(1000)][4:] == [256, 512, 768, 1000]
+
+
+def test_blocks_beyond_a_row_do_not_change_its_bits() -> None:
+    """Attention at positions up to 40, computed over 64 and over all 600 positions, equals softmax attention."""
+    generator = torch.Generator().manual_seed(0)
+    cache = Cache(CONFIG, 16, 600, torch.float32, "cpu")
+    cache.keys_LSGCK.normal_(generator=generator)
+    cache.values_LSGCK.normal_(generator=generator)
+    positions_S = torch.arange(25, 41)
+    q_S1HK, k_S1GK, v_S1GK = (torch.randn(16, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
+    outs = []
+    for reach in (41, 600):
+        cache.begin(positions_S, reach)
+        outs.append(cache.attend(1, q_S1HK, k_S1GK, v_S1GK))
+    assert torch.equal(outs[0], outs[1])
+    for row, position in enumerate(positions_S.tolist()):
+        keys, values = (
+            x[1, row, :, : position + 1].repeat_interleave(2, 0) for x in (cache.keys_LSGCK, cache.values_LSGCK)
+        )
+        expected = torch.nn.functional.scaled_dot_product_attention(q_S1HK[row].transpose(0, 1), keys, values)
+        torch.testing.assert_close(outs[0][row].transpose(0, 1), expected)
+        assert torch.equal(keys[0, position], k_S1GK[row, 0, 0])

@@ -1,0 +1,102 @@
+"""Each program fits on a page, traces, has no fault, and explains its flags."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import Graph, Program, check, load, trace
+
+NAMES = ("aipo", "evaluate", "grpo", "sft", "toy")
+
+
+def program(name: str) -> Program[..., Any]:
+    found = load(name)
+    assert isinstance(found, Program)
+    return found
+
+
+def graph(name: str, **options: Any) -> Graph:
+    return trace(program(name), options)
+
+
+def names(traced: Graph) -> list[str]:
+    return [node.name for node in traced.nodes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_one_page(name: str) -> None:
+    path = Path(inspect.getsourcefile(program(name).fn) or "")
+    assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_traces_without_a_fault(name: str) -> None:
+    assert not check(graph(name))
+    assert Graph.from_json(graph(name).to_json()) == graph(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flag_of_a_program_has_help(name: str) -> None:
+    assert [flag.name for flag in program(name).flags if not flag.help] == []
+
+
+@pytest.mark.parametrize("name", ["aipo", "grpo", "sft"])
+def test_a_program_that_learns_is_evaluated_on_the_same_policy(name: str) -> None:
+    evaluation = program(name).evaluation
+    assert evaluation is program("evaluate")
+    traced = trace(evaluation, {}, "evaluate.")
+    assert [a.name for a in traced.arguments] == ["policy", "evaluate.prompts"]
+    assert traced.producer("policy") is None
+    assert not check(traced)
+
+
+def test_aipo_is_the_algorithm_of_the_paper() -> None:
+    traced = graph("aipo", lag=3, rho=2.5)
+    assert names(traced) == ["broadcast", "generate", "score", "group_advantage", "aipo_update"]
+    assert traced["broadcast"].lag == 3
+    assert traced["aipo_update"].option("rho") == 2.5
+    assert traced["score"].option("by") == {"path": "penstock.nodes.score:math_answer"}
+    assert traced.producer("policy") == "aipo_update"
+    assert {n.name: n.pool for n in traced.nodes} == {
+        "broadcast": "generator",
+        "generate": "generator",
+        "score": "scorer",
+        "group_advantage": "scorer",
+        "aipo_update": "trainer",
+    }
+
+
+def test_grpo_is_synchronous_and_leaves_the_reference_out() -> None:
+    traced = graph("grpo")
+    assert traced["broadcast"].lag == 0
+    assert [a.name for a in traced.carried] == ["policy"]
+    assert [i.name for i in traced["grpo_update"].inputs] == ["policy", "rollouts", "advantage"]
+    assert "reference" not in traced.pools()
+
+
+def test_grpo_with_a_penalty_holds_a_frozen_reference_in_a_pool_of_its_own() -> None:
+    traced = graph("grpo", kl=0.1)
+    reference = traced.argument("reference")
+    assert reference is not None
+    assert (reference.kind, reference.pool) == ("carried", "reference")
+    assert reference.maker == "penstock.nodes.policy:make_reference"
+    assert traced.producer("reference") is None
+    assert [i.name for i in traced["grpo_update"].inputs] == ["policy", "rollouts", "advantage", "reference"]
+    assert not check(traced)
+
+
+def test_sft_needs_no_generator() -> None:
+    assert graph("sft").pools() == ("trainer",)
+
+
+def test_evaluate_answers_greedily_once() -> None:
+    generate = graph("evaluate")["generate"]
+    assert (generate.option("samples"), generate.option("temperature")) == (1, 0.0)
+
+
+def test_toy_passes_its_durations_to_fake_nodes() -> None:
+    traced = graph("toy", generate_ms=7.0, score_ms=8.0, update_ms=9.0)
+    durations = {n.name: n.option("ms") for n in traced.nodes if n.construct == "call"}
+    assert durations == {"fake_generate": 7.0, "fake_score": 8.0, "fake_update": 9.0}

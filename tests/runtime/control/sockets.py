@@ -1,0 +1,104 @@
+"""Servers and clients in one process, and waiting with a deadline."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import zmq
+
+from penstock.runtime.control.endpoints import ipc_endpoint
+from penstock.runtime.control.keys import Join, Keys
+from penstock.runtime.control.messages import Hello, Message, pack
+from penstock.runtime.control.wire import Client, Server
+
+DEADLINE_S = 20.0
+
+
+def until(look: Callable[[], Any], deadline: float = DEADLINE_S) -> Any:
+    """What `look` returns once that is true; an error after the deadline."""
+    end = monotonic() + deadline
+    while monotonic() < end:
+        if found := look():
+            return found
+    raise AssertionError(f"not within {deadline:.0f} s")
+
+
+@dataclass
+class Bench:
+    """A server, the keys of its run, and what it has heard so far."""
+
+    server: Server
+    keys: Keys
+    folder: Path
+    stack: ExitStack
+    heard: list[tuple[str, Message]] = field(default_factory=list)
+
+    def join(self, host: str = "local") -> Join:
+        return self.keys.join(host, self.server.endpoint, self.folder)
+
+    def client(self, name: str = "generator/0", rank: int = 0) -> Client:
+        """A rank that has been greeted."""
+        client = Client(self.join(), "rank", name, rank)
+        self.stack.callback(client.close)
+        until(lambda: self.hear() or f"{name}:{rank}" in self.server.peers)
+        return client
+
+    def raw(self) -> "Raw":
+        """A socket that says whatever it is told to."""
+        raw = Raw(self.join())
+        self.stack.callback(raw.context.destroy, linger=0)
+        return raw
+
+    def hear(self) -> list[tuple[str, Message]]:
+        found = self.server.receive(0.05)
+        self.heard += found
+        return found
+
+    def wait_for(self, number: int) -> list[tuple[str, Message]]:
+        """Until so many messages have been heard in all."""
+        until(lambda: self.hear() is not None and len(self.heard) >= number)
+        return self.heard
+
+    def wait_for_count(self, kind: str, number: int = 1) -> None:
+        until(lambda: self.hear() is not None and self.server.counts[kind] >= number)
+
+
+class Raw:
+    """A DEALER without manners."""
+
+    def __init__(self, join: Join) -> None:
+        self.join = join
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if join.server:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, join.server.encode())
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+        self.socket.connect(join.endpoint)
+
+    def say(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def hello(self, name: str = "generator/0", token: str | None = None, sequence: int = 1) -> None:
+        hello = Hello("rank", name, 0, 1, "local", self.join.token if token is None else token)
+        self.say(pack(hello, sequence))
+
+
+@contextmanager
+def bench(folder: Path, endpoint: str = "", silence: float = 60.0) -> Iterator[Bench]:
+    """A listening server, by default on a Unix socket in `folder`; everything is closed at the end."""
+    keys = Keys.make("run1", endpoint or ipc_endpoint(folder), ["local", "b"])
+    with ExitStack() as stack:
+        server = Server(keys.door, silence)
+        stack.callback(server.close)
+        yield Bench(server, keys, folder, stack)
+
+
+def stranger(join: Join) -> Join:
+    """The same door, and another key."""
+    other = Keys.make("run1", "tcp://127.0.0.1:0", ["local"]).hosts["local"]
+    return replace(join, public=other.public, secret=other.secret)

@@ -1,0 +1,274 @@
+"""What gets through a socket, what is counted and dropped, and that nothing raises out of the loop."""
+
+import os
+import random
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+
+import psutil
+import pytest
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control import wire
+from penstock.runtime.control.endpoints import ipc_endpoint
+from penstock.runtime.control.messages import (
+    MAX_BYTES,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Note,
+    Order,
+    Ready,
+    Result,
+    Results,
+    pack,
+)
+from penstock.runtime.control.wire import Client, Server, WireError
+from penstock.runtime.schedule.events import Done, Fire
+
+from .sockets import bench, stranger, until
+
+pytestmark = pytest.mark.timeout(60)
+TCP = "tcp://127.0.0.1:0"
+RESULTS = Results((Result(Done(Firing("generate", 3), "generator/0")),))
+
+
+@pytest.mark.parametrize("endpoint", ["", TCP])
+def test_messages_go_both_ways_after_a_hello(tmp_path: Path, endpoint: str) -> None:
+    with bench(tmp_path, endpoint) as b:
+        client = b.client("generator/0", 1)
+        ((peer, hello),) = b.heard
+        assert isinstance(hello, Hello)
+        assert (peer, hello.pid, hello.host) == ("generator/0:1", os.getpid(), "local")
+        order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),))
+        assert b.server.send(peer, order)
+        assert until(lambda: client.receive(0.1)) == [order]
+        client.send(RESULTS)
+        assert b.wait_for(2)[1] == (peer, RESULTS)
+        assert not b.server.counts
+
+
+def test_one_receive_drains_all_that_waits(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        for _ in range(500):
+            assert client.send(RESULTS)
+        b.wait_for(501)
+        assert not b.server.counts
+
+
+def test_a_frame_before_hello_and_a_hello_with_another_token_are_unknown(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        raw = b.raw()
+        raw.say(pack(RESULTS, 1))
+        raw.hello(token="guess", sequence=2)
+        raw.hello(token="", sequence=3)
+        raw.say(pack(RESULTS, 4))
+        b.wait_for_count("unknown", 4)
+        assert (b.heard, b.server.peers) == ([], ())
+        assert "another run's token" in b.server.dropped[1]
+        raw.hello(sequence=5)
+        b.wait_for(1)
+
+
+def test_a_frame_whose_number_does_not_grow_is_replayed_and_dropped(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        raw = b.raw()
+        raw.hello(sequence=1)
+        frame = pack(RESULTS, 2)
+        raw.say(frame)
+        raw.say(frame)
+        raw.say(pack(RESULTS, 1))
+        raw.hello(sequence=1)
+        raw.say(pack(RESULTS, 3))
+        assert len(b.wait_for(3)) == 3
+        b.wait_for_count("replayed", 3)
+        assert "frame 2 after frame 2" in b.server.dropped[0]
+
+
+def test_random_truncated_and_oversized_frames_are_counted_and_the_loop_goes_on(tmp_path: Path) -> None:
+    chance, good = random.Random(5), pack(RESULTS, 9)
+    with bench(tmp_path) as b:
+        raw = b.raw()
+        raw.hello()
+        for _ in range(200):
+            raw.say(chance.randbytes(chance.randrange(60)))
+        for cut in range(len(good)):
+            raw.say(good[:cut])
+        raw.say()
+        raw.say(good, good)
+        raw.say(b"\xdd\xff\xff\xff\xff")
+        raw.say(bytes(MAX_BYTES + 1))
+        raw.say(good)
+        assert b.wait_for(2)[1] == ("generator/0:0", RESULTS)
+        assert b.server.counts == {"malformed": 200 + len(good) + 3, "oversized": 1}
+        assert len(b.server.dropped) == b.server.dropped.maxlen
+
+
+def test_a_frame_beyond_all_limits_ends_its_own_connection_alone(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client, raw = b.client(), b.raw()
+        raw.hello("scorer/0")
+        b.wait_for(2)
+        raw.say(bytes(4 * MAX_BYTES + 1))
+        until(lambda: b.hear() is not None and not b.server.send("scorer/0:0", Goodbye("")))
+        client.send(RESULTS)
+        assert b.wait_for(3)[2] == ("generator/0:0", RESULTS)
+
+
+def test_a_message_that_only_a_controller_says_is_unexpected(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        client.send(Goodbye("from a rank"))
+        client.send(Order(()))
+        b.wait_for_count("unexpected", 2)
+        assert len(b.heard) == 1
+
+
+def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        first = b.client()
+        second = b.raw()
+        second.hello(sequence=1)
+        b.wait_for_count("duplicate")
+        assert b.server.send("generator/0:0", Goodbye("to the first"))
+        assert until(lambda: first.receive(0.1)) == [Goodbye("to the first")]
+        b.server.forget("generator/0:0")
+        assert not b.server.send("generator/0:0", Goodbye(""))
+        second.hello(sequence=2)
+        b.wait_for(2)
+        first.send(RESULTS)
+        b.wait_for_count("unknown")
+
+
+def test_a_peer_that_never_came_or_is_gone_cannot_be_sent_to(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        assert not b.server.send("generator/9:0", Goodbye(""))
+        client = Client(b.join(), "rank", "generator/0")
+        b.wait_for(1)
+        client.close()
+        until(lambda: not b.server.send("generator/0:0", Goodbye("")))
+
+
+def test_a_peer_is_late_when_it_gives_no_sign_of_life(tmp_path: Path) -> None:
+    with bench(tmp_path, silence=5.0) as b:
+        b.client("generator/0")
+        b.client("scorer/0")
+        assert b.server.late(monotonic()) == []
+        assert b.server.late(monotonic() + 6) == ["generator/0:0", "scorer/0:0"]
+        b.server.forget("scorer/0:0")
+        assert b.server.late(monotonic() + 6) == ["generator/0:0"]
+
+
+def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = monotonic()
+    with bench(tmp_path, silence=5.0) as b:
+        client = b.client()
+        monkeypatch.setattr(wire, "monotonic", lambda: now + 100)
+        client.send(Heartbeat("generator/0", 0, 1.0))
+        until(lambda: b.hear() == [] and b.server.late(now + 104) == [])
+        assert len(b.heard) == 1
+        assert b.server.late(now + 106) == ["generator/0:0"]
+
+
+def test_a_client_is_woken_by_another_thread_and_by_a_descriptor(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        until(lambda: client.receive(0.0) == [] and client.lost(monotonic()) == 0)
+        threading.Timer(0.05, client.wake).start()
+        began = monotonic()
+        assert client.receive(30.0) == []
+        reader, writer = os.pipe()
+        client.watch(reader)
+        os.write(writer, b"x")
+        assert client.receive(30.0) == []
+        client.unwatch(reader)
+        assert monotonic() - began < 30.0
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) == 0)
+        connection = b.server._routes["generator/0:0"]
+        for sequence in (1, 1, 2):
+            b.server._socket.send_multipart([connection.identity, pack(Order(()), sequence)])
+        b.server._socket.send_multipart([connection.identity, b"junk"])
+        until(lambda: client.receive(0.05) is not None and client.counts["malformed"])
+        assert client.counts == {"replayed": 1, "malformed": 1}
+        b.server.close()
+        until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) > 0)
+
+
+def test_a_key_that_is_not_on_the_list_is_refused(tmp_path: Path) -> None:
+    with bench(tmp_path, TCP) as b:
+        client = Client(stranger(b.join()), "rank", "generator/0")
+        until(lambda: b.hear() == [] and client.receive(0.05) == [] and client.refused)
+        assert b.server.counts["refused"] >= 1
+        assert (b.server.peers, b.heard) == ((), [])
+        b.client("scorer/0")
+        client.close()
+
+
+def test_a_client_that_knows_another_server_key_gets_nowhere(tmp_path: Path) -> None:
+    with bench(tmp_path, TCP) as b:
+        wrong = Client(replace(b.join(), server=stranger(b.join()).public), "rank", "generator/0")
+        end = monotonic() + 1.0
+        while monotonic() < end:
+            assert b.hear() == []
+            assert wrong.receive(0.01) == []
+        assert wrong.lost(monotonic()) > 0
+        wrong.close()
+
+
+def test_tcp_without_keys_is_never_listened_on(tmp_path: Path) -> None:
+    with bench(tmp_path, TCP) as b, pytest.raises(ValueError, match="CURVE"):
+        Server(replace(b.keys.door, endpoint=TCP, secret="", allowed={}))
+
+
+def test_a_port_in_use_and_an_address_of_another_machine_are_named(tmp_path: Path) -> None:
+    with bench(tmp_path, TCP) as b:
+        with pytest.raises(WireError, match=f"{b.server.endpoint}.*in use"):
+            Server(replace(b.keys.door, endpoint=b.server.endpoint))
+        with pytest.raises(WireError, match=r"192\.0\.2\.1.*no such address"):
+            Server(replace(b.keys.door, endpoint="tcp://192.0.2.1:5000"))
+
+
+def test_a_server_listens_on_loopback_alone_and_its_socket_file_is_private(tmp_path: Path) -> None:
+    def listening() -> set[str]:
+        return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    with bench(tmp_path) as b:
+        file = Path(b.server.endpoint.removeprefix("ipc://"))
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert listening() == before
+    assert not file.exists()
+    with bench(tmp_path, TCP):
+        assert listening() - before <= {"127.0.0.1"}
+
+
+def test_a_run_folder_with_a_long_path_works(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100) / ("y" * 100)
+    folder.mkdir(parents=True)
+    with bench(folder, ipc_endpoint(folder)) as b:
+        client = b.client()
+        client.send(Ready("generator/0", 0, 1))
+        assert b.wait_for(2)[1][1] == Ready("generator/0", 0, 1)
+        file = Path(b.server.endpoint.removeprefix("ipc://"))
+    assert not file.exists()
+
+
+def test_a_goodbye_just_before_closing_arrives(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        client.send(Note("info", "last words"))
+        client.close()
+        b.stack.pop_all()
+        assert b.wait_for(2)[1][1] == Note("info", "last words")
+        b.server.close()
