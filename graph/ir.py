@@ -79,7 +79,8 @@ class Node:
     call's keyword arguments, defaults included, JSON-able, sorted by name; a function passed as an option is
     `{"path": "package.module:name"}`. `stateful` nodes own a state that one replica keeps and that
     their firings pass on in order (a `Stream` is none: its firings do not depend on each other).
-    `lag` is set on constructs that read a carried value as it was up to `lag` updates ago.
+    `lag` is set on constructs that read a carried value as it was up to `lag` updates ago. `given` names the options
+    that the call wrote, in its order; the others have their defaults.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Node:
     lag: int | None = None
     every: int = 1
     where: str = ""
+    given: tuple[str, ...] = ()
 
     def option(self, name: str) -> Json:
         return dict(self.options)[name]
@@ -196,6 +198,7 @@ class Graph:
         data = self.to_json()
         for item in [data, *data["arguments"], *data["nodes"]]:
             item.pop("where")
+            item.pop("given", None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -208,10 +211,12 @@ def _node_to_json(node: Node) -> dict[str, Json]:
     data["inputs"] = [[i.name, i.type, i.ref.node, i.ref.output] for i in node.inputs]
     data["outputs"] = [[o.name, o.type] for o in node.outputs]
     data["options"] = dict(node.options)
+    data["given"] = list(node.given)
     return data
 
 
 def _node_from_json(data: Mapping[str, Json]) -> Node:
     inputs = tuple(Input(name, type_, Ref(node, output)) for name, type_, node, output in data["inputs"])
     outputs = tuple(Output(*o) for o in data["outputs"])
-    return Node(**{**data, "inputs": inputs, "outputs": outputs, "options": _options(data["options"])})
+    given, options = tuple(data.get("given", ())), _options(data["options"])
+    return Node(**{**data, "inputs": inputs, "outputs": outputs, "options": options, "given": given})

@@ -34,7 +34,7 @@ def picture(graph: Graph) -> tuple[list[Box], list[Link]]:
     """The boxes in program order and the links between them. Arguments that updates change have no box of their own:
     the node that makes their next value stands for them."""
     boxes = [_argument(a) for a in graph.arguments if graph.producer(a.name) is None]
-    boxes += [_node(n, graph) for n in graph.nodes if n.construct == "call"]
+    boxes += [_node(n) for n in graph.nodes if n.construct == "call"]
     known = {box.name for box in boxes}
     links = [_link(graph, item.ref, n) for n in graph.nodes if n.construct == "call" for item in n.inputs]
     return boxes, [link for link in links if link.tail in known]
@@ -49,6 +49,12 @@ def value(option: Json) -> str:
     return repr(option)
 
 
+def told(node: Node) -> list[str]:
+    """The options that the call wrote, as it wrote them."""
+    options = dict(node.options)
+    return [f"{name}={value(options[name])}" for name in node.given if name in options]
+
+
 def clock(node: Node) -> str:
     if node.clock == "update" and node.every > 1:
         return f"every {node.every} updates"
@@ -61,12 +67,11 @@ def _argument(argument: Argument) -> Box:
     return Box(argument.name, argument.name, note, argument.pool, "frozen" if frozen else "source")
 
 
-def _node(node: Node, graph: Graph) -> Box:
-    """The note tells the clock and the options that say most: those that the program's flags set, and functions."""
-    flags = dict(graph.options)
-    told = [f"{k}={value(v)}" for k, v in node.options if k in flags or isinstance(v, dict)][:2]
-    beat = [] if told and node.clock == "group" else [clock(node)]
-    return Box(node.name, node.name, ", ".join([*beat, *told]), node.pool, "node")
+def _node(node: Node) -> Box:
+    """The note tells the clock, if it is not plain, and the first options that the call wrote."""
+    words = told(node)[:2]
+    beat = [] if words and node.clock == "group" else [clock(node)]
+    return Box(node.name, node.name, ", ".join([*beat, *words]), node.pool, "node")
 
 
 def _link(graph: Graph, ref: Ref, head: Node) -> Link:

@@ -91,6 +91,7 @@ class Recorder:
             clock=definition.clock,
             stateful=definition.init is not None and not interface.stream,
             where=caller(),
+            given=tuple(key for key in kwargs if key in interface.options),
         )
         self.nodes.append(node)
         return interface.bundle(*(Handle(self, Ref(node.name, o.name)) for o in node.outputs))

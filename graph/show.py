@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Graph, Node, Ref
 from penstock.graph.paths import short
-from penstock.graph.picture import clock, picture, value
+from penstock.graph.picture import clock, picture, told, value
 
 WIDTH = 88
 
@@ -23,7 +23,7 @@ def text(graph: Graph) -> str:
         summary = graph.doc.splitlines()[0]
         lines.append(f'    """{summary}"""')
     inline = _returned_call(graph)
-    calls = [(_statement(graph, n, names, returned=n is inline), _comment(n)) for n in graph.nodes]
+    calls = [(_statement(n, names, returned=n is inline), _comment(n)) for n in graph.nodes]
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
     for (first, *rest), comment in calls:
         lines += [f"{first:<{column}}# {comment}", *rest]
@@ -104,12 +104,12 @@ def _returned_call(graph: Graph) -> Node | None:
     return last if alone and name == graph.arguments[0].name else None
 
 
-def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
-    """The call's lines."""
+def _statement(node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
+    """The call's lines, with the options that it wrote."""
     function = short(node.op) if node.construct == "call" else node.construct
     words = [names.get(i.ref, str(i.ref)) for i in node.inputs]
     words += [f"lag={node.lag}"] if node.construct == "broadcast" else []
-    words += [f"{name}={value(v)}" for name, v in node.options]
+    words += told(node)
     targets = ", ".join(names[Ref(node.name, o.name)] for o in node.outputs)
     start = "    return " if returned else f"    {targets} = " if targets else "    "
     opening = f"{start}{function}("

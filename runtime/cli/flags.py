@@ -111,13 +111,13 @@ class SimulateFlags:
     """Fresh prompt groups per update."""
     generators: int = 1
     """Replicas of the generator."""
-    slots: int = 0
-    """Prompt groups that a generator works on at once; 0 for one."""
+    slots: int = 256
+    """Responses that a generator decodes at once."""
     versions: Literal["free", "pinned"] = "free"
     """Which versions groups may use."""
     duration: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=S[~SIGMA] …", help_behavior_hint="")] = ()
-    """Seconds of a node's firing, such as generate=0.05; ~0.5 draws them from a lognormal with that sigma. Also
-    publish, wire and swap, the parts of a weight sync. A node with an option `ms` has that by default."""
+    """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
+    mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default."""
     width: int = 0
     """Columns of the drawing; 0 for the terminal's."""
     svg: Annotated[str, _text("FILE", "none")] = ""

@@ -126,7 +126,7 @@ def _class(cls: type) -> Check:
     if not is_dataclass(cls) and not hasattr(cls, "_fields"):
         raise TypeError(f"codec: given {cls}, needed an annotation that its docstring lists")
     hints = get_type_hints(cls)
-    names = tuple(f.name for f in fields(cls)) if is_dataclass(cls) else tuple(cls._fields)  # type: ignore[attr-defined]
+    names = tuple(f.name for f in fields(cls)) if is_dataclass(cls) else tuple(cls._fields)
     tag = cls.__name__ if is_dataclass(cls) else None
     return _record(cls, cls.__name__, tag, tuple(hints[name] for name in names), names, cls.__name__)
 

@@ -74,8 +74,8 @@ class RunRecorder:
         self.log.stage(origin.to_json())
         name, cut = origin.stage, origin.cut
         self.stage = name
-        self.groups = dict(cut["fates"]) if cut else {}
         if name == "train":
+            self.groups = dict(cut["fates"]) if cut else {}
             self.idle.take(now)
             self.rows.restart(now)
         self.say({"kind": "stage", "stage": name, "time": now - self.began})

@@ -58,6 +58,10 @@ def _tune(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
 
 
+class _Dropped(Exception):
+    """A frame that goes no further: its kind, its sender's name, and why."""
+
+
 @dataclass(slots=True)
 class _Connection:
     """A peer's socket. `heard` and `said` are the last sequence numbers."""
@@ -106,7 +110,7 @@ class Server:
         A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
         """
         found: list[tuple[str, Message]] = []
-        ready = dict(self._poller.poll(1000 * timeout))
+        ready = dict(self._poller.poll(int(1000 * timeout)))
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         now = monotonic()
@@ -115,9 +119,10 @@ class Server:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            message = self._take(frames, now)
-            if message is not None:
-                found.append(message)
+            try:
+                found += self._take(frames, now)
+            except _Dropped as drop:
+                self._count(*drop.args)
         return found
 
     def send(self, peer: str, message: Message) -> bool:
@@ -160,48 +165,49 @@ class Server:
             raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _take(self, frames: list[bytes], now: float) -> tuple[str, Message] | None:
+    def _take(self, frames: list[bytes], now: float) -> list[tuple[str, Message]]:
+        """What a frame says to the caller, if anything. Raises _Dropped."""
         connection = self._connections.get(frames[0])
         name = "an unknown connection" if connection is None else connection.peer
         if len(frames) != 2:
-            return self._drop("malformed", name, f"{len(frames)} frames")
+            raise _Dropped("malformed", name, f"{len(frames)} frames")
         if len(frames[1]) > MAX_BYTES:
-            return self._drop("oversized", name, f"{len(frames[1])} bytes")
+            raise _Dropped("oversized", name, f"{len(frames[1])} bytes")
         try:
             sequence, message = unpack_frame(frames[1])
         except MessageError as error:
-            return self._drop("malformed", name, str(error))
+            raise _Dropped("malformed", name, str(error)) from error
         if connection is None:
             return self._greet(frames[0], sequence, message, now)
         if sequence <= connection.heard:
-            return self._drop("replayed", name, f"frame {sequence} after frame {connection.heard}")
+            raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, TO_CONTROLLER) or isinstance(message, Hello):
-            return self._drop("unexpected", name, type(message).__name__)
+            raise _Dropped("unexpected", name, type(message).__name__)
         connection.heard = sequence
         self._tracker.heard(connection.peer, now)
-        return None if isinstance(message, Heartbeat) else (connection.peer, message)
+        return [] if isinstance(message, Heartbeat) else [(connection.peer, message)]
 
-    def _greet(self, identity: bytes, sequence: int, message: Message, now: float) -> tuple[str, Message] | None:
-        """A connection's first frame: let it in, or drop it."""
+    def _greet(self, identity: bytes, sequence: int, message: Message, now: float) -> list[tuple[str, Message]]:
+        """A connection's first frame: let it in. Raises _Dropped."""
         if not isinstance(message, Hello):
-            return self._drop("unknown", "an unknown connection", f"{type(message).__name__} before Hello")
+            raise _Dropped("unknown", "an unknown connection", f"{type(message).__name__} before Hello")
         if not compare_digest(message.token.encode(), self._token):
-            return self._drop("unknown", message.peer, "Hello with another run's token")
+            raise _Dropped("unknown", message.peer, "Hello with another run's token")
         beats = message.role == "heartbeat"
         if not beats and message.peer in self._routes:
-            return self._drop("duplicate", message.peer, f"Hello of pid {message.pid}, but it is here already")
+            raise _Dropped("duplicate", message.peer, f"Hello of pid {message.pid}, but it is here already")
         connection = _Connection(message.peer, identity, sequence)
         self._connections[identity] = connection
         self._tracker.heard(message.peer, now)
         if beats:
-            return None
+            return []
         self._routes[message.peer] = connection
-        return message.peer, message
+        return [(message.peer, message)]
 
     def _refuse(self, address: str) -> None:
-        self._drop("refused", address, "a key that is not on the list")
+        self._count("refused", address, "a key that is not on the list")
 
-    def _drop(self, kind: str, name: str, text: str) -> None:
+    def _count(self, kind: str, name: str, text: str) -> None:
         self.counts[kind] += 1
         self.dropped.append(f"{kind} frame of {name}: {text}")
 
@@ -241,7 +247,7 @@ class Client:
 
         Returns early when another thread calls `wake`, and when a descriptor of `watch` has something.
         """
-        ready = dict(self._poller.poll(1000 * timeout))
+        ready = dict(self._poller.poll(int(1000 * timeout)))
         if self._waker in ready:
             os.eventfd_read(self._waker)
         if self._monitor in ready:

@@ -19,7 +19,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 from penstock.runtime.record.faults import RecordError, disk_fault
 

@@ -62,10 +62,6 @@ class Rows:
         """Training begins now: what came before is in no row's `seconds`."""
         self._last = now
 
-    def restart(self, now: float) -> None:
-        """Training begins only now: what was before does not count as seconds of the next row."""
-        self._last = now
-
     def group(self, ordinal: int, metrics: Metrics) -> None:
         """A per-group node's figures."""
         if metrics:

@@ -6,6 +6,7 @@ which a pool did nothing.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 Kind = Literal["group", "update", "publish", "send", "swap", "save", "source"]
@@ -55,13 +56,14 @@ def pool_of(replica: str) -> str:
 
 
 def lanes(bars: Iterable[Bar]) -> list[Lane]:
-    """The lanes: pools in the order in which they first work, replicas of a pool by their number."""
+    """The lanes: pools in the order in which they first run a node, replicas of a pool by their number."""
     by_lane: dict[str, list[Bar]] = {}
     first: dict[str, float] = {}
     for bar in sorted(bars, key=lambda b: (b.start, b.index, b.end)):
         by_lane.setdefault(bar.lane, []).append(bar)
-        first.setdefault(pool_of(bar.lane), bar.start)
-    names = sorted(by_lane, key=lambda n: (first[pool_of(n)], pool_of(n), _number(n), n))
+        if bar.kind in ("group", "update"):
+            first.setdefault(pool_of(bar.lane), bar.start)
+    names = sorted(by_lane, key=lambda n: (first.get(pool_of(n), inf), pool_of(n), _number(n), n))
     return [Lane(name, _tracks(by_lane[name])) for name in names]
 
 
@@ -82,9 +84,9 @@ def _tracks(bars: Sequence[Bar]) -> tuple[tuple[Bar, ...], ...]:
 
 
 def names(bars: Iterable[Bar]) -> list[str]:
-    """The different names of bars, in the order of the lanes and then of time: the legend's order."""
-    ordered = (bar for lane in lanes(bars) for track in lane.tracks for bar in track)
-    return list(dict.fromkeys(bar.name for bar in ordered))
+    """The different names of bars, nodes first, in the order of the lanes and then of time: the legend's order."""
+    ordered = [bar for lane in lanes(bars) for track in lane.tracks for bar in track]
+    return list(dict.fromkeys(bar.name for bar in sorted(ordered, key=lambda b: b.kind not in ("group", "update"))))
 
 
 def boundaries(bars: Iterable[Bar]) -> list[tuple[int, float]]:

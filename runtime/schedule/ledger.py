@@ -28,9 +28,14 @@ class Group:
 
 
 class Ledger:
-    """`lost` holds the lost ordinals above the last consumed one: all below that are final, and only counted."""
+    """`lost` holds the lost ordinals above the last consumed one: all below that are final, and only counted.
 
-    def __init__(self) -> None:
+    `earlier` groups were consumed by updates whose ordinals are none of this ledger's: an evaluation of version 30 has
+    its own ordinals from 0, and its update is the one after 30.
+    """
+
+    def __init__(self, earlier: int = 0) -> None:
+        self.earlier = earlier
         self.groups: dict[int, Group] = {}
         self.leaving: dict[int, Group] = {}
         self.lost: list[int] = []
@@ -57,7 +62,7 @@ class Ledger:
     def before(self, ordinal: int) -> int:
         """How many groups not known to be lost stand before `ordinal`, which is past the last consumed group."""
         settled = self.fates["dropped"] + self.fates["failed"] - len(self.lost)
-        return ordinal - settled - bisect_left(self.lost, ordinal)
+        return self.earlier + ordinal - settled - bisect_left(self.lost, ordinal)
 
     def lose(self, ordinal: int, fate: str) -> Group:
         """Give a group its final fate "dropped" or "failed". It is `leaving` while firings are in work on it."""
@@ -94,6 +99,7 @@ class Ledger:
     def to_json(self) -> dict[str, Any]:
         """All that a resume needs. Taken between updates, when no batch is assembled and not consumed."""
         return {
+            "earlier": self.earlier,
             "next": self.next,
             "lost": list(self.lost),
             "fates": dict(self.fates),
@@ -102,6 +108,7 @@ class Ledger:
 
     def restore(self, cut: Mapping[str, Any]) -> None:
         """The inverse of `to_json`, on a new ledger."""
+        self.earlier = cut["earlier"]
         self.next, self.lost, self.fates = cut["next"], list(cut["lost"]), dict(cut["fates"])
         for ordinal, made, readers in cut["groups"]:
             self.groups[ordinal] = Group(ordinal, dict(made), dict(readers))

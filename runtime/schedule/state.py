@@ -34,7 +34,7 @@ class State:
 
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
         self.tables, self.rules = tables, rules
-        self.ledger = Ledger()
+        self.ledger = Ledger(earlier=rules.start * rules.batch)
         self.ready: dict[str, list[int]] = {s: [] for s in tables.steps}
         self.load = dict.fromkeys(tables.replicas, 0)
         self.updates_done = {s.name: rules.start for s in tables.steps.values() if s.per_update}

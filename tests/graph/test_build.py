@@ -114,6 +114,7 @@ def test_a_trace_records_arguments_nodes_and_results() -> None:
         pool="scorer",
         clock="group",
         where=f"{PROGRAMS}:{row}",
+        given=("by",),
     )
 
 
@@ -371,7 +372,7 @@ def test_expressions_with_handles_say_to_make_a_node() -> None:
 
     words = ("<the program's value judge>", "an expression with it", "put the expression in a function with @node")
     failing(product, *words, mark="an expression")
-    for use in (
+    uses: tuple[Callable[[Any], Any], ...] = (
         lambda x: x + 1,
         lambda x: 1 + x,
         lambda x: -x,
@@ -385,29 +386,32 @@ def test_expressions_with_handles_say_to_make_a_node() -> None:
         lambda x: x(1),
         lambda x: 1 in x,
         lambda x: x.lengths(),
-    ):
-        failing(lambda _, answers, use=use: use(answers), "the program's value answers", "needed  a node")
+    )
+    for use in uses:
+        failing(lambda model, answers: use(answers), "the program's value answers", "needed  a node")  # noqa: B023
 
 
 def test_one_output_is_not_unpacked() -> None:
     def body(model: Any, answers: Any) -> Any:
-        first, _ = judge(answers)  # type: ignore[misc] # unpacked
+        first, _ = judge(answers)  # unpacked
         return learn(model, first)
 
     failing(body, "an expression with it (iter)", mark="unpacked")
 
 
 def test_inputs_are_checked_at_the_call() -> None:
-    failing(lambda m, a: learn(m), "learn: input 'rewards'", "given   nothing", "a value of type Rewards")
-    failing(lambda m, a: learn(m, 3), "learn: input 'rewards'", "given   3", "a value of type Rewards of this program")
-    failing(lambda m, a: judge(a, a), "judge: inputs", "2 positional values", "1 (answers)")
-    failing(lambda m, a: judge(a, answers=a), "judge: input 'answers'", "two values")
-    failing(lambda m, a: learn(m, judge(a), rat=0.2), "learn: option 'rat'", "nearest: rate")
-    failing(lambda m, a: learn(m, judge(a), rate=judge(a)), "learn: option 'rate'", "needed  a constant")
-    failing(lambda m, a: learn(m, judge(a), rate={1, 2}), "learn: option 'rate'", "given   {1, 2} (set)")
-    failing(lambda m, a: learn(m, judge(a), rate=float("nan")), "given   nan (float)")
-    failing(lambda m, a: learn(m, judge(a), rate={"path": "x"}), "learn: option 'rate'", "(dict)")
-    failing(lambda m, a: learn(m, judge(a), rate=lambda: 1), "learn: option 'rate'", "the top of a module")
+    call: Any = learn
+    ask: Any = judge
+    failing(lambda m, a: call(m), "learn: input 'rewards'", "given   nothing", "a value of type Rewards")
+    failing(lambda m, a: call(m, 3), "learn: input 'rewards'", "given   3", "a value of type Rewards of this program")
+    failing(lambda m, a: ask(a, a), "judge: inputs", "2 positional values", "1 (answers)")
+    failing(lambda m, a: ask(a, answers=a), "judge: input 'answers'", "two values")
+    failing(lambda m, a: call(m, ask(a), rat=0.2), "learn: option 'rat'", "nearest: rate")
+    failing(lambda m, a: call(m, ask(a), rate=ask(a)), "learn: option 'rate'", "needed  a constant")
+    failing(lambda m, a: call(m, ask(a), rate={1, 2}), "learn: option 'rate'", "given   {1, 2} (set)")
+    failing(lambda m, a: call(m, ask(a), rate=float("nan")), "given   nan (float)")
+    failing(lambda m, a: call(m, ask(a), rate={"path": "x"}), "learn: option 'rate'", "(dict)")
+    failing(lambda m, a: call(m, ask(a), rate=lambda: 1), "learn: option 'rate'", "the top of a module")
     failing(lambda m, a: broadcast(3), "broadcast", "given   3")
 
 

@@ -22,14 +22,14 @@ def aipo(policy: Policy, prompts: Prompts, *, lag=1, rho=4.0, samples=8):
 ACTOR_CRITIC = '''\
 def actor_critic(policy: Policy, critic: Critic, prompts: Prompts, *, lag=1):
     """Two carried values: the critic learns beside the policy."""
-    behaviour = broadcast(policy, lag=1)                             # to generator
-    rollouts = generate(prompts, behaviour, samples=8)               # generator, per group
-    rewards = score(rollouts, by=math_answer)                        # scorer, per group
-    weights = broadcast(critic, lag=2)                               # broadcast_2, to critic
-    values = estimate(rollouts, weights)                             # critic, per group
-    advantage = advantages(rewards, values)                          # scorer, per group
-    next_critic = critic_update(critic, rollouts, rewards)           # critic, per update
-    next_policy = aipo_update(policy, rollouts, advantage, rho=4.0)  # trainer, per update
+    behaviour = broadcast(policy, lag=1)                    # to generator
+    rollouts = generate(prompts, behaviour)                 # generator, per group
+    rewards = score(rollouts)                               # scorer, per group
+    weights = broadcast(critic, lag=2)                      # broadcast_2, to critic
+    values = estimate(rollouts, weights)                    # critic, per group
+    advantage = advantages(rewards, values)                 # scorer, per group
+    next_critic = critic_update(critic, rollouts, rewards)  # critic, per update
+    next_policy = aipo_update(policy, rollouts, advantage)  # trainer, per update
     return {"policy": next_policy, "critic": next_critic}'''
 
 EVALUATE = '''\
@@ -37,17 +37,16 @@ def evaluate(policy: Policy, prompts: Prompts):
     """Accuracy on held-out problems."""
     behaviour = broadcast(policy, lag=0)                # evaluate.broadcast, to generator
     rollouts = generate(prompts, behaviour, samples=1)  # evaluate.generate, generator, per group
-    rewards = score(rollouts, by=math_answer)           # evaluate.score, scorer, per group
+    rewards = score(rollouts)                           # evaluate.score, scorer, per group
     accuracy(rewards)                                   # evaluate.accuracy, scorer, per update
     return policy'''
 
-
 LONG = """\
 def long(policy: Policy, prompts: Prompts):
-    rewards, judge_1 = judge(prompts)                                             # default, per group
-    learn_out = learn(policy, rewards, alpha=0.5, betas=(0.9, 0.95), name='a b')  # default, per update
-    return learn(learn_out, judge_1, alpha=0.5, betas=(0.9, 0.95),                # learn_2, default, per update
-                 name='a name that is too long for the line')"""
+    rewards, judge_1 = judge(prompts)                                         # default, per group
+    learn_out = learn(policy, rewards)                                        # default, per update
+    return learn(learn_out, judge_1, name='a name that is long', alpha=0.25,  # learn_2, default, per update
+                 betas=(0.5, 0.75))"""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_long_calls_are_wrapped_between_arguments_and_names_are_never_shared() -
     @program
     def long(policy: Policy, prompts: Prompts) -> Policy:
         good, fair = judge(prompts)
-        return learn(learn(policy, good), fair, name="a name that is too long for the line")
+        return learn(learn(policy, good), fair, name="a name that is long", alpha=0.25, betas=(0.5, 0.75))
 
     assert str(trace(long)) == LONG
 

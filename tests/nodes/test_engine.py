@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
 from penstock.nodes.generate import generate, make_engine
-from penstock.nodes.generate.cache import Cache, block_bounds
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.model import Llama, ModelConfig, ModelError, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
@@ -308,31 +307,3 @@ def test_what_cannot_work_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(replace(context, **changes), **options)
-
-
-def test_blocks_of_a_cache_cover_it_and_do_not_depend_on_its_length() -> None:
-    assert block_bounds(20) == [(0, 16), (16, 20)]
-    assert block_bounds(1000)[:5] == [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
-    assert [end for _, end in block_bounds(1000)][4:] == [256, 512, 768, 1000]
-
-
-def test_blocks_beyond_a_row_do_not_change_its_bits() -> None:
-    """Attention at positions up to 40, computed over 64 and over all 600 positions, equals softmax attention."""
-    generator = torch.Generator().manual_seed(0)
-    cache = Cache(CONFIG, 16, 600, torch.float32, "cpu")
-    cache.keys_LSGCK.normal_(generator=generator)
-    cache.values_LSGCK.normal_(generator=generator)
-    positions_S = torch.arange(25, 41)
-    q_S1HK, k_S1GK, v_S1GK = (torch.randn(16, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
-    outs = []
-    for reach in (41, 600):
-        cache.begin(positions_S, reach)
-        outs.append(cache.attend(1, q_S1HK, k_S1GK, v_S1GK))
-    assert torch.equal(outs[0], outs[1])
-    for row, position in enumerate(positions_S.tolist()):
-        keys, values = (
-            x[1, row, :, : position + 1].repeat_interleave(2, 0) for x in (cache.keys_LSGCK, cache.values_LSGCK)
-        )
-        expected = torch.nn.functional.scaled_dot_product_attention(q_S1HK[row].transpose(0, 1), keys, values)
-        torch.testing.assert_close(outs[0][row].transpose(0, 1), expected)
-        assert torch.equal(keys[0, position], k_S1GK[row, 0, 0])

@@ -1,5 +1,6 @@
 """Every message crosses the wire whole, and nothing else does."""
 
+from contextlib import suppress
 from typing import Any, get_args
 
 import msgpack
@@ -69,10 +70,8 @@ def test_truncated_and_damaged_frames_raise_nothing_but_message_errors(data: st.
         unpack(frame[:cut])
     damaged = bytearray(frame)
     damaged[cut] = data.draw(st.integers(0, 255))
-    try:
+    with suppress(MessageError):
         unpack(bytes(damaged))
-    except MessageError as error:
-        assert str(error)
 
 
 @settings(max_examples=300, deadline=None)

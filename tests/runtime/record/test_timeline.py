@@ -33,8 +33,10 @@ def test_bars_of_one_track_do_not_overlap_and_none_is_lost(bars: list[Bar]) -> N
 
 
 def test_lanes_are_in_the_order_of_work_and_replicas_together() -> None:
-    bars = [bar("scorer/0", 2, 3), bar("generator/10", 1, 2), bar("generator/2", 3, 4), bar("trainer/0", 5, 6)]
-    assert [lane.name for lane in lanes(bars)] == ["generator/2", "generator/10", "scorer/0", "trainer/0"]
+    sync = [Bar("trainer/0", "publish", 0, 0, 1, "publish"), Bar("policy>generator/0", "send", 0, 0, 1, "send")]
+    bars = [*sync, bar("scorer/0", 2, 3), bar("generator/10", 1, 2), bar("generator/2", 3, 4), bar("trainer/0", 5, 6)]
+    order = ["generator/2", "generator/10", "scorer/0", "trainer/0", "policy>generator/0"]
+    assert [lane.name for lane in lanes(bars)] == order
 
 
 def test_a_lane_has_as_many_tracks_as_bars_at_once() -> None:

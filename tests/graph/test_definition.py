@@ -1,0 +1,246 @@
+"""Nodes outside of programs: what a direct call does, and what workers use."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from penstock.graph import Context, GraphError, Metrics, NodeDef, node
+from penstock.graph.interface import REQUIRED, interface
+
+
+class Reward(float): ...
+
+
+class Length(int): ...
+
+
+class Both(NamedTuple):
+    reward: Reward
+    length: Length
+
+
+class Tally:
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+
+class Slots:
+    """A `Stream`."""
+
+    def submit(self, tag: Any, inputs: Any) -> None: ...
+
+    def step(self) -> list[Any]:
+        return []
+
+    def busy(self) -> bool:
+        return False
+
+
+def start(context: Context, *, at: int) -> Tally:
+    return Tally(at)
+
+
+def open_slots(context: Context) -> Slots:
+    return Slots()
+
+
+@node
+def plain(length: Length, *, weight: float = 2.0) -> Reward:
+    """Doubles."""
+    return Reward(length * weight)
+
+
+@node(pool="scorer")
+def measured(length: Length) -> tuple[Reward, Metrics]:
+    return Reward(length), {"mean": 1.0}
+
+
+@node
+def split(length: Length) -> tuple[Reward, Length]:
+    return Reward(length), length
+
+
+@node
+def split_measured(length: Length) -> tuple[Reward, Length, Metrics]:
+    return Reward(length), length, {"mean": 1.0}
+
+
+@node
+def named(length: Length) -> Both:
+    return Both(Reward(length), length)
+
+
+@node
+def named_measured(length: Length) -> tuple[Both, Metrics]:
+    return Both(Reward(length), length), {"mean": 1.0}
+
+
+@node
+def figures(length: Length) -> Metrics:
+    return {"mean": 1.0}
+
+
+@node
+def silent(length: Length) -> None: ...
+
+
+@node(init=start)
+def counted(tally: Tally, length: Length, *, at: int = 0) -> tuple[Tally, Reward]:
+    tally.count += 1
+    return tally, Reward(tally.count + at)
+
+
+@node(clock="update", init=start)
+def counted_measured(tally: Tally, length: Length, *, at: int = 0) -> tuple[Tally, tuple[Reward, Length], Metrics]:
+    return tally, (Reward(1), length), {"mean": 1.0}
+
+
+@node(init=start)
+def counted_figures(tally: Tally, length: Length, *, at: int = 0) -> tuple[Tally, Metrics]:
+    return tally, {"mean": 1.0}
+
+
+@node(init=open_slots)
+def streamed(slots: Slots, length: Length) -> tuple[Slots, Reward, Metrics]:
+    return slots, Reward(length), {}
+
+
+def test_a_direct_call_is_the_plain_function() -> None:
+    assert plain(Length(3)) == 6.0
+    assert plain(Length(3), weight=1.0) == 3.0
+    assert measured.fn(Length(3)) == (3.0, {"mean": 1.0})
+    tally = Tally(5)
+    assert counted.fn(tally, Length(1), at=10) == (tally, 16.0)
+    assert tally.count == 6
+
+
+def test_a_node_keeps_the_name_and_documentation_of_its_function() -> None:
+    assert (plain.__name__, plain.__doc__, plain.__module__) == ("plain", "Doubles.", __name__)
+    assert plain.path == f"{__name__}:plain"
+    assert repr(plain) == f"<node {__name__}:plain>"
+    assert isinstance(plain, NodeDef)
+    assert (plain.pool, plain.clock, plain.init) == ("default", "group", None)
+    assert (counted_measured.clock, counted_measured.init) == ("update", start)
+
+
+def test_the_signature_is_the_interface() -> None:
+    found = counted.interface
+    assert [(p.name, p.type, p.optional) for p in found.inputs] == [("length", Length, False)]
+    assert found.options == {"at": 0}
+    assert [(p.name, p.type) for p in found.outputs] == [("out", Reward)]
+    assert not found.stream
+    assert streamed.interface.stream
+
+
+@pytest.mark.parametrize(
+    ("definition", "outputs", "metrics"),
+    [
+        (plain, {"out": 6.0}, {}),
+        (measured, {"out": 3.0}, {"mean": 1.0}),
+        (split, {"0": 3.0, "1": 3}, {}),
+        (split_measured, {"0": 3.0, "1": 3}, {"mean": 1.0}),
+        (named, {"reward": 3.0, "length": 3}, {}),
+        (named_measured, {"reward": 3.0, "length": 3}, {"mean": 1.0}),
+        (figures, {}, {"mean": 1.0}),
+        (silent, {}, {}),
+    ],
+)
+def test_workers_split_a_result_into_outputs_and_metrics(
+    definition: NodeDef[..., Any], outputs: dict[str, Any], metrics: Metrics
+) -> None:
+    result = definition.run(None, {"length": Length(3)}, {})
+    assert definition.split(result, stateful=False) == (None, outputs, metrics)
+
+
+def test_workers_split_the_state_off() -> None:
+    tally = Tally(0)
+    result = counted.run(tally, {"length": Length(3)}, {"at": 1})
+    assert counted.split(result, stateful=True) == (tally, {"out": 2.0}, {})
+    result = counted_measured.run(tally, {"length": Length(3)}, {})
+    assert counted_measured.split(result, stateful=True) == (tally, {"0": 1.0, "1": 3}, {"mean": 1.0})
+    result = counted_figures.run(tally, {"length": Length(3)}, {})
+    assert counted_figures.split(result, stateful=True) == (tally, {}, {"mean": 1.0})
+
+
+def test_a_stream_hands_outputs_over_without_the_state() -> None:
+    assert streamed.split((Reward(1), {"mean": 2.0}), stateful=False) == (None, {"out": 1.0}, {"mean": 2.0})
+    assert counted.split(Reward(1), stateful=False) == (None, {"out": 1.0}, {})
+
+
+@pytest.mark.parametrize(
+    ("definition", "result", "given", "needed"),
+    [
+        (plain, 3, "int", "Reward"),
+        (plain, None, "NoneType", "Reward"),
+        (measured, Reward(1), "Reward", "Reward, Metrics]"),
+        (measured, ({}, Reward(1)), "tuple[dict, Reward]", "Reward, Metrics]"),
+        (split, (Reward(1),), "tuple[Reward]", "Reward, "),
+        (split, Reward(1), "Reward", "Reward, "),
+        (figures, None, "NoneType", "Metrics"),
+        (silent, Reward(1), "Reward", "None"),
+    ],
+)
+def test_a_result_that_does_not_fit_the_annotation(
+    definition: NodeDef[..., Any], result: Any, given: str, needed: str
+) -> None:
+    with pytest.raises(TypeError) as raised:
+        definition.split(result, stateful=False)
+    text = str(raised.value)
+    assert f"{definition.__name__} returned {given}, needed " in text
+    assert needed in text
+    assert text.startswith(f"{__file__}:")
+
+
+# Signatures that cannot be read ---------------------------------------------------------------------------
+
+
+def refused(function: Any, *words: str, stateful: bool = False) -> None:
+    with pytest.raises(GraphError) as raised:
+        interface(function, stateful=stateful)
+    for word in (f"{__file__}:{function.__code__.co_firstlineno}: {function.__name__}", *words):
+        assert word in str(raised.value)
+
+
+def test_inputs_need_a_class_and_no_default() -> None:
+    def bare(x) -> Reward: ...  # type: ignore[no-untyped-def, empty-body]
+    def union(x: Reward | Length) -> Reward: ...  # type: ignore[empty-body]
+    def preset(x: Length = Length(3)) -> Reward: ...  # type: ignore[empty-body] # noqa: B008
+    def starred(*x: Length) -> Reward: ...  # type: ignore[empty-body]
+    def open_ended(**x: Length) -> Reward: ...  # type: ignore[empty-body]
+    def unnamed(x: Length, /) -> Reward: ...  # type: ignore[empty-body]
+
+    refused(bare, "parameter 'x'", "no annotation", "a class")
+    refused(union, "parameter 'x'", "Reward | ")
+    refused(preset, "parameter 'x'", "the default 3", "options stand after `*`")
+    refused(starred, "variadic positional")
+    refused(open_ended, "variadic keyword")
+    refused(unnamed, "positional-only")
+
+
+def test_outputs_need_classes() -> None:
+    def bare(x: Length): ...  # type: ignore[no-untyped-def]
+    def text(x: Length) -> "Reward | Length": ...  # type: ignore[empty-body]
+    def missing(x: Length) -> "Nowhere": ...  # type: ignore[name-defined] # noqa: F821
+
+    refused(bare, "return annotation", "no annotation")
+    refused(text, "return annotation")
+    refused(missing, "signature", "name 'Nowhere' is not defined")
+
+
+def test_a_stateful_node_returns_its_state() -> None:
+    def forgets(tally: Tally, x: Length) -> Reward: ...  # type: ignore[empty-body]
+
+    refused(forgets, "return annotation", "tuple[State, Output]", stateful=True)
+
+
+def test_optional_inputs_and_required_options() -> None:
+    def optional(x: Length, y: Reward | None = None, *, must: int) -> Reward: ...  # type: ignore[empty-body]
+
+    found = interface(optional, stateful=False)
+    assert [(p.name, p.type, p.optional) for p in found.inputs] == [("x", Length, False), ("y", Reward, True)]
+    assert found.options == {"must": REQUIRED}
+
+
+def test_clocks_are_group_and_update() -> None:
+    with pytest.raises(GraphError, match="plain: clock\n    given   'weekly'"):
+        node(clock="weekly")(plain.fn)  # type: ignore[call-overload]

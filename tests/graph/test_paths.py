@@ -1,0 +1,198 @@
+"""Import paths: what names a function so that another process finds the same one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import GraphError, NodeDef, Program, load, node, trace
+from penstock.graph.paths import encode, path_of, resolve, short
+from penstock.graph.types import Rewards, Rollouts
+
+PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
+
+MINE = """
+from dataclasses import dataclass
+from penstock.graph import Policy, Prompts, Rewards, Rollouts, Weights, broadcast, node, program
+from beside_mine import rule
+
+@dataclass
+class Plan:
+    steps: tuple
+
+class Nested:
+    @staticmethod
+    def inside(x): return x
+
+@node(pool="generator")
+def plan(prompts: Prompts, behaviour: Weights, *, by=rule) -> Plan: ...
+
+@node(pool="trainer", clock="update")
+def learn(policy: Policy, plan: Plan) -> Policy: ...
+
+@program
+def mine(policy, prompts):
+    return learn(policy, plan(prompts, broadcast(policy, lag=1)))
+
+not_here = lambda: 1
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "beside_mine.py").write_text("def rule(x): return x\n")
+    return tmp_path / "mine.py"
+
+
+@node
+def judge(rollouts: Rollouts) -> Rewards:
+    raise NotImplementedError
+
+
+def refused(path: str, *words: str) -> None:
+    with pytest.raises(GraphError) as raised:
+        load(path)
+    for word in ("nothing to load", *words):
+        assert word in str(raised.value)
+
+
+# Loading --------------------------------------------------------------------------------------------------
+
+
+def test_a_module_and_name() -> None:
+    assert load("penstock.graph.types:Rewards") is Rewards
+    assert load("penstock.graph.types:Batchable.concat").__name__ == "concat"
+
+
+def test_a_file_and_name_with_what_stands_beside_it(mine: Path) -> None:
+    found = load(f"{mine}:mine")
+    assert isinstance(found, Program)
+    assert found.path == f"{mine}:mine"
+    assert load(f"{mine}:Nested.inside")(3) == 3
+
+
+def test_a_file_is_loaded_once_whatever_its_path_is_given_as(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load(f"{mine}:plan")
+    monkeypatch.chdir(mine.parent)
+    assert load("mine.py:plan") is first
+    assert load("./mine.py:plan") is first
+    assert isinstance(first, NodeDef)
+
+
+def test_the_graph_of_a_file_names_its_nodes_types_and_functions_by_path(mine: Path) -> None:
+    graph = trace(load(f"{mine}:mine"))
+    assert graph.op == f"{mine}:mine"
+    assert [n.op for n in graph.nodes] == ["broadcast", f"{mine}:plan", f"{mine}:learn"]
+    assert graph["plan"].outputs[0].type == f"{mine}:Plan"
+    assert graph["plan"].option("by") == {"path": "beside_mine:rule"}
+    assert load(graph["learn"].op) is load(f"{mine}:learn")
+
+
+def test_another_process_traces_an_equal_graph(mine: Path) -> None:
+    code = (
+        "import json,sys; from penstock.graph import load,trace; print(json.dumps(trace(load(sys.argv[1])).to_json()))"
+    )
+    command = [sys.executable, "-c", code, f"{mine}:mine"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == trace(load(f"{mine}:mine")).to_json()
+
+
+def test_a_script_names_its_own_nodes_by_file(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from penstock.graph import load, node, Rewards\n"
+        "@node\n"
+        "def judge(rewards: Rewards) -> Rewards: ...\n"
+        "if __name__ == '__main__':\n"
+        "    print(judge.path, load(judge.path) is judge)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == f"{tmp_path}/script.py:judge True\n"
+
+
+def test_modules_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lonely_module.py").write_text("def rule(x): return x\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load("lonely_module:rule")(2) == 2
+
+
+def test_built_in_programs_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    import penstock.programs as programs
+
+    folder = PROGRAMS.parent
+    monkeypatch.setattr(programs, "__path__", [str(folder)])
+    refused("programs_for_test", "'programs_for_test'", '"file.py:name"', "the nearest: programs_for_tests")
+
+
+# What cannot be loaded ------------------------------------------------------------------------------------
+
+
+def test_unknown_names_come_with_the_nearest_ones(mine: Path) -> None:
+    refused(f"{mine}:lern", f"given   '{mine}:lern'", f"at the top of {mine}", "the nearest: learn")
+    refused("penstock.graph.types:Reward", "the nearest: Rewards")
+    refused(f"{mine}:xyz", "there are: ")
+
+
+def test_unknown_modules_and_files(mine: Path) -> None:
+    refused("penstock.grph:node", "there is no module 'penstock.grph'")
+    refused("no_such_package.inside:node", "there is no module 'no_such_package'")
+    refused(f"{mine.parent}/mien.py:mine", "there is no file", "the nearest: mine.py")
+    refused("aippo.inner", '"package.module:name"')
+
+
+def test_a_name_must_follow(mine: Path) -> None:
+    refused(str(mine), 'a name after ":"', "mine")
+
+
+def test_what_other_processes_cannot_import(mine: Path) -> None:
+    def local() -> None: ...
+
+    refused(path_of(local), "defined inside a function")
+
+
+def test_a_module_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_dependency\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        load(f"{tmp_path}/broken.py:anything")
+    (tmp_path / "wrong.py").write_text("def f(:\n")
+    with pytest.raises(SyntaxError):
+        load(f"{tmp_path}/wrong.py:f")
+    (tmp_path / "wrong.py").write_text("def f(): return 1\n")
+    assert load(f"{tmp_path}/wrong.py:f")() == 1
+
+
+# Options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [None, True, 3, -2.5, float("inf"), "text", [1, [2]], {"a": {"b": None}}])
+def test_json_is_its_own_encoding(option: Any) -> None:
+    assert encode(option, "x") == option
+    assert resolve(encode(option, "x")) == option
+
+
+@pytest.mark.parametrize("thing", [judge, Rewards, os.path.join, len])
+def test_functions_classes_and_nodes_are_encoded_as_paths(thing: Any) -> None:
+    assert resolve(encode([{"by": thing}], "x")) == [{"by": thing}]
+
+
+def test_tuples_become_lists() -> None:
+    assert resolve(encode((1, (2,)), "x")) == [1, [2]]
+
+
+@pytest.mark.parametrize("option", [float("nan"), {1: 2}, b"x", object(), {"path": "a:b"}, {1}, 1j, lambda: 1])
+def test_other_objects_are_refused(option: Any) -> None:
+    with pytest.raises(GraphError, match="score: option 'by'"):
+        encode(option, "score: option 'by'")
+
+
+def test_short_names() -> None:
+    assert short("penstock.graph.types:Rewards") == "Rewards"
+    assert short("/home/me/my.py:judge") == "judge"
+    assert short("m:test.<locals>.Inner") == "Inner"

@@ -1,0 +1,58 @@
+"""The public surface, and what importing it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import penstock.graph
+from penstock.graph import Fault, GraphError
+from penstock.graph.faults import nearest
+
+
+def test_the_public_names_are_counted() -> None:
+    assert sorted(penstock.graph.__all__) == [
+        "Advantages",
+        "Context",
+        "Fault",
+        "Firing",
+        "Graph",
+        "GraphError",
+        "Logprobs",
+        "Metrics",
+        "NodeDef",
+        "Policy",
+        "Program",
+        "Prompts",
+        "Rewards",
+        "Rollouts",
+        "Weights",
+        "broadcast",
+        "check",
+        "load",
+        "node",
+        "program",
+        "trace",
+    ]
+    assert all(hasattr(penstock.graph, name) for name in penstock.graph.__all__)
+
+
+def test_importing_the_language_imports_neither_torch_nor_networkx() -> None:
+    code = "import sys, penstock.graph; print([m for m in ('torch', 'networkx', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_an_error_of_several_faults_shows_them_all() -> None:
+    faults = (Fault("a", "1", "2", "f.py:1"), Fault("b", "3", "4"))
+    with pytest.raises(ValueError, match=r"f\.py:1: a") as raised:
+        raise GraphError(*faults)
+    assert str(raised.value) == "f.py:1: a\n    given   1\n    needed  2\nb\n    given   3\n    needed  4"
+    assert raised.value.faults == faults  # type: ignore[attr-defined]
+
+
+def test_the_nearest_names_come_first() -> None:
+    assert nearest("scoer", ["score", "generate"]) == "; the nearest: score"
+    assert nearest("x", ["beta", "alpha"]) == "; there are: alpha, beta"
+    assert nearest("x", []) == ""
+    assert nearest("x", [f"name{i:02}" for i in range(20)]).endswith("name11, …")

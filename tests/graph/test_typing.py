@@ -1,0 +1,119 @@
+"""Programs and nodes type-check in strict mode: mypy checks this file, and must see these types."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple, assert_type
+
+from penstock.graph import (
+    Advantages,
+    Context,
+    Metrics,
+    Policy,
+    Prompts,
+    Rewards,
+    Rollouts,
+    Weights,
+    broadcast,
+    node,
+    program,
+)
+
+
+class Engine:
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+
+class Figures(NamedTuple):
+    rewards: Rewards
+    advantage: Advantages
+
+
+def make_engine(context: Context, *, samples: int) -> Engine:
+    return Engine(samples)
+
+
+@node(pool="generator", init=make_engine)
+def generate(engine: Engine, prompts: Prompts, behaviour: Weights, *, samples: int = 8) -> tuple[Engine, Rollouts]:
+    raise NotImplementedError
+
+
+@node(pool="scorer")
+def score(rollouts: Rollouts, hints: Rewards | None = None) -> tuple[Rewards, Metrics]:
+    raise NotImplementedError
+
+
+@node
+def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:
+    return Rewards(rewards.values_N - weight * rollouts.lengths())
+
+
+@node(pool="scorer")
+def both(rewards: Rewards) -> tuple[Rewards, Advantages, Metrics]:
+    raise NotImplementedError
+
+
+@node(pool="scorer")
+def named(rewards: Rewards) -> tuple[Figures, Metrics]:
+    raise NotImplementedError
+
+
+@node(pool="scorer", clock="update")
+def accuracy(rewards: Rewards) -> Metrics:
+    raise NotImplementedError
+
+
+@node(pool="trainer", clock="update")
+def learn(policy: Policy, rollouts: Rollouts, advantage: Advantages, *, rho: float = 4.0) -> tuple[Policy, Metrics]:
+    raise NotImplementedError
+
+
+@program
+def evaluate(policy: Policy, prompts: Prompts) -> Policy:
+    accuracy(score(generate(prompts, broadcast(policy))))
+    return policy
+
+
+@program(evaluation=evaluate)
+def typed(policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1) -> Policy:
+    behaviour = assert_type(broadcast(policy, lag=lag), Weights)
+    rollouts = assert_type(generate(prompts, behaviour, samples=samples), Rollouts)
+    rewards = assert_type(shorter_is_better(rollouts, score(rollouts), weight=0.1), Rewards)
+    rewards, _ = assert_type(both(rewards), tuple[Rewards, Advantages])
+    figures = assert_type(named(rewards), Figures)
+    return assert_type(learn(policy, rollouts, figures.advantage, rho=2.0), Policy)
+
+
+WRONG = """
+from penstock.graph import *
+
+@node
+def score(rollouts: Rollouts, *, weight: float = 1.0) -> tuple[Rewards, Metrics]:
+    raise NotImplementedError
+
+@program
+def wrong(policy: Policy, rollouts: Rollouts) -> Policy:
+    score(policy)
+    score(rollouts, weight="a")
+    score(rollouts, wieght=1.0)
+    score()
+    return score(rollouts)
+"""
+
+
+def test_mistyped_calls_are_found_by_the_type_checker(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(root / ".mypy_cache")]
+    done = subprocess.run([*command, str(tmp_path / "wrong.py")], cwd=root, capture_output=True, text=True, timeout=250)
+    errors = [text.split(": ", 2)[0].rpartition(":")[2] for text in done.stdout.splitlines() if ": error: " in text]
+    assert errors == ["10", "11", "12", "13", "14"], done.stdout
+
+
+def test_the_program_above_can_be_traced() -> None:
+    from penstock.graph import check, trace
+
+    faults = [fault.what for fault in check(trace(typed))]
+    assert faults == ["both: output '1'", "named: output 'rewards'"]
+    assert check(trace(evaluate)) == []

@@ -1,0 +1,71 @@
+"""The cache attends in blocks whose number changes no row, and prompts are copied into it as they were computed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.nodes.generate.cache import Cache, Prefix, block_bounds
+from penstock.nodes.model import Llama, ModelConfig
+
+CONFIG = ModelConfig(40, 32, 40, 2, 4, 2, 8, 64, initializer_range=0.2)
+SLOTS = 16
+
+
+def filled(length: int) -> tuple[Cache, Tensor, Tensor, Tensor]:
+    """A cache of random entries, and one step's queries, keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    cache = Cache(CONFIG, SLOTS, length, torch.float32, "cpu")
+    cache.keys_LSGCK.normal_(generator=generator)
+    cache.values_LSGCK.normal_(generator=generator)
+    q, k, v = (torch.randn(SLOTS, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
+    return cache, q, k, v
+
+
+def test_blocks_cover_a_cache_and_do_not_depend_on_its_length() -> None:
+    assert block_bounds(20) == [(0, 16), (16, 20)]
+    assert block_bounds(1000)[:5] == [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
+    assert [end for _, end in block_bounds(1000)][4:] == [256, 512, 768, 1000]
+
+
+def test_blocks_beyond_a_row_do_not_change_its_bits() -> None:
+    cache, q_S1HK, k_S1GK, v_S1GK = filled(600)
+    outs = []
+    for reach in (41, 600):
+        cache.begin(torch.arange(25, 41), reach)
+        outs.append(cache.attend(1, q_S1HK, k_S1GK, v_S1GK))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_attention_by_blocks_is_attention() -> None:
+    cache, q_S1HK, k_S1GK, v_S1GK = filled(600)
+    positions_S = torch.arange(SLOTS) * 39 + 3
+    cache.begin(positions_S, 600)
+    out_S1HK = cache.attend(1, q_S1HK, k_S1GK, v_S1GK)
+    for row, position in enumerate(positions_S.tolist()):
+        keys_HCK, values_HCK = (
+            x[1, row, :, : position + 1].repeat_interleave(2, 0) for x in (cache.keys_LSGCK, cache.values_LSGCK)
+        )
+        expected_H1K = F.scaled_dot_product_attention(q_S1HK[row].transpose(0, 1), keys_HCK, values_HCK)
+        torch.testing.assert_close(out_S1HK[row].transpose(0, 1), expected_H1K)
+        assert torch.equal(keys_HCK[0, position], k_S1GK[row, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_on_a_cache_equals_the_whole_forward(dtype: torch.dtype) -> None:
+    model = Llama(CONFIG, dtype)
+    model.init_weights(0)
+    tokens_SC = torch.randint(0, 40, (SLOTS, 30), generator=torch.Generator().manual_seed(1))
+    cache, prefix = Cache(CONFIG, SLOTS, 64, dtype, "cpu"), Prefix()
+    with torch.no_grad():
+        whole_SCD = model.hidden(tokens_SC)
+        model(tokens_SC[:, :10], None, prefix.attend)
+        order = torch.randperm(SLOTS)
+        cache.place(prefix, order, order)
+        for position in range(10, 30):
+            positions_S = torch.full((SLOTS,), position)
+            cache.begin(positions_S, position + 1)
+            step_S1D = model(tokens_SC[:, position, None], positions_S[:, None], cache.attend)
+            error_SD = (step_S1D[:, 0] - whole_SCD[:, position]).float().abs()
+            assert error_SD.max() < (1e-4 if dtype == torch.float32 else 0.15)
+            assert error_SD.mean() < (1e-5 if dtype == torch.float32 else 0.02)

@@ -1,0 +1,73 @@
+"""A stand-in for a controller: it starts one rank on every host, and ends as FAKE_CONTROLLER says.
+
+"done": when all ranks are ready. "wait": when it is told to stop, or somebody died. "deaf": never. "raise": at once.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from penstock.runtime.control.keys import Door
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Launch, Ready
+from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.wire import Server
+
+told: list[str] = []
+
+
+def say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def listen() -> None:
+    for line in sys.stdin:
+        told.append(line.strip())
+
+
+def main() -> int:
+    die_with_parent()
+    mode = os.environ["FAKE_CONTROLLER"]
+    if mode == "raise":
+        raise RuntimeError("no such graph")
+    server = Server(Door.read(Path(sys.argv[1]) / "keys" / "controller.json"))
+    threading.Thread(target=listen, daemon=True).start()
+    print("a library says hello", flush=True)
+    say(type="listening", endpoint=server.endpoint)
+    hosts: list[str] = []
+    pids: dict[str, int] = {}
+    status = None
+    while status is None:
+        for peer, message in server.receive(0.05):
+            match message:
+                case AgentReady(host=host, pid=pid):
+                    hosts.append(host)
+                    pids[peer] = pid
+                    server.send(peer, Launch(f"{host}-pool/0", 0))
+                case Ready(replica=replica, pid=pid):
+                    pids[replica] = pid
+                    if len(pids) == 2 * int(os.environ["FAKE_HOSTS"]):
+                        say(type="ready", controller=os.getpid(), pids=pids)
+                        status = 0 if mode == "done" else None
+                case Exited(replica=replica, rank=rank, reason=reason):
+                    say(type="error", text=f"{replica} rank {rank} died: {reason}")
+                    status = 1
+        if told and mode != "deaf":
+            say(type="told", line=told[0])
+            status = 130 if told[0] == "stop" else 1
+    for peer in server.peers:
+        server.send(peer, Goodbye(""))
+    end = monotonic() + 5
+    while mode == "done" and monotonic() < end and any(server.send(peer, Goodbye("")) for peer in server.peers):
+        server.receive(0.02)
+    server.close()
+    return status
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the thread that reads stdin would hold up an ordinary exit

@@ -1,0 +1,47 @@
+"""A stand-in for a rank's process: it connects, says Ready and waits for its goodbye. No torch, no nodes.
+
+FAKE_RANK says how it misbehaves: "raise" ends with a traceback, "deaf" ignores its goodbye and a lost controller,
+"family" starts a child of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+
+from penstock.runtime.control.heartbeat import Pulse
+from penstock.runtime.control.keys import Join
+from penstock.runtime.control.messages import Goodbye, Note, Ready
+from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.wire import Client
+
+
+def main() -> None:
+    die_with_parent()
+    mode = os.environ.get("FAKE_RANK", "")
+    join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
+    replica, rank = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
+    Path(f"/dev/shm/penstock-{join.run}-{replica.replace('/', '.')}-0").touch()  # as a store leaves when it is killed
+    print("out of a rank")
+    print("said by a rank", file=sys.stderr, flush=True)
+    if mode == "raise":
+        raise MemoryError("no room for a model")
+    if mode == "family":
+        subprocess.Popen(["sleep", "1000"])
+    pulse = Pulse(join, replica, rank).start()
+    client = Client(join, "rank", replica, rank)
+    environment = {k: v for k, v in os.environ.items() if k.startswith(("PENSTOCK_", "OMP_", "MKL_", "FAKE_"))}
+    client.send(Note("info", json.dumps({"environment": environment, "arguments": sys.argv})))
+    client.send(Ready(replica, rank, os.getpid()))
+    while True:
+        heard = client.receive(0.1)
+        if mode != "deaf" and (client.lost(monotonic()) > 10 or any(isinstance(m, Goodbye) for m in heard)):
+            break
+    pulse.stop()
+    client.close()
+
+
+if __name__ == "__main__":
+    main()

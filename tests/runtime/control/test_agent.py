@@ -1,0 +1,159 @@
+"""An agent starts ranks, tells of their deaths, and no rank outlives it."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Kill, Launch, Note, Ready
+from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
+
+from .sockets import Bench, bench, stranger, until
+
+pytestmark = pytest.mark.timeout(90)
+AGENT = str(Path(__file__).with_name("fake_agent.py"))
+M = TypeVar("M")
+
+
+@contextmanager
+def agent(b: Bench, **changes: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """The agent of host "b", whose ranks are fakes; nothing of it is left afterwards."""
+    path = b.folder / "b.json"
+    changes.get("join", b.join("b")).write(path)
+    process = start([AGENT, str(path)], b.keys.door.run, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        kill(process)
+        process.communicate()
+        sweep_processes(b.keys.door.run)
+        for segment in Path("/dev/shm").glob(f"penstock-{b.keys.door.run}-*"):
+            segment.unlink()
+
+
+def heard(b: Bench, kind: type[M]) -> M:
+    """The next message of a kind."""
+
+    def look() -> M | None:
+        found = next((m for _, m in b.heard if isinstance(m, kind)), None)
+        if found is None:
+            b.hear()
+        return found
+
+    message: M = until(look)
+    b.heard = [(peer, m) for peer, m in b.heard if m is not message]
+    return message
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> Iterator[Bench]:
+    with bench(tmp_path) as made:
+        yield made
+
+
+def test_an_agent_joins_and_starts_ranks_with_their_name_device_and_threads(b: Bench) -> None:
+    with agent(b) as process:
+        assert heard(b, Hello).role == "agent"
+        assert heard(b, AgentReady) == AgentReady("b", process.pid)
+        assert b.server.send("agent:b", Launch("generator/1", 2, "cuda:3", 5, {"FAKE_X": "y"}))
+        ready = heard(b, Ready)
+        assert (ready.replica, ready.rank) == ("generator/1", 2)
+        told = json.loads(heard(b, Note).text)
+        environment = told["environment"]
+        assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "5"
+        assert (environment["PENSTOCK_DEVICE"], environment["PENSTOCK_THREADS"]) == ("cuda:3", "5")
+        assert environment["FAKE_X"] == "y"
+        assert "OMP_WAIT_POLICY" not in environment
+        assert (b.folder / "logs" / "generator-1-2.err").read_text() == "said by a rank\n"
+        said = json.dumps(told) + (Path("/proc") / str(process.pid) / "cmdline").read_text()
+        assert b.keys.door.token not in said
+
+
+def test_a_rank_that_raises_is_told_of_with_its_status_and_the_tail_of_its_stderr(b: Bench) -> None:
+    with agent(b):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("scorer/0", 0, environment={"FAKE_RANK": "raise"}))
+        exited = heard(b, Exited)
+        assert (exited.replica, exited.rank, exited.status, exited.signal) == ("scorer/0", 0, 1, 0)
+        assert exited.tail.splitlines()[-1] == "MemoryError: no room for a model"
+
+
+def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
+    with agent(b):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        pid = heard(b, Ready).pid
+        os.kill(pid, signal.SIGKILL)
+        exited = heard(b, Exited)
+        assert (exited.pid, exited.status, exited.signal) == (pid, 0, 9)
+        assert exited.reason.startswith(f"killed by SIGKILL (pid {pid})")
+
+
+def test_kill_ends_a_rank_and_what_it_has_started(b: Bench) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": "family"}))
+        heard(b, Ready)
+        until(lambda: len(processes_of("run1")) == 3)
+        b.server.send("agent:b", Kill("generator/0", 0))
+        b.server.send("agent:b", Kill("nobody/0", 0))
+        assert heard(b, Exited).signal == 9
+        until(lambda: processes_of("run1") == [process.pid])
+
+
+@pytest.mark.parametrize("mode", ["", "deaf"])
+def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: str) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": mode}))
+        heard(b, Ready)
+        for peer in b.server.peers:
+            b.server.send(peer, Goodbye("done"))
+        assert process.wait(30) == 0
+        assert processes_of("run1") == []
+        assert heard(b, Exited).signal == (9 if mode else 0)
+
+
+def test_an_agent_whose_controller_is_gone_ends_its_ranks_and_says_so(b: Bench) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": "deaf"}))
+        heard(b, Ready)
+        b.server.close()
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        assert b"is gone" in process.stderr.read()
+        assert processes_of("run1") == []
+
+
+def test_ranks_die_with_their_agent(b: Bench) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        for index in range(2):
+            b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_RANK": "deaf"}))
+            heard(b, Ready)
+        assert len(processes_of("run1")) == 3
+        process.kill()
+        until(lambda: processes_of("run1") == [])
+
+
+def test_a_live_agent_is_not_late(b: Bench) -> None:
+    with agent(b):
+        heard(b, AgentReady)
+        before = b.server._tracker._last["agent:b"]
+        until(lambda: b.hear() is not None and b.server._tracker._last["agent:b"] > before)
+
+
+def test_an_agent_with_another_key_is_refused_and_says_so(tmp_path: Path) -> None:
+    with bench(tmp_path, "tcp://127.0.0.1:0") as b, agent(b, join=stranger(b.join("b"))) as process:
+        until(lambda: b.hear() == [] and process.poll() is not None)
+        assert process.returncode == 1
+        assert process.stderr is not None
+        assert b"does not know the key of host 'b'" in process.stderr.read()
+        assert b.server.counts["refused"] >= 1

@@ -1,0 +1,37 @@
+"""A pulse goes on while its main thread is busy, and is no second peer."""
+
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from penstock.runtime.control import wire
+from penstock.runtime.control.heartbeat import Pulse
+
+from .sockets import bench, until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench(tmp_path, silence=50.0) as b:
+        b.client("generator/0", 1)
+        pulse = Pulse(b.join(), "generator/0", 1, interval=0.02).start()
+        future = monotonic() + 100
+        monkeypatch.setattr(wire, "monotonic", lambda: future)
+        until(lambda: b.hear() == [] and b.server.late(future + 10) == [])
+        pulse.stop()
+        assert b.server.peers == ("generator/0:1",)
+        assert len(b.heard) == 1
+        assert not b.server.counts
+
+
+def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+        until(lambda: b.hear() == [] and b.server.late(monotonic() + 100) == ["generator/0:0"])
+        assert not b.server.peers
+        b.client("generator/0", 0)
+        assert "generator/0:0" in b.server.peers
+        pulse.stop()
+        assert not pulse._thread.is_alive()

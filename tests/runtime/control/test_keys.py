@@ -1,0 +1,65 @@
+"""Secrets are new for each run, private on disk, and shown to nobody."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.control.keys import Door, Join, Keys
+
+TCP = "tcp://127.0.0.1:0"
+
+
+def test_each_run_has_its_own_token_and_each_host_its_own_keys(tmp_path: Path) -> None:
+    one, two = (Keys.make("run1", TCP, ["a", "b"]) for _ in range(2))
+    assert one.door.token != two.door.token
+    pairs = [*one.hosts.values(), *two.hosts.values()]
+    assert len({pair.secret for pair in pairs}) == 4
+    assert one.door.allowed == {host: pair.public for host, pair in one.hosts.items()}
+    join = one.join("a", "tcp://127.0.0.1:9", tmp_path)
+    assert (join.server, join.public) == (one.door.public, one.hosts["a"].public)
+
+
+def test_a_unix_socket_needs_no_keys(tmp_path: Path) -> None:
+    keys = Keys.make("run1", "ipc:///x", ["a"])
+    assert (keys.door.secret, keys.door.allowed, keys.join("a", "ipc:///x", tmp_path).secret) == ("", {}, "")
+
+
+def test_files_are_read_back_equal_and_private(tmp_path: Path) -> None:
+    keys = Keys.make("run1", TCP, ["a"])
+    join = keys.join("a", "tcp://127.0.0.1:9", tmp_path)
+    keys.door.write(tmp_path / "keys" / "controller.json")
+    join.write(tmp_path / "keys" / "a.json")
+    assert Door.read(tmp_path / "keys" / "controller.json") == keys.door
+    assert Join.read(tmp_path / "keys" / "a.json") == join
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "keys", *(tmp_path / "keys").iterdir())]
+    assert modes == [0o700, 0o600, 0o600]
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    door = Keys.make("run1", TCP, ["a"]).door
+    door.write(tmp_path / "door.json")
+    with pytest.raises(FileExistsError):
+        door.write(tmp_path / "door.json")
+
+
+def test_a_file_that_others_may_read_or_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "door.json"
+    Keys.make("run1", TCP, ["a"]).door.write(path)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        Door.read(path)
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match="not a key file"):
+        Join.read(path)
+    for text in ("", "[]", "{}", '{"format": 1, "run": "x", "surprise": 1}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a key file"):
+            Door.read(path)
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    keys = Keys.make("run1", TCP, ["a"])
+    shown = repr(keys) + repr(keys.join("a", TCP, tmp_path))
+    for secret in (keys.door.token, keys.door.secret, keys.hosts["a"].secret):
+        assert secret not in shown
