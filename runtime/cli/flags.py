@@ -7,6 +7,11 @@ import tyro
 
 from penstock.runtime.control.config import Flags
 
+NEW = "new"
+"""What --model is for an untrained model."""
+POLICY_MAKERS = ("penstock.nodes.policy:make_policy", "penstock.nodes.policy:make_reference")
+"""Who makes language models of `--model`."""
+
 
 def _text(metavar: str, hint: str = "") -> object:
     """A flag that takes a text. `hint` says what the empty default means."""
@@ -26,7 +31,7 @@ class RunFlags:
     seed: int = 0
     """Seed of everything random: two runs of one seed draw the same numbers."""
     model: Annotated[str, _text("DIR", "a small base model, built once and cached")] = ""
-    """A Llama-family model directory in Hugging Face's format."""
+    """A Llama-family model directory in Hugging Face's format; "new" is a small untrained one."""
     data: Annotated[str, _text("FILE", "arithmetic, made up as needed")] = ""
     """Problems: "arithmetic[:DIGITS]", or a JSONL file with the fields of GSM8K."""
     eval_data: Annotated[str, _text("FILE", "problems of --data that training never sees")] = ""
@@ -68,9 +73,10 @@ class RunFlags:
     json: bool = False
     """The last line of output is the summary as JSON."""
 
-    def control(self) -> Flags:
-        """What the controller and the workers need of these."""
-        return Flags(**{field.name: getattr(self, field.name) for field in fields(Flags)})
+    def control(self, model: str) -> Flags:
+        """What the controller and the workers need of these, with a model directory ("" or "new": untrained)."""
+        shared = {field.name: getattr(self, field.name) for field in fields(Flags)}
+        return Flags(**{**shared, "model": "" if model == NEW else model})
 
 
 @dataclass(frozen=True)

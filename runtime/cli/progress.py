@@ -59,6 +59,8 @@ class Progress:
                 self.stage = line["stage"]
             case "status":
                 self._status(line)
+            case "base":
+                self.update, self.updates = line["update"], line["updates"]
             case "row":
                 self._row(line["row"])
             case "accuracy":

@@ -7,6 +7,7 @@ FD. Help and usage errors go to the terminal with exit status 0 and 2, and nothi
 import dataclasses
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,12 +18,11 @@ from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Argument, Graph
 from penstock.graph.types import Context
-from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
 from penstock.runtime.cli.parse import UsageError, parse
 from penstock.runtime.control.config import EVALUATION
 
 OPEN_MODEL = "penstock.nodes.base:open_model"
-POLICY_MAKERS = ("penstock.nodes.policy:make_policy", "penstock.nodes.policy:make_reference")
 SMALL = 1 << 30
 """Bytes of weights up to which a model directory is opened before the run starts, to see that it fits."""
 
@@ -102,7 +102,9 @@ def _device(name: str) -> str:
 
 def _weights_bytes(model: str) -> int:
     """The size of a model directory's weights; 1 where there are none, so that opening it says so."""
-    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) or 1 if model else 0
+    if model in ("", NEW):
+        return 0
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) or 1
 
 
 def _error(text: str, *, usage: bool = False) -> dict[str, Any]:
@@ -119,6 +121,7 @@ def _own_frames() -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     fd, verb, name, *argv = sys.argv[1:]
     data = json.dumps(answer(verb, name, argv)).encode()
     with os.fdopen(int(fd), "wb") as pipe:

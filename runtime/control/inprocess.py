@@ -3,18 +3,25 @@
 The same scheduler, stages and executors as with processes; only the messages are missing.
 """
 
+import os
+import signal
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import Any
 
-from penstock.graph.ir import Firing
+import torch
+
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.executor import Executor, Key, Setup
 from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.recorder import RunRecorder, Say
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.weights import LocalWays, channels_of
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.tables import Channel, compile_tables
 
 
@@ -23,6 +30,7 @@ class InProcess:
 
     def __init__(self, config: RunConfig, session: Session, folder: Path, restore: Path | None = None) -> None:
         self.session = session
+        self.interrupted = False
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalWays] = {}
         channels: dict[str, Channel] = {}
@@ -48,21 +56,22 @@ class InProcess:
             ]
 
     def run(self) -> str:
-        """Run all stages; the status. Ctrl-C asks for a checkpoint and the end, twice ends at once."""
+        """Run all stages; the status."""
         pending: deque[tuple[Executor, Order]] = deque()
-        handles: Mapping[tuple[Firing, str], Any] = {}
-        self._queue(pending, self.session.begin(monotonic(), handles))
+        self._queue(pending, self.session.begin(monotonic(), {}))
         while self.session.running:
-            try:
-                results = self._work(pending)
-                for result in results:
-                    self._queue(pending, self.session.answer(result, monotonic()))
-                self._queue(pending, self.session.watch(monotonic()))
-            except KeyboardInterrupt:
-                if self.session.stopping is not None:
-                    raise
+            for result in self._work(pending):
+                self._queue(pending, self.session.answer(result, monotonic()))
+            if self.interrupted:
                 self._queue(pending, self.session.stop(monotonic()))
+            self._queue(pending, self.session.watch(monotonic()))
         return self.session.status
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C: a node in work is never torn. The first one asks for a checkpoint and the end, the next one ends."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
 
     def _queue(self, pending: deque[tuple[Executor, Order]], orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():
@@ -78,3 +87,24 @@ class InProcess:
             awaited = self.session.stage.scheduler.awaited() if self.session.stage else {}
             raise RuntimeError(f"nothing is left to do, and still awaited: {awaited}")
         return results
+
+
+def run_in_process(folder: RunFolder, say: Say) -> str:
+    """Run, or go on with, what the folder says, in this process; the status. `say` gets the lines for a display."""
+    config, cut = RunConfig.load(folder), latest_checkpoint(folder)
+    torch.set_num_threads(max(rank.threads for replica in config.plan.replicas for rank in replica.ranks))
+    recorder = RunRecorder(folder, config, say, monotonic(), cut)
+    session = Session(config, recorder, cut.cut if cut else None)
+    try:
+        driver = InProcess(config, session, folder.path, cut.folder if cut else None)
+        folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
+        signal.signal(signal.SIGINT, driver.interrupt)
+        status = driver.run()
+    except KeyboardInterrupt:
+        session.abort("stopped at once by the user, without a checkpoint", monotonic())
+        raise
+    finally:
+        (folder.path / "processes.json").unlink(missing_ok=True)
+    if status == "failed":
+        say({"type": "error", "text": session.error})
+    return status

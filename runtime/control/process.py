@@ -96,8 +96,11 @@ def processes_of(run: str) -> list[int]:
 
 def sweep_processes(run: str, deadline: float = 5.0) -> list[int]:
     """Kill whatever of a run is alive on this host; the pids left after `deadline` seconds (none, normally)."""
-    until = monotonic() + deadline
-    while (left := processes_of(run)) and monotonic() < until:
+    until, quiet = monotonic() + deadline, 0
+    left: list[int] = []
+    while quiet < 2 and monotonic() < until:  # twice: a process that is just starting a program shows no environment
+        left = processes_of(run)
+        quiet = 0 if left else quiet + 1
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -43,6 +43,7 @@ NODES = st.builds(
     lag=st.none() | st.integers(0, 9),
     every=st.integers(1, 3),
     where=NAMES,
+    given=tuples(NAMES),
 )
 GRAPHS = st.builds(
     Graph,
@@ -86,6 +87,8 @@ def test_the_digest_depends_on_the_meaning_and_not_on_the_place() -> None:
     assert moved != graph
     assert moved.digest() == graph.digest()
     assert trace(load(f"{PROGRAMS}:aipo"), {"lag": 0}).digest() != graph.digest()
+    silent = graph.replace(nodes=tuple(replace(n, given=()) for n in graph.nodes))
+    assert silent.digest() == graph.digest()
 
 
 def test_other_formats_are_refused() -> None:

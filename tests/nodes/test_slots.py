@@ -16,10 +16,10 @@ def make(num_slots: int = 3, max_tokens: int = 4) -> Slots[str]:
 
 def step(slots: Slots[str], tokens: list[int], version: int = 0) -> dict[str, tuple[list[int], list[int], bool]]:
     """One step that samples these tokens, with their tenths as log-probabilities; what ended with it."""
-    slots.record(np.array(tokens), np.array(tokens, dtype=np.float32) / 10, version)
+    slots.record(np.array(tokens), (np.array(tokens) / 10).astype(np.float32), version)
     ended = {}
     for holder, response in slots.release():
-        assert response.logprobs.tolist() == (response.tokens.astype(np.float32) / 10).tolist()
+        assert response.logprobs.tolist() == (response.tokens / 10).astype(np.float32).tolist()
         ended[holder] = (response.tokens.tolist(), response.versions.tolist(), response.finished)
     return ended
 

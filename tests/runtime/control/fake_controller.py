@@ -24,7 +24,7 @@ def say(**line: Any) -> None:
 
 
 def listen() -> None:
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         told.append(line.strip())
 
 

@@ -1,0 +1,40 @@
+"""`penstock agent JOIN_FILE`: start this machine's part of a run that another machine controls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.agent import serve
+
+DESCRIPTION = """Join the controller of a run on another machine, and start the processes it asks for here.
+
+`penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
+RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by hand,
+or as srun, a container or a batch job would. Weights and samples travel unencrypted: the hosts need a trusted network.
+
+Example:
+  penstock agent b.json --folder /scratch/run"""
+
+
+@dataclass(frozen=True)
+class AgentFlags:
+    """Flags of agent"""
+
+    join: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="JOIN_FILE")]
+    """The join file of this host: where the controller is, and the keys."""
+    folder: Annotated[
+        str, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: as on the controller's host)")
+    ] = ""
+    """The run folder as this machine sees it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    flags = tyro.cli(AgentFlags, prog="penstock agent", description=DESCRIPTION, args=argv)
+    path = Path(flags.join)
+    if not path.is_file():
+        raise CommandError(f"{path}: no such file; needed the join file that `penstock run --cluster` wrote", 2)
+    return serve(path, Path(flags.folder) if flags.folder else None)

@@ -1,0 +1,84 @@
+"""The small model that runs start from when none is given: trained by the program `sft` once, and kept in the cache."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock import __path__ as roots
+from penstock.runtime.cli.cache import cache_folder
+from penstock.runtime.cli.launching import asked, configure, launch
+from penstock.runtime.cli.progress import Line, kind_of
+from penstock.runtime.cli.traced import CommandError, trace_program
+from penstock.runtime.control.launch import DONE
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.faults import disk_fault
+from penstock.runtime.record.folder import RunFolder
+
+RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
+"""The flags of `penstock run sft` beside the data; the rest is that program's own defaults."""
+SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/*.py", "nodes/learn/*.py")
+"""What the base follows from: when one of these files changes, it is built again."""
+
+
+def base_model(data: str, tell: Callable[[Line], None]) -> Path:
+    """The directory of the base model for made-up data, building it if need be. Two builders at once wait in line.
+
+    Raises CommandError if the training fails, RecordError if the cache cannot be written.
+    """
+    home = cache_folder() / "base"
+    place = home / _key(data)
+    if place.is_dir():
+        return place
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.is_dir():
+                _build(data, home, place, tell)
+    except OSError as error:
+        raise disk_fault(home, error) from error
+    return place
+
+
+def _key(data: str) -> str:
+    state = hashlib.sha256(repr((RECIPE, data)).encode())
+    for pattern in SOURCES:
+        for path in sorted(Path(roots[0]).glob(pattern)):
+            state.update(path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> None:
+    """Train in a folder beside `place`, and move the model there when it is whole."""
+    tell({"kind": "stage", "stage": "base"})
+    beside = Path(tempfile.mkdtemp(prefix="building-", dir=home))
+    try:
+        words = ["sft", *RECIPE, *(["--data", data] if data else [])]
+        cluster = Cluster.local()
+        config = configure(trace_program("run", words), cluster, "")
+        folder = RunFolder.create(beside / "run")
+        config.write(folder, asked("sft", words, cluster))
+        errors: list[str] = []
+        status = launch(folder, cluster, lambda line: _hear(line, config.flags.updates, tell, errors))
+        checkpoint = latest_checkpoint(folder)
+        if status == DONE and checkpoint is not None:
+            os.replace(checkpoint.folder / "policy", place)
+        elif status == DONE or errors:
+            raise CommandError("\n".join(["the base model could not be built:", *errors]))
+        else:
+            raise KeyboardInterrupt
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _hear(line: Line, updates: int, tell: Callable[[Line], None], errors: list[str]) -> None:
+    kind = kind_of(line)
+    if kind == "row":
+        tell({"kind": "base", "update": line["row"]["version"], "updates": updates, "loss": line["row"].get("loss")})
+    elif kind == "error":
+        errors.append(str(line["text"]))

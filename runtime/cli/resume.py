@@ -1,0 +1,74 @@
+"""`penstock resume DIR`: go on with a run exactly where its last checkpoint is."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from penstock.runtime.cli.launching import Look, go
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.config import RunConfig
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
+
+DESCRIPTION = """Go on with a run exactly where its last complete checkpoint is.
+
+The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
+
+Examples:
+  penstock resume runs/aipo-20250304-050607
+  penstock resume runs/aipo-20250304-050607 --updates 200"""
+
+
+@dataclass(frozen=True)
+class ResumeFlags:
+    """Flags of resume"""
+
+    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
+    updates: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: as it was)")] = 0
+    """Updates all in all; more than the run was to have goes on with a finished one."""
+    in_process: bool = False
+    """Everything in one process and one thread, for a debugger."""
+    plain: bool = False
+    """Plain lines instead of the live display."""
+    json: bool = False
+    """The last line of output is the summary as JSON."""
+
+
+def main(argv: Sequence[str]) -> int:
+    config_ = (tyro.conf.FlagCreatePairsOff,)
+    flags = tyro.cli(ResumeFlags, prog="penstock resume", description=DESCRIPTION, args=argv, config=config_)
+    folder = RunFolder.open(flags.dir)
+    folder.lock()
+    try:
+        config = RunConfig.load(folder)
+        config = _with_updates(folder, config, flags.updates)
+        cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
+        (folder.path / "summary.json").unlink(missing_ok=True)
+        return go(folder, config, cluster, Look(flags.plain, flags.json), in_process=flags.in_process)
+    finally:
+        folder.unlock()
+
+
+def _with_updates(folder: RunFolder, config: RunConfig, updates: int) -> RunConfig:
+    """The run with as many updates as are wanted now. Raises CommandError if there is nothing left to do."""
+    saved = latest_checkpoint(folder)
+    done, wanted = saved.update if saved else 0, updates or config.flags.updates
+    if wanted < done:
+        raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
+    if wanted == done and _finished(folder):
+        raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
+    if wanted == config.flags.updates:
+        return config
+    changed = dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=wanted))
+    changed.write(folder, folder.read_json("config.json")["asked"])
+    return changed
+
+
+def _finished(folder: RunFolder) -> bool:
+    path = folder.path / "summary.json"
+    return path.exists() and bool(folder.read_json(path.name)["status"] == "done")

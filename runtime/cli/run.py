@@ -1,0 +1,57 @@
+"""`penstock run PROGRAM`: a run folder, the processes of the run, a display, and a summary at the end."""
+
+import dataclasses
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from penstock.runtime.cli.base import base_model
+from penstock.runtime.cli.display import Display
+from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
+from penstock.runtime.cli.launching import Look, asked, configure, go
+from penstock.runtime.cli.programs import require_program
+from penstock.runtime.cli.traced import CommandError, Traced, trace_program
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.folder import MARKS, RunFolder, default_path
+
+
+def main(argv: Sequence[str]) -> int:
+    require_program("run", argv)
+    traced = trace_program("run", argv)
+    flags: RunFlags = traced.flags
+    traced.sound()
+    if flags.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
+    cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
+    config = configure(traced, cluster, flags.model)
+    needs_base = _needs_base(traced)
+    folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
+
+    def prepare(display: Display) -> None:
+        model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
+        complete = dataclasses.replace(config, flags=dataclasses.replace(config.flags, model=model))
+        complete.write(folder, asked(argv[0], argv, cluster))
+
+    look = Look(flags.plain, flags.json)
+    try:
+        return go(folder, config, cluster, look, in_process=flags.in_process, prepare=prepare)
+    finally:
+        folder.unlock()
+        if not any((folder.path / mark).exists() for mark in MARKS):
+            shutil.rmtree(folder.path, ignore_errors=True)  # ours, and nothing has run in it
+
+
+def _needs_base(traced: Traced) -> bool:
+    """Is there a language model, and none given? Raises CommandError where the base would know nothing of the data."""
+    flags: RunFlags = traced.flags
+    if flags.model or not any(a.maker in POLICY_MAKERS for a in traced.sound().arguments):
+        return False
+    if flags.data.partition(":")[0] not in ("", "arithmetic"):
+        raise CommandError(
+            f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
+            f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",
+            2,
+        )
+    return True

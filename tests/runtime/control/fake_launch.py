@@ -1,0 +1,25 @@
+"""A launcher in a process of its own: python fake_launch.py FOLDER RUN MODE HOSTS…; its lines on stdout."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime.control.launch import Launcher
+from penstock.runtime.plan.cluster import Cluster, Host
+
+HERE = Path(__file__).parent
+
+
+def launcher(folder: Path, run: str, mode: str, cluster: Cluster, tell: Any, **environment: str) -> Launcher:
+    """A launcher of the fake controller, and of agents with fake ranks."""
+    told = {"FAKE_CONTROLLER": mode, "FAKE_HOSTS": str(len(cluster.hosts)), **environment}
+    commands = [(str(HERE / name),) for name in ("fake_controller.py", "fake_agent.py")]
+    return Launcher(folder, run, cluster, tell, environment=told, controller=commands[0], agent=commands[1])
+
+
+if __name__ == "__main__":
+    path, run, mode, *names = sys.argv[1:]
+    hosts = tuple(Host(name=name, cores=1) for name in names)
+    tell = lambda line: print(json.dumps(line), flush=True)  # noqa: E731
+    sys.exit(launcher(Path(path), run, mode, Cluster(hosts=hosts), tell).run())

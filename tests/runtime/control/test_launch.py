@@ -1,0 +1,203 @@
+"""A run ends with the right status however it ends, says who died, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.runtime.control import launch
+from penstock.runtime.control.process import processes_of, start, sweep_processes
+from penstock.runtime.plan.cluster import Cluster, Host
+
+from .fake_launch import HERE, launcher
+from .sockets import until
+
+pytestmark = pytest.mark.timeout(90)
+LOCAL = Cluster(hosts=(Host(name="local", cores=1),))
+Line = dict[str, Any]
+
+
+class Run:
+    """One launched run of fakes; `when` maps a line's type to what is done on hearing it."""
+
+    def __init__(self, folder: Path, mode: str, cluster: Cluster = LOCAL, **environment: str) -> None:
+        self.id = f"t{os.getpid()}x{len(list(Path('/proc').iterdir()))}{abs(hash(folder)) % 10**9}"
+        self.folder, self.lines = folder, list[Line]()
+        self.when: dict[str, Callable[[Line], None]] = {}
+        self.launcher = launcher(folder, self.id, mode, cluster, self._hear, **environment)
+
+    def _hear(self, line: Line) -> None:
+        self.lines.append(line)
+        self.when.get(line["type"], lambda line: None)(line)
+
+    def run(self) -> int:
+        status = self.launcher.run()
+        assert_nothing_is_left(self.folder, self.id)
+        return status
+
+    def said(self, kind: str) -> Line:
+        return next(line for line in self.lines if line["type"] == kind)
+
+    def pid(self, name: str) -> int:
+        return int(self.said("ready")["pids"][name])
+
+
+def assert_nothing_is_left(folder: Path, run: str) -> None:
+    assert processes_of(run) == []
+    assert list(Path("/dev/shm").glob(f"penstock-{run}-*")) == []
+    assert [p.name for p in folder.iterdir()] == ["logs"]
+
+
+def interrupt(line: Line) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_done_ends_with_0_and_all_lines_are_handed_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, "done")
+    assert run.run() == 0
+    assert [line["type"] for line in run.lines] == ["note", "ready"]
+    assert run.said("note")["text"] == "a library says hello"
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == [
+        "agent-local.err",
+        "controller.err",
+        "local-pool-0-0.err",
+        "local-pool-0-0.out",
+    ]
+
+
+def test_the_signal_handlers_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    Run(tmp_path, "done").run()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait")
+    run.when["ready"] = interrupt
+    assert run.run() == 130
+    assert run.said("told")["line"] == "stop"
+
+
+def test_a_controller_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOP_S", 0.3)
+    run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
+    run.when["ready"] = interrupt
+    assert run.run() == 130
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOP_S", 1000.0)
+    monkeypatch.setattr(launch, "LEAVE_S", 1000.0)
+    run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
+
+    def twice(line: Line) -> None:
+        interrupt(line)
+        interrupt(line)
+
+    run.when["ready"] = twice
+    assert run.run() == 130
+
+
+def test_a_dead_controller_is_reported_and_everything_ends(tmp_path: Path) -> None:
+    run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
+    run.when["ready"] = lambda line: os.kill(line["controller"], signal.SIGKILL)
+    assert run.run() == 1
+    pid = run.said("ready")["controller"]
+    assert run.said("error")["text"].startswith(f"the controller (pid {pid}) ended: killed by SIGKILL")
+
+
+def test_a_controller_that_raises_is_a_failure_with_its_traceback_in_the_log(tmp_path: Path) -> None:
+    run = Run(tmp_path, "raise")
+    assert run.run() == 1
+    assert "RuntimeError: no such graph" in (tmp_path / "logs" / "controller.err").read_text()
+
+
+def test_a_dead_agent_is_named_to_the_controller_and_its_ranks_die(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", FAKE_RANK="deaf")
+    run.when["ready"] = lambda line: os.kill(line["pids"]["agent:local"], signal.SIGKILL)
+    assert run.run() == 1
+    assert run.said("told")["line"] == "agent local killed by SIGKILL: " + "said by a rank" * 0
+
+
+def test_a_controller_that_does_nothing_about_a_dead_agent_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LOST_S", 0.3)
+    run = Run(tmp_path, "deaf")
+    run.when["ready"] = lambda line: os.kill(line["pids"]["agent:local"], signal.SIGKILL)
+    assert run.run() == 1
+
+
+def test_a_dead_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait")
+    run.when["ready"] = lambda line: os.kill(line["pids"]["local-pool/0"], signal.SIGKILL)
+    assert run.run() == 1
+    assert run.said("error")["text"].startswith("local-pool/0 rank 0 died: killed by SIGKILL")
+
+
+def test_a_display_that_fails_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait")
+
+    def fail(line: Line) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    run.when["ready"] = fail
+    with pytest.raises(BrokenPipeError):
+        run.run()
+
+
+def test_two_agents_join_over_tcp_on_loopback_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, "done", Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), bind="127.0.0.1:0"))
+    listening: list[str] = []
+
+    def look(line: Line) -> None:
+        for pid in (line["controller"], *line["pids"].values()):
+            found = psutil.Process(pid).net_connections("inet")
+            listening.extend(c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN)
+
+    run.when["ready"] = look
+    assert run.run() == 0
+    assert sorted(run.said("ready")["pids"]) == ["a-pool/0", "agent:a", "agent:b", "b-pool/0"]
+    assert listening == ["127.0.0.1"]
+
+
+def test_an_external_agent_joins_with_the_file_that_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, "done", Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1, agent="external"))))
+    agents: list["subprocess.Popen[bytes]"] = []
+    run.when["external"] = lambda line: agents.append(start([str(HERE / "fake_agent.py"), line["join"]], "outside"))
+    assert run.launcher.run() == 0
+    assert run.said("external")["host"] == "b"
+    assert agents[0].wait(30) == 0
+    assert sweep_processes("outside") == []
+    assert_nothing_is_left(tmp_path, run.id)
+
+
+def test_a_port_in_use_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = Run(tmp_path, "done", Cluster(hosts=(Host(name="a", cores=1),), bind=bind))
+        assert run.run() == 1
+    assert f"cannot listen on tcp://{bind}: the port is in use" in (tmp_path / "logs" / "controller.err").read_text()
+
+
+def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    run = f"t{os.getpid()}killed"
+    command = [sys.executable, str(HERE / "fake_launch.py"), str(tmp_path), run, "deaf", "a", "b"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while json.loads(process.stdout.readline())["type"] != "ready":
+            pass
+        assert len(processes_of(run)) == 5
+        process.kill()
+    until(lambda: processes_of(run) == [])
+    for segment in Path("/dev/shm").glob(f"penstock-{run}-*"):
+        segment.unlink()
