@@ -82,8 +82,8 @@ def grpo_update(
         return loss_P / sampled.lengths_P
 
     def clipped(ratio_P: Tensor, sampled: _Sampled) -> Tensor:
-        up_P = sampled.advantages_P > 0
-        return torch.where(up_P, ratio_P > 1 + clip, ratio_P < 1 - clip)
+        too_high_P = (sampled.advantages_P > 0) & (ratio_P > 1 + clip)
+        return too_high_P | ((sampled.advantages_P < 0) & (ratio_P < 1 - clip))
 
     batch = _Batch(language_policy(policy), rollouts, advantage, reference, micro_tokens)
     figures = batch.backward(loss, clipped)

@@ -14,7 +14,7 @@ from penstock.runtime.cli.launching import asked, configure, launch
 from penstock.runtime.cli.progress import Line, kind_of
 from penstock.runtime.cli.traced import CommandError, trace_program
 from penstock.runtime.control.launch import DONE
-from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import disk_fault
 from penstock.runtime.record.folder import RunFolder
@@ -59,7 +59,7 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
     beside = Path(tempfile.mkdtemp(prefix="building-", dir=home))
     try:
         words = ["sft", *RECIPE, *(["--data", data] if data else [])]
-        cluster = Cluster.local()
+        cluster = Cluster(hosts=(Host(name="local", cores=1),))  # one thread: the same base whatever machine builds it
         config = configure(trace_program("run", words), cluster, "")
         folder = RunFolder.create(beside / "run")
         config.write(folder, asked("sft", words, cluster))

@@ -37,6 +37,7 @@ FIGURES = (
     ("sync", "sync_s", lambda value: "-" if value is None else f"{1e3 * value:.3g} ms"),
 )
 """What the dashboard shows of a row: name, key, and how."""
+PLAIN = (("reward", "reward_mean", figure), *FIGURES[:2])
 
 
 class Display(Protocol):
@@ -82,7 +83,7 @@ class PlainDisplay:
             self._stage = self.progress.stage
             self.write(f"{STAGES.get(self._stage, self._stage)} …")
         match kind_of(line):
-            case "row":
+            case "row" | "base":
                 self._row()
             case "accuracy" if line["accuracy"] is not None:
                 self.write(f"accuracy {line['stage']} training: {percent(line['accuracy'])}")
@@ -99,9 +100,10 @@ class PlainDisplay:
         if not due and seen.update < seen.updates:
             return
         self._said, self._update = now, seen.update
-        parts = [f"update {seen.update}/{seen.updates}", f"reward {figure(seen.row.get('reward_mean'))}"]
-        parts += [f"{name} {show(seen.row[key])}" for name, key, show in FIGURES[:2] if key in seen.row]
-        parts += [f"{figure(seen.updates_per_s)} updates/s", f"{many(seen.tokens_per_s)} tokens/s"]
+        parts = [f"update {seen.update}/{seen.updates}"]
+        parts += [f"{name} {show(seen.row[key])}" for name, key, show in PLAIN if key in seen.row]
+        if seen.rows:
+            parts += [f"{figure(seen.updates_per_s)} updates/s", f"{many(seen.tokens_per_s)} tokens/s"]
         self.write("  ".join(parts))
 
 

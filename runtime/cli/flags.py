@@ -37,7 +37,7 @@ class RunFlags:
     eval_data: Annotated[str, _text("FILE", "problems of --data that training never sees")] = ""
     """Problems to measure accuracy on."""
     eval_groups: int = 500
-    """Held-out problems that accuracy is measured on, before and after."""
+    """Held-out problems that accuracy is measured on, before and after; 0 leaves that out."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the model that computes; master weights are float32."""
     device: str = "auto"

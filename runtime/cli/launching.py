@@ -29,20 +29,21 @@ STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
 @dataclass(frozen=True)
 class Look:
-    """How a run is shown."""
+    """How a run is shown, whether in one process, and when the command began."""
 
     plain: bool
     json: bool
+    in_process: bool
+    began: float
 
 
 def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     """The run of a traced program on a cluster. Raises CommandError for its faults, ClusterError for pools or
     devices that the cluster lacks."""
     flags = traced.flags.control(model)
-    evaluation = traced.evaluation if flags.eval_groups else None
-    graphs = [traced.sound()] + ([evaluation] if evaluation is not None else [])
+    graphs = [traced.sound()] + ([traced.evaluation] if traced.evaluation is not None else [])
     plan = place(graphs, cluster, generators=flags.generators, slots=flags.slots, device=flags.device)
-    return RunConfig(traced.sound(), evaluation, plan, flags, secrets.token_hex(6))
+    return RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
 
 
 def asked(name: str, argv: Sequence[str], cluster: Cluster) -> dict[str, Any]:
@@ -76,22 +77,19 @@ def go(
     config: RunConfig,
     cluster: Cluster,
     look: Look,
-    *,
-    in_process: bool,
     prepare: Callable[[Display], None] | None = None,
 ) -> int:
     """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display."""
-    began = monotonic()
     name, updates = config.graph.name, config.flags.updates
     errors: list[str] = []
-    with open_display(name, updates, relative(folder.path), plain=look.plain or in_process) as display:
+    with open_display(name, updates, relative(folder.path), plain=look.plain or look.in_process) as display:
         if prepare is not None:
             prepare(display)
-        status = launch_here(folder) if in_process else launch(folder, cluster, display.tell)
+        status = launch_here(folder) if look.in_process else launch(folder, cluster, display.tell)
         errors = display.progress.errors
     for error in errors:
         print(f"penstock: {error}", file=sys.stderr)
-    summary = finish(folder, status, errors, monotonic() - began)
+    summary = finish(folder, status, errors, monotonic() - look.began)
     print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path)))
     return status
 

@@ -56,11 +56,13 @@ class Progress:
     def hear(self, line: Line) -> None:
         match kind_of(line):
             case "stage":
+                if self.stage == "base":
+                    self.update, self.row = 0, {}
                 self.stage = line["stage"]
             case "status":
                 self._status(line)
             case "base":
-                self.update, self.updates = line["update"], line["updates"]
+                self.update, self.updates, self.row = line["update"], line["updates"], {"loss": line["loss"]}
             case "row":
                 self._row(line["row"])
             case "accuracy":

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Annotated
 
 import tyro
@@ -40,6 +41,7 @@ class ResumeFlags:
 
 
 def main(argv: Sequence[str]) -> int:
+    began = monotonic()
     config_ = (tyro.conf.FlagCreatePairsOff,)
     flags = tyro.cli(ResumeFlags, prog="penstock resume", description=DESCRIPTION, args=argv, config=config_)
     folder = RunFolder.open(flags.dir)
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         config = _with_updates(folder, config, flags.updates)
         cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
         (folder.path / "summary.json").unlink(missing_ok=True)
-        return go(folder, config, cluster, Look(flags.plain, flags.json), in_process=flags.in_process)
+        return go(folder, config, cluster, Look(flags.plain, flags.json, flags.in_process, began))
     finally:
         folder.unlock()
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
 
 from penstock.runtime.cli.base import base_model
 from penstock.runtime.cli.display import Display
@@ -18,6 +19,7 @@ from penstock.runtime.record.folder import MARKS, RunFolder, default_path
 
 
 def main(argv: Sequence[str]) -> int:
+    began = monotonic()
     require_program("run", argv)
     traced = trace_program("run", argv)
     flags: RunFlags = traced.flags
@@ -34,9 +36,8 @@ def main(argv: Sequence[str]) -> int:
         complete = dataclasses.replace(config, flags=dataclasses.replace(config.flags, model=model))
         complete.write(folder, asked(argv[0], argv, cluster))
 
-    look = Look(flags.plain, flags.json)
     try:
-        return go(folder, config, cluster, look, in_process=flags.in_process, prepare=prepare)
+        return go(folder, config, cluster, Look(flags.plain, flags.json, flags.in_process, began), prepare)
     finally:
         folder.unlock()
         if not any((folder.path / mark).exists() for mark in MARKS):

@@ -43,13 +43,13 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     faults: list[Fault] = []
     try:
         graphs["graph"] = trace(program, options)
-        if program.evaluation is not None:
+        if program.evaluation is not None and getattr(flags, "eval_groups", 1):
             graphs["evaluation"] = trace(program.evaluation, prefix=EVALUATION)
     except GraphError as error:
         faults += error.faults
     except Exception:
         return _error(_own_frames())
-    sizes = {"graph": getattr(flags, "batch", None), "evaluation": getattr(flags, "eval_groups", None)}
+    sizes = {"graph": getattr(flags, "batch", None), "evaluation": getattr(flags, "eval_groups", None) or None}
     faults += [fault for key, graph in graphs.items() for fault in check(graph, batch=sizes[key])]
     found["faults"] = [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)]
     found |= {key: graph.to_json() for key, graph in graphs.items()}

@@ -108,6 +108,7 @@ class Launcher:
         self.agents: dict[str, Child] = {}
         self.interrupts = 0
         self._deadline: float | None = None
+        self._explained = False
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> int:
@@ -115,6 +116,7 @@ class Launcher:
         main = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.signal(number, self._interrupt) for number in _STOPS if main}
         try:
+            sweep()  # of runs whose launcher could not do it
             shutil.rmtree(self.folder / "keys", ignore_errors=True)
             self.keys.door.write(self.folder / "keys" / "controller.json")
             (self.folder / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -125,9 +127,12 @@ class Launcher:
             finally:
                 self._end(controller)
         finally:
-            self._sweep()
+            left = _sweep(self.folder, self.run_id, self.keys.door.endpoint)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            os.close(self._signal)
+            if left:
+                self.tell({"type": "error", "text": f"still alive, and not to be killed: pids {left}"})
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -174,6 +179,7 @@ class Launcher:
         elif message.get("type") == "listening":
             self._start_agents(str(message["endpoint"]))
         else:
+            self._explained = self._explained or message.get("type") == "error"
             self.tell(message)
 
     def _start_agents(self, endpoint: str) -> None:
@@ -208,12 +214,12 @@ class Launcher:
     # The end ----------------------------------------------------------------------------------------------
 
     def _status(self, controller: Child) -> int:
-        """The run's exit status; a controller that did not end by itself is reported."""
+        """The run's exit status; a controller that did not say why it ended is reported."""
         if controller.returncode == DONE:
             return DONE
         if self.interrupts or controller.returncode == INTERRUPTED:
             return INTERRUPTED
-        if controller.returncode != FAILED:
+        if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
             how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
             self.tell({"type": "error", "text": f"{how}\n{said}" if said else how})
@@ -233,12 +239,12 @@ class Launcher:
             kill(agent)
             agent.wait()
 
-    def _sweep(self) -> None:
-        """No process, segment, socket or key of this run is left on this host."""
-        if left := sweep_processes(self.run_id):
-            self.tell({"type": "error", "text": f"still alive, and not to be killed: pids {left}"})
-        sweep(self.run_id, (SHM, self.folder))
-        if (file := socket_file(self.keys.door.endpoint)) is not None:
-            file.unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "keys", ignore_errors=True)
-        os.close(self._signal)
+
+def _sweep(folder: Path, run: str, endpoint: str) -> list[int]:
+    """Remove every process, segment, socket and key of a run from this host; the pids that would not go."""
+    left = sweep_processes(run)
+    sweep(run, (SHM, folder))
+    if (file := socket_file(endpoint)) is not None:
+        file.unlink(missing_ok=True)
+    shutil.rmtree(folder / "keys", ignore_errors=True)
+    return left

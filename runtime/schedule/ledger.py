@@ -86,10 +86,6 @@ class Ledger:
             return None
         return tuple(self._line.popleft() for _ in range(batch))
 
-    def put_back(self, ordinals: tuple[int, ...]) -> None:
-        """Undo `take`: the batch is taken again later, or by the run that resumes."""
-        self._line.extendleft(reversed(ordinals))
-
     def consume(self, ordinals: tuple[int, ...]) -> list[Group]:
         """Give the groups of a batch that was taken their final fate."""
         self.fates["consumed"] += len(ordinals)
@@ -97,7 +93,7 @@ class Ledger:
         return [self.groups.pop(g) for g in ordinals]
 
     def to_json(self) -> dict[str, Any]:
-        """All that a resume needs. Taken between updates, when no batch is assembled and not consumed."""
+        """All that a resume needs; a batch that was taken and not consumed is pending in it."""
         return {
             "earlier": self.earlier,
             "next": self.next,

@@ -85,7 +85,7 @@ class Scheduler(State):
         pool = self.tables.pool_of[replica]
         if any(replica in way.receivers and way.receivers[replica].live < 0 for way in self.ways.values()):
             return "start"
-        waiting = any(self.ready[s.name] and s.weights for s in self.tables.group_steps[pool])
+        waiting = any(self.ready[s.name] and (s.weights or s.fixed) for s in self.tables.group_steps[pool])
         return "weights" if waiting else "data"
 
     # What is heard: each returns the steps that may start because of it, None for a look at everything -------

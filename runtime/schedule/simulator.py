@@ -154,7 +154,8 @@ class _Clock:
         version: int | None = firing.index
         kind: Kind = "publish" if step is None else "update" if step.per_update else "group"
         if step is not None and not step.per_update:
-            lives = [self.scheduler.live(channel, replica) for channel, _ in step.weights]
+            channels = (*(channel for channel, _ in step.weights), *step.fixed)
+            lives = [self.scheduler.live(channel, replica) for channel in channels]
             version = min(lives, default=None)
             kind = "source" if step.source else "group"
             if version is not None:

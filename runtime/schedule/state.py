@@ -116,6 +116,10 @@ class State:
     def live(self, channel: str, replica: str) -> int:
         return self.ways[channel].receivers[replica].live
 
+    def has_fixed(self, step: Step, replica: str) -> bool:
+        """Are the values that never change, and that `step` reads over channels, there as the run found them?"""
+        return all(self.live(channel, replica) >= self.rules.start for channel in step.fixed)
+
     def version(self, carried: str) -> int:
         """How many updates have been applied to a carried value; one that never changes is as the run found it."""
         maker = self.tables.makers.get(carried)
@@ -132,7 +136,7 @@ class State:
 
     def perishing(self, ordinal: int) -> bool:
         """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
-        return self.pinned and bool(self.tables.channels) and self.pin(ordinal) < self.update
+        return self.pinned and bool(self.tables.lagged) and self.pin(ordinal) < self.update
 
     def first_unfired(self, step: Step) -> int:
         """The lowest ordinal that has not been through `step` nor is in work there."""

@@ -55,7 +55,8 @@ class Step:
 
     groups: per-group values it reads. updates: per-update values of the same update it reads.
     carried: carried values that change and that it reads as they are. after: readers of the value it donates.
-    weights: (channel, lag) of the lagged edges it reads. readers: the steps that read its output.
+    weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
+    readers: the steps that read its output.
     publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
     """
 
@@ -71,6 +72,7 @@ class Step:
     carried: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     weights: tuple[tuple[str, int], ...] = ()
+    fixed: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
     publishes: tuple[str, ...] = ()
     private: bool = False
@@ -82,6 +84,7 @@ class Tables:
 
     group_steps, update_steps, sends: what each pool runs per group (latest first), per update, and publishes.
     stirs: the per-group steps that may start when a per-group step is done. weight_readers: who reads a channel.
+    lagged: some step reads weights that change, at most `max_lag` updates old.
     makers: the step that makes the next value of each carried value that changes.
     """
 
@@ -98,6 +101,7 @@ class Tables:
     stateful: frozenset[str]
     weight_readers: dict[str, tuple[tuple[Step, int], ...]]
     makers: dict[str, str]
+    lagged: bool
     max_lag: int
     num_group_steps: int
     takes_groups: bool
@@ -138,6 +142,7 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
             name: tuple((s, lag) for s in steps.values() for c, lag in s.weights if c == name) for name in channels
         },
         makers=makers,
+        lagged=any(s.weights for s in steps.values()),
         max_lag=max((lag for s in steps.values() for _, lag in s.weights), default=0),
         num_group_steps=sum(not s.per_update for s in steps.values()),
         takes_groups=any(s.groups for s in steps.values() if s.per_update),
@@ -215,6 +220,7 @@ def _steps(
         changing = tuple(r for r in reads if r in makers)
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         pool = plan.pool_of(node.name).name
+        lagged = tuple(dict.fromkeys(edges.get(node.name, [])))
         others = [n.name for c in made for n in _readers(calls, c) if n.name != node.name]
         steps[node.name] = Step(
             name=node.name,
@@ -227,7 +233,8 @@ def _steps(
             updates=tuple(r for r in reads if clocks.get(r) == "update"),
             carried=changing,
             after=tuple(dict.fromkeys(others)),
-            weights=tuple(dict.fromkeys(edges.get(node.name, []))),
+            weights=tuple(e for e in lagged if channels[e[0]].carried in makers),
+            fixed=tuple(channel for channel, _ in lagged if channels[channel].carried not in makers),
             readers=tuple(n.name for n in _readers(calls, node.name)),
             publishes=tuple(c.name for c in channels.values() if c.carried in made),
             private=pool not in shared,

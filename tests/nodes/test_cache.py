@@ -16,10 +16,17 @@ def filled(length: int) -> tuple[Cache, Tensor, Tensor, Tensor]:
     """A cache of random entries, and one step's queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
     cache = Cache(CONFIG, SLOTS, length, torch.float32, "cpu")
-    cache.keys_LSGCK.normal_(generator=generator)
-    cache.values_LSGCK.normal_(generator=generator)
+    for keys_XBK, values_XBK in cache.blocks(1):
+        keys_XBK.normal_(generator=generator)
+        values_XBK.normal_(generator=generator)
     q, k, v = (torch.randn(SLOTS, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
     return cache, q, k, v
+
+
+def held(cache: Cache, row: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a slot in layer 1, [G, C, K]."""
+    blocks = [(keys.view(SLOTS, 2, -1, 8)[row], values.view(SLOTS, 2, -1, 8)[row]) for keys, values in cache.blocks(1)]
+    return torch.cat([keys for keys, _ in blocks], 1), torch.cat([values for _, values in blocks], 1)
 
 
 def test_blocks_cover_a_cache_and_do_not_depend_on_its_length() -> None:
@@ -43,9 +50,7 @@ def test_attention_by_blocks_is_attention() -> None:
     cache.begin(positions_S, 600)
     out_S1HK = cache.attend(1, q_S1HK, k_S1GK, v_S1GK)
     for row, position in enumerate(positions_S.tolist()):
-        keys_HCK, values_HCK = (
-            x[1, row, :, : position + 1].repeat_interleave(2, 0) for x in (cache.keys_LSGCK, cache.values_LSGCK)
-        )
+        keys_HCK, values_HCK = (x[:, : position + 1].repeat_interleave(2, 0) for x in held(cache, row))
         expected_H1K = F.scaled_dot_product_attention(q_S1HK[row].transpose(0, 1), keys_HCK, values_HCK)
         torch.testing.assert_close(out_S1HK[row].transpose(0, 1), expected_H1K)
         assert torch.equal(keys_HCK[0, position], k_S1GK[row, 0, 0])

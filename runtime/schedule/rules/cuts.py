@@ -20,9 +20,6 @@ def save(state: State) -> None:
         return
     if any(f.node in state.tables.stateful for f in state.running) or not _drained(state):
         return
-    if state.batch is not None:
-        state.ledger.put_back(state.batch)
-        state.batch = None
     state.saving = json.dumps({"update": state.update, **state.ledger.to_json()}, sort_keys=True)
     values: dict[str, list[Firing]] = {r: [] for r in state.tables.replicas}
     for group in state.ledger.groups.values():

@@ -49,8 +49,10 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
 def update_done(state: State, step: Step, firing: Firing, replica: str) -> None:
     """A per-update firing is done. The last one of an update consumes its batch and frees what was made between."""
     state.updates_done[step.name] = firing.index + 1
-    if step.readers or not step.makes:
+    if step.readers:
         state.between[firing] = replica
+    elif not step.makes:
+        state.free(firing, replica)
     if any(done <= state.update for done in state.updates_done.values()):
         return
     for group in state.ledger.consume(state.batch) if state.batch else ():

@@ -79,4 +79,4 @@ def _admissible(state: State, step: Step, ordinal: int, replica: str) -> bool:
             return False
         if state.pinned and (receiver.swapping or receiver.live != state.pin(ordinal)):
             return False
-    return True
+    return state.has_fixed(step, replica)

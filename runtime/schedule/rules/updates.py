@@ -7,7 +7,7 @@ from penstock.runtime.schedule.tables import Step
 
 def assemble(state: State) -> bool:
     """Take the batch of the current update when its groups are finished; true if that made it complete."""
-    if not state.tables.takes_groups or state.batch is not None or state.update >= state.rules.end or state.cutting:
+    if not state.tables.takes_groups or state.batch is not None or state.update >= state.rules.end:
         return False
     state.batch = state.ledger.take(state.rules.batch)
     return state.batch is not None
@@ -36,7 +36,7 @@ def _has_inputs(state: State, step: Step, replica: str) -> bool:
         receiver = state.ways[channel].receivers[replica]
         if receiver.live < state.update - lag or receiver.swapping:
             return False
-    return True
+    return state.has_fixed(step, replica)
 
 
 def _may_donate(state: State, channel: str) -> bool:

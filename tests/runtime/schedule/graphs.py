@@ -122,6 +122,9 @@ def random_graph(rng: Random, lags: Sequence[int], update_lags: Sequence[int]) -
             edges.append(weights(pool))
         if frozen and pool == "trainer":
             edges.append("reference")
+        elif frozen and not weightless and rng.random() < 0.3:
+            nodes.append(broadcast(f"reference_{len(nodes)}", "reference", 0, pool))
+            edges.append(nodes[-1].name)
         nodes.append(call(f"group_{index}", [*sorted(reads), *edges], pool, stateful=rng.random() < 0.15))
         values.append(f"group_{index}")
         unread = (unread - reads) | {f"group_{index}"}
@@ -134,6 +137,12 @@ def random_graph(rng: Random, lags: Sequence[int], update_lags: Sequence[int]) -
             edges.append(weights(pool, update_lags))
         nodes.append(call("between", [*sorted(reads), *edges], pool, "update", rng.random() < 0.3))
         between, unread = ["between"], unread - reads
+    if rng.random() < 0.3:
+        # One whose output nobody reads: it reports figures.
+        edges = [rng.choice(changing)] if weightless or rng.random() < 0.5 else []
+        pool = "trainer" if edges else rng.choice(["generator", "scorer"])
+        edges = edges or [weights(pool, update_lags)]
+        nodes.append(call("watch", [rng.choice(values), *edges], pool, "update"))
     for name in changing:
         chained = [f"update_{changing[0]}"] if name != changing[0] and rng.random() < 0.4 else []
         nodes.append(call(f"update_{name}", [name, *sorted(unread), *between, *chained], "trainer", "update"))

@@ -45,6 +45,7 @@ class Facts:
     updates: set[str] = field(default_factory=set)
     carried: set[str] = field(default_factory=set)
     weights: set[tuple[str, int]] = field(default_factory=set)
+    fixed: set[str] = field(default_factory=set)
     readers: set[str] = field(default_factory=set)
     makes: set[str] = field(default_factory=set)
 
@@ -88,12 +89,13 @@ class Checker:
         rules: Rules,
         lineage: Lineage | None = None,
         live: Mapping[tuple[str, str], int] | None = None,
-        total: int | None = None,
     ) -> None:
         self.graph, self.plan, self.rules = graph, plan, rules
         self.facts = read_facts(graph, plan)
         self.books = deepcopy(lineage) if lineage else Lineage(update=rules.start)
-        self.total = rules.end * rules.batch if total is None else total
+        self.start = self.books.update
+        self.earlier = rules.start * rules.batch
+        self.total = rules.end * rules.batch
         self.replicas: dict[str, Replica] = {r.name: r for r in plan.replicas}
         self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
         self.applied = {f.name: self.books.update for f in self.facts.values() if f.per_update}
@@ -108,7 +110,7 @@ class Checker:
         self.committed: Lineage | None = None
         self.finish: Finish | None = None
         self.arenas: dict[str, dict[str, Arenas]] = {}
-        for channel in {c for f in self.facts.values() for c, _ in f.weights}:
+        for channel in {c for f in self.facts.values() for c in (*f.fixed, *(c for c, _ in f.weights))}:
             pool = next(p for p in plan.pools if p.name == channel.split(">")[1])
             self.arenas[channel] = {
                 r.name: Arenas(*[(live or {}).get((channel, r.name), -1)] * 2) for r in pool.replicas
@@ -248,6 +250,8 @@ class Checker:
 
     def _admitted(self, facts: Facts, ordinal: int, replica: str) -> bool:
         before, batch = self.before(ordinal), self.rules.batch
+        if any(self.arenas[channel][replica].live < self.start for channel in facts.fixed):
+            return False
         for channel, lag in facts.weights:
             arenas = self.arenas[channel][replica]
             if arenas.live < 0 or before >= (arenas.live + lag + 1) * batch:
@@ -277,7 +281,7 @@ class Checker:
         fits = firing.index == update == self.applied[facts.name] and update < self.rules.end
         self._true(fits, 4, f"{firing} while update {update} is in work")
         self._true(self.pool_of[command.replica] == facts.pool, 1, f"{firing} runs on {command.replica}")
-        self._true(self.cut is None, 4, f"{firing} while the cut is being written")
+        self._true(not self.cutting or self._begun(), 4, f"{firing} begins an update while a cut is due")
         if facts.groups:
             self.batch = self._next_batch()
             self._true(command.groups == self.batch, 4, f"{firing} takes {command.groups}, next are {self.batch}")
@@ -288,9 +292,14 @@ class Checker:
             self._true(Firing(read, update) in self.books.values, 7, f"{firing} reads {read}, which is not there")
         for channel, lag in facts.weights:
             live = self.arenas[channel][command.replica].live
+            self._true(not self.arenas[channel][command.replica].swapping, 3, f"{firing} starts during a swap")
             fits = update - lag <= live <= update and (self.rules.versions == "free" or live == max(0, update - lag))
             self._true(fits, 3, f"{firing} reads version {live} of {channel}, lag {lag}")
         self._carried(facts, firing)
+
+    def _begun(self) -> bool:
+        per_update = any(f.node in self.applied for f in self.running)
+        return per_update or any(count > self.books.update for count in self.applied.values())
 
     def _carried(self, facts: Facts, firing: Firing) -> None:
         """No one reads the version that this update donates, and this firing reads none that is being donated."""
@@ -319,7 +328,7 @@ class Checker:
     def _publish(self, firing: Firing, replica: str) -> None:
         carried = firing.node.split(">")[0]
         maker = next((f.name for f in self.facts.values() if carried in f.makes), None)
-        version = self.rules.start if maker is None else self.applied[maker]
+        version = self.start if maker is None else self.applied[maker]
         self._true(firing.index == version, 5, f"{firing} is published while {carried} has version {version}")
         self._true(version > self.published.get(firing.node, -1), 5, f"{firing} is published again")
         donated = maker is not None and Firing(maker, version) in self.running
@@ -375,12 +384,7 @@ class Checker:
 
     def _save(self, command: Save) -> None:
         self._ask(("save", command.update, command.replica))
-        begun = any(count != self.books.update for count in self.applied.values())
-        unsteady = any(
-            self.facts[f.node].per_update or self.facts[f.node].stateful for f in self.running if f.node in self.facts
-        )
-        publishing = any(f.node not in self.facts for f in self.running)
-        self._true(not (begun or unsteady or publishing), 4, f"{command}: something that moves state is in work")
+        self._true(not self._moving(), 4, f"{command}: something that moves state is in work")
         self._true(command.update == self.books.update, 4, f"{command}: update {self.books.update} is next")
         pending = {g for g, fate in self.books.fates.items() if fate == "pending"}
         needed = {
@@ -391,6 +395,11 @@ class Checker:
             self.cut = deepcopy(replace(self.books))
             self.cut.values = {}
         self.cut.values.update(dict.fromkeys(command.firings, command.replica))
+
+    def _moving(self) -> bool:
+        """Is anything in work that a cut must not fall into?"""
+        publishing = any(f.node not in self.facts for f in self.running)
+        return publishing or self._begun() or any(self.facts[f.node].stateful for f in self.running)
 
     def _to_read(self, value: Firing) -> bool:
         """Will a run that resumes here read it?"""
@@ -418,7 +427,9 @@ class Checker:
             fates = list(self.books.fates.values())
             self._true(self.books.update == self.rules.end, 8, f"done at update {self.books.update}")
             self._true(
-                "pending" not in fates and fates.count("consumed") == self.total, 4, f"fates at the end: {fates}"
+                "pending" not in fates and fates.count("consumed") == self.total - self.earlier,
+                4,
+                f"fates at the end: {fates}",
             )
             self._true(not self.awaited and not self.running, 8, f"done while {self.awaited} is awaited")
             self._true(not self.books.values and not self.debris, 7, f"never freed: {self.books.values}")
@@ -430,13 +441,42 @@ class Checker:
         self._true(bool(self.awaited), 8, "nothing is in work: deadlock")
         idle = [v for v in self.books.values if self._over(v)]
         self._true(not idle and not self.debris, 7, f"not freed: {idle} {self.debris}")
-        if self.cutting or self.rules.versions == "pinned":
+        for channel, arenas in self.arenas.items():
+            for replica, held in arenas.items():
+                waits = held.shadow > held.live and not held.swapping and not self._reads_live(channel, replica)
+                self._true(not waits, 9, f"version {held.shadow} could go live on {replica}")
+        if self.rules.versions == "pinned":
+            return
+        self._true(not self.cutting or self.cut is not None or self._moving(), 9, "the cut could be written")
+        if self.cutting:
             return
         for facts in self.facts.values():
             if facts.per_update:
                 continue
             for ordinal in [g for g, fate in self.books.fates.items() if fate == "pending"]:
                 self._true(not self._could_start(facts, ordinal), 9, f"{facts.name}[{ordinal}] could start")
+
+    def _reads_live(self, channel: str, replica: str) -> bool:
+        """Does a step of this update read what is live, or a pinned group to come?"""
+        arenas = self.arenas[channel][replica]
+        for facts in self.facts.values():
+            for lag in [lag for c, lag in facts.weights if c == channel]:
+                running = any(f.node == facts.name and w.replica == replica for f, w in self.running.items())
+                first = next(p for p in self.plan.pools if p.name == facts.pool).replicas[0].name
+                if facts.per_update:
+                    if replica == first and (running or arenas.shadow > self.applied[facts.name]):
+                        return True
+                elif self.rules.versions == "pinned":
+                    to_come = (g for g in range(self.total - self.earlier) if self._to_start(facts, g))
+                    pins = (self.before(g) // self.rules.batch - lag for g in to_come)
+                    if running or any(max(0, pin) <= arenas.live for pin in pins):
+                        return True
+        return False
+
+    def _to_start(self, facts: Facts, ordinal: int) -> bool:
+        if self.books.fates.get(ordinal, "pending") != "pending":
+            return False
+        return facts.name not in self.books.made[ordinal] and Firing(facts.name, ordinal) not in self.running
 
     def _over(self, value: Firing) -> bool:
         if self.facts[value.node].per_update:
@@ -466,7 +506,8 @@ class Checker:
         )
 
     def before(self, ordinal: int) -> int:
-        return sum(self.books.fates.get(g, "pending") in ("pending", "consumed") for g in range(ordinal))
+        lost = sum(self.books.fates.get(g) in ("dropped", "failed") for g in range(ordinal))
+        return self.earlier + ordinal - lost
 
     def _true(self, holds: bool, number: int, message: str) -> None:
         if not holds:
@@ -500,6 +541,9 @@ def _read_inputs(graph: Graph, plan: Plan, node: Node, facts: dict[str, Facts]) 
             facts[ref].readers.add(node.name)
         elif ref in graph:
             channel = f"{graph[ref].inputs[0].ref.node}>{plan.pool_of(node.name).name}"
-            mine.weights.add((channel, graph[ref].lag or 0))
+            if graph[ref].inputs[0].ref.node in changing:
+                mine.weights.add((channel, graph[ref].lag or 0))
+            else:
+                mine.fixed.add(channel)
         elif ref in changing:
             mine.carried.add(ref)

@@ -155,7 +155,7 @@ def random_setting(rng: Random) -> Setting:
         batch=rng.randint(1, 4),
         end=rng.randint(1, 6),
         versions="pinned" if pinned else "free",
-        retries=rng.choice([0, 1, 3]),
+        retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),
         on_failure="stop" if pinned else rng.choice(["stop", "replace", "replace"]),
     )
     plan = random_plan(rng, graph)

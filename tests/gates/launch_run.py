@@ -1,0 +1,20 @@
+"""A run in processes of its own: python launch_run.py FOLDER RUN; the launcher's lines on stdout, its exit status."""
+
+import json
+import sys
+from typing import Any
+
+from penstock.runtime.control.launch import Launcher
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.folder import RunFolder
+
+
+def tell(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    folder = RunFolder.open(sys.argv[1])
+    folder.lock()
+    cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
+    sys.exit(Launcher(folder.path, sys.argv[2], cluster, tell).run())

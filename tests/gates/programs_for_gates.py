@@ -1,0 +1,64 @@
+"""Programs that go wrong in given ways, and one that learns from its first update on."""
+
+import torch
+
+from penstock.graph import broadcast, node, program
+from penstock.graph.types import Metrics, Policy, Prompts, Rewards, Rollouts
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.score import score
+
+
+@program
+def hangs(
+    policy: FakePolicy, prompts: FakePrompts, *, generate: int = -1, score: int = -1, update: int = -1, lag: int = 1
+) -> FakePolicy:
+    """A node of one pool never ends the firing that is named."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0, hang_at=generate)
+    rewards = fake_score(rollouts, hang_at=score)
+    return fake_update(policy, rollouts, rewards, ms=5.0, hang_at=update)
+
+
+@program
+def raises(
+    policy: FakePolicy, prompts: FakePrompts, *, generate: int = -1, score: int = -1, update: int = -1, lag: int = 1
+) -> FakePolicy:
+    """A node of one pool raises at the firing that is named."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0, raise_at=generate)
+    rewards = fake_score(rollouts, raise_at=score)
+    return fake_update(policy, rollouts, rewards, ms=5.0, raise_at=update)
+
+
+def divide(text: str, bad: int) -> float:
+    """A reward function with a fault for one prompt."""
+    number = int(text.removeprefix("prompt "))
+    return 1.0 / (number - bad)
+
+
+@node(pool="scorer")
+def faulty_score(rollouts: Rollouts, *, bad: int = 5) -> tuple[Rewards, Metrics]:
+    """Rewards of a function that divides by zero for one group."""
+    values_N = torch.tensor([divide(text, bad) for text in rollouts.prompts])
+    return Rewards(values_N), {"reward_mean": float(values_N.mean())}
+
+
+@program
+def faulty_reward(policy: FakePolicy, prompts: FakePrompts, *, bad: int = 5, lag: int = 1) -> FakePolicy:
+    """The reward function raises for one group."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0)
+    return fake_update(policy, rollouts, faulty_score(rollouts, bad=bad), ms=5.0)
+
+
+def more_digits(prompt: str, response: str, answer: str) -> float:
+    """A reward that an untrained model gets at once, so that every update changes the weights."""
+    return sum(c.isdigit() for c in response) / 4 - response.count("-") / 8
+
+
+@program
+def digits(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3) -> Policy:
+    """AIPO with that reward."""
+    rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
+    advantage = group_advantage(score(rollouts, by=more_digits))
+    return aipo_update(policy, rollouts, advantage, lr=lr)

@@ -1,0 +1,22 @@
+"""A run's log through the scheduler again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from penstock.runtime.control.records import read_record, record_bytes
+from penstock.runtime.record.log import StageLog, commands_digest, read_log
+from penstock.runtime.schedule.events import Event
+from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, replay_all
+
+
+def replayed(folder: Path) -> list[Replayed]:
+    """All stages of a run, over all its segments. Raises LogError or ReplayError."""
+    segments = read_log(folder / "events.log")
+    stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
+    return replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
+
+
+def _steps(stage: StageLog) -> Iterator[Recorded]:
+    for step in stage.steps:
+        yield Recorded(step.record, step.time, cast(Event, read_record(step.event)), step.digest)

@@ -1,0 +1,220 @@
+"""Runs of small programs, with processes or without: start one, wait for what it does, and see that nothing is left."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from penstock.graph import Program, load, trace
+from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
+from penstock.runtime.control.inprocess import run_in_process
+from penstock.runtime.control.process import processes_of, sweep_processes
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.tensor.checkpoint import read_part
+from penstock.runtime.tensor.segments import SHM
+
+HERE = Path(__file__).parent
+FAULTS = f"{HERE / 'programs_for_gates.py'}:"
+"""What the names of the programs of this folder begin with."""
+ONE_HOST = Cluster(hosts=(Host(name="local", cores=1),))
+"""One core: one thread for every rank, as in the loops to compare with."""
+DEADLINE_S = 90.0
+"""Seconds for what a test waits for; only a fault takes so long."""
+
+Options = Mapping[str, Any]
+Line = dict[str, Any]
+
+
+def make_run(
+    path: Path,
+    program: str,
+    options: Options,
+    flags: Flags,
+    *,
+    generators: int = 1,
+    cluster: Cluster = ONE_HOST,
+    evaluate: bool = False,
+) -> Path:
+    """A run folder that is ready to be launched."""
+    found = load(program)
+    assert isinstance(found, Program)
+    graph = trace(found, options)
+    evaluation = trace(found.evaluation, {}, EVALUATION) if evaluate and found.evaluation else None
+    graphs = [graph] if evaluation is None else [graph, evaluation]
+    plan = place(graphs, cluster, generators=generators, slots=flags.slots)
+    folder = RunFolder.create(path)
+    config = RunConfig(graph, evaluation, plan, flags, secrets.token_hex(6))
+    config.write(folder, {"program": program, "cluster": cluster.model_dump(mode="json")})
+    folder.unlock()
+    return path
+
+
+class Running:
+    """A launcher in a process of its own, and the lines that it says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, f"g{secrets.token_hex(6)}"
+        self.lines: list[Line] = []
+        command = [sys.executable, str(HERE / "launch_run.py"), str(folder), self.run]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Whatever a failed test has left is ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        sweep_processes(self.run)
+        self._reader.join(timeout=10)
+
+    def until(self, look: Callable[[], Any], what: str) -> Any:
+        """What `look` returns once that is true. Fails after the deadline, or when the run has ended before."""
+
+        def look_or_end() -> Any:
+            ended = self.process.poll() is not None
+            found = look()
+            assert found or not ended, f"the run ended before {what}: {self.lines[-3:]}"
+            return found
+
+        return until(look_or_end, f"{what}; last lines {self.lines[-3:]}")
+
+    def until_update(self, number: int) -> None:
+        """Until `number` updates are in metrics.jsonl."""
+        self.until(lambda: len(rows(self.folder)) >= number, f"update {number}")
+
+    def until_line(self, match: Callable[[Line], bool], what: str) -> Line:
+        found: Line = self.until(lambda: next((line for line in list(self.lines) if match(line)), None), what)
+        return found
+
+    def until_ready(self) -> Mapping[str, Any]:
+        """Until all ranks are ready; what processes.json says."""
+        plan = json.loads((self.folder / "plan.json").read_text())
+        count = sum(len(replica["ranks"]) for pool in plan["pools"] for replica in pool["replicas"])
+
+        def look() -> Mapping[str, Any] | None:
+            path = self.folder / "processes.json"
+            found: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            return found if found and sum(map(len, found["pools"].values())) == count else None
+
+        ready: Mapping[str, Any] = self.until(look, "all ranks were ready")
+        return ready
+
+    def agent(self) -> int:
+        """The pid of the one local agent."""
+        return next(p.pid for p in self.children() if "penstock.runtime.control.agent" in p.cmdline())
+
+    def children(self) -> list[psutil.Process]:
+        return [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.is_running()]
+
+    def interrupt(self) -> None:
+        os.kill(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher: everything dies with it."""
+        self.process.kill()
+        self.process.wait()
+        until(lambda: processes_of(self.run) == [], "no process is left")
+
+    def wait(self) -> int:
+        """The exit status; nothing is left."""
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(timeout=10)
+        assert_nothing_is_left(self.folder, self.run)
+        return status
+
+    @property
+    def errors(self) -> str:
+        return "\n".join(line["text"] for line in self.lines if line.get("type") == "error")
+
+    @property
+    def notes(self) -> list[str]:
+        return [line["text"] for line in self.lines if "note" in (line.get("kind"), line.get("type"))]
+
+
+def until(look: Callable[[], Any], what: str) -> Any:
+    """What `look` returns once that is true. Fails after the deadline."""
+    end = monotonic() + DEADLINE_S
+    while monotonic() < end:
+        if found := look():
+            return found
+        sleep(0.02)
+    raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}")
+
+
+def run_to_end(folder: Path) -> Path:
+    """Launch a run with processes and let it end well."""
+    with Running(folder) as running:
+        assert running.wait() == 0, running.errors
+    return folder
+
+
+def run_here(folder: Path) -> Path:
+    """Run it in this process and let it end well."""
+    threads, before = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+    run = RunFolder.open(folder)
+    run.lock()
+    try:
+        assert run_in_process(run, lambda line: None) == "done"
+    finally:
+        run.unlock()
+        torch.set_num_threads(threads)
+        signal.signal(signal.SIGINT, before)
+    return folder
+
+
+def assert_nothing_is_left(folder: Path, run: str) -> None:
+    """No process, shared-memory segment, socket or key."""
+    assert processes_of(run) == []
+    assert segments_of(run, folder) == []
+    assert [p for p in folder.rglob("*") if p.is_socket()] == []
+    assert not (folder / "keys").exists()
+    assert not (folder / "processes.json").exists()
+
+
+def segments_of(run: str, folder: Path) -> list[Path]:
+    return [path for place in (SHM, folder) for path in place.glob(f"penstock-{run}-*")]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def final_state(folder: Path, update: int) -> dict[str, Tensor]:
+    """All tensors of the policy's state (weights and optimizer) in the checkpoint before `update`."""
+    return read_part(folder / "checkpoints" / f"{update:08d}", "trainer/0", 0).carried("policy")[0]
+
+
+def assert_equal_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == []

@@ -1,0 +1,128 @@
+"""Whatever dies, stops or hangs, a run ends by itself, says who it was, and leaves nothing behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.control.config import Flags
+
+from .running import FAULTS, Options, Running, make_run, summary
+
+pytestmark = pytest.mark.timeout(180)
+LONG: Options = {"lag": 1, "generate_ms": 20.0, "score_ms": 2.0, "update_ms": 10.0, "sync_ms": 0.0}
+POOLS = ("generator", "scorer", "trainer")
+
+
+def long_run(path: Path, deadline: float = 60.0) -> Path:
+    """A run that does not end by itself while a test lasts."""
+    return make_run(path, "toy", LONG, Flags(updates=100_000, batch=4, slots=16, deadline=deadline))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_killed_rank_ends_the_run(tmp_path: Path, pool: str) -> None:
+    folder = long_run(tmp_path / "r")
+    with Running(folder) as running:
+        pid = running.until_ready()["pools"][pool][0]
+        running.until_update(1)
+        os.kill(pid, signal.SIGKILL)
+        assert running.wait() == 1
+    assert f"{pool}/0 rank 0 died: killed by SIGKILL (pid {pid})" in running.errors
+    assert summary(folder)["status"] == "failed"
+    assert f"{pool}/0 rank 0 died" in summary(folder)["error"]
+
+
+@pytest.mark.slow
+def test_a_killed_agent_ends_the_run(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r")
+    with Running(folder) as running:
+        running.until_update(1)
+        os.kill(running.agent(), signal.SIGKILL)
+        assert running.wait() == 1
+    assert "the agent of host local died" in running.errors
+    for pool in POOLS:
+        assert f"{pool}/0 rank 0" in running.errors
+    assert summary(folder)["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_killed_controller_ends_the_run(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r")
+    with Running(folder) as running:
+        pid = running.until_ready()["controller"]
+        running.until_update(1)
+        os.kill(pid, signal.SIGKILL)
+        assert running.wait() == 1
+    assert f"the controller (pid {pid}) ended: killed by SIGKILL" in running.errors
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r")
+    with Running(folder) as running:
+
+        def ranks() -> list[int]:
+            return [p.pid for p in running.children() if "penstock.runtime.control.worker" in p.cmdline()]
+
+        os.kill(running.until(ranks, "a rank was started")[0], signal.SIGKILL)
+        assert running.wait() == 1
+    assert "rank 0 died: killed by SIGKILL" in running.errors
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_by_the_deadline_of_its_firing(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r", deadline=3.0)
+    with Running(folder) as running:
+        pid = running.until_ready()["pools"]["trainer"][0]
+        running.until_update(1)
+        os.kill(pid, signal.SIGSTOP)
+        assert running.wait() == 1
+    assert "no answer from trainer/0 rank 0" in running.errors
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_by_its_silence(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r", deadline=600.0)
+    with Running(folder) as running:
+        pid = running.until_ready()["pools"]["scorer"][0]
+        running.until_update(1)
+        os.kill(pid, signal.SIGSTOP)
+        assert running.wait() == 1
+    assert "no sign of life from scorer/0:0" in running.errors
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_run_at_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}hangs", {"update": 2}, Flags(updates=9, batch=2, slots=16))
+    with Running(folder) as running:
+        running.until_update(2)
+        running.interrupt()
+        running.until_line(lambda line: line.get("kind") == "status", "a status")
+        running.interrupt()
+        assert running.wait() == 130
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_run_whose_trainer_hangs_without_a_checkpoint(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}hangs", {"update": 2}, Flags(updates=9, batch=2, slots=16))
+    with Running(folder) as running:
+        running.until_update(2)
+        running.interrupt()
+        assert running.wait() == 130
+    assert summary(folder)["status"] == "stopped"
+    assert "no checkpoint within" in summary(folder)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool, firing", [("generator", 3), ("scorer", 3), ("trainer", 2)])
+def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, firing: int) -> None:
+    node = {"generator": "generate", "scorer": "score", "trainer": "update"}[pool]
+    flags = Flags(updates=9, batch=2, slots=16, deadline=3.0)
+    folder = make_run(tmp_path / "r", f"{FAULTS}hangs", {node: firing}, flags)
+    with Running(folder) as running:
+        assert running.wait() == 1
+    assert f"no answer from {pool}/0 rank 0" in running.errors
+    assert f"fire fake_{node}[{firing}]" in running.errors
+    assert summary(folder)["status"] == "failed"

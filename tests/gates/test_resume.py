@@ -1,0 +1,80 @@
+"""A run that was stopped or killed and goes on ends with the bits of one that was left alone, and counts no group twice."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.control.config import Flags
+from penstock.runtime.record.log import read_log
+
+from .plain import toy_loop
+from .replaying import replayed
+from .running import (
+    Running,
+    assert_equal_bits,
+    final_state,
+    make_run,
+    rows,
+    run_to_end,
+    segments_of,
+    summary,
+)
+
+pytestmark = pytest.mark.timeout(240)
+UPDATES, BATCH = 30, 4
+SLOW = {"generate_ms": 40.0, "score_ms": 2.0, "update_ms": 20.0, "sync_ms": 0.0, "jitter_ms": 20.0}
+
+
+def toy_run(path: Path, lag: int, checkpoint_every: int = 0) -> Path:
+    flags = Flags(
+        updates=UPDATES,
+        batch=BATCH,
+        slots=16,
+        deadline=60.0,
+        versions="pinned" if lag else "free",
+        checkpoint_every=checkpoint_every,
+    )
+    return make_run(path, "toy", {"lag": lag, **SLOW}, flags)
+
+
+def assert_whole(folder: Path, lag: int) -> None:
+    """The end of a run that nobody disturbed."""
+    assert summary(folder)["status"] == "done"
+    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+    assert [row["update"] for row in rows(folder)] == list(range(UPDATES))
+    assert_equal_bits(final_state(folder, UPDATES), toy_loop(UPDATES, BATCH, lag=lag))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 2])
+def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, lag: int) -> None:
+    folder = toy_run(tmp_path / "r", lag)
+    with Running(folder) as running:
+        running.until_update(3)
+        running.interrupt()
+        assert running.wait() == 130
+    done = summary(folder)
+    assert done["status"] == "stopped"
+    assert 3 <= done["updates"] < UPDATES
+    assert (folder / "checkpoints" / f"{done['updates']:08d}" / "cut.json").is_file()
+    assert done["groups"] == done["updates"] * BATCH
+    run_to_end(folder)
+    assert_whole(folder, lag)
+    assert [segment.facts["cut"] for segment in read_log(folder / "events.log")] == [None, done["updates"]]
+    assert [stage.stage for stage in replayed(folder)] == ["train", "train", "save"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    folder = toy_run(tmp_path / "r", 0, checkpoint_every=2)
+    with Running(folder) as running:
+        running.until_update(5)
+        running.kill()
+        assert segments_of(running.run, folder) != []  # nobody was left to remove them
+    run_to_end(folder)
+    assert segments_of(running.run, folder) == []  # a later start has
+    assert_whole(folder, 0)
+    first, second = read_log(folder / "events.log")
+    assert first.ended is None
+    assert second.facts["cut"] in (2, 4)
+    replayed(folder)

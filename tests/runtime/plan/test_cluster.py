@@ -1,0 +1,122 @@
+"""A cluster file says what is wrong with it, all at once; without one, this machine is the cluster."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.plan import cluster as module
+from penstock.runtime.plan.cluster import Cluster, ClusterError, Host, cuda_devices
+
+GOOD = """
+bind = "10.0.0.1:5555"
+[[hosts]]
+name = "a"
+cores = 16
+devices = ["cuda:0", "cpu"]
+[[hosts]]
+name = "b"
+agent = "external"
+cores = 64
+[pools]
+generator = "b"
+"""
+
+
+def _read(folder: Path, text: str) -> Cluster:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return Cluster.read(path)
+
+
+def test_a_cluster_file_is_read(tmp_path: Path) -> None:
+    cluster = _read(tmp_path, GOOD)
+    assert cluster.hosts == (
+        Host(name="a", cores=16, devices=("cuda:0", "cpu")),
+        Host(name="b", cores=64, agent="external"),
+    )
+    assert cluster.host("a").accelerators == ("cuda:0",)
+    assert (cluster.host_of("generator").name, cluster.host_of("trainer").name) == ("b", "a")
+    assert cluster.endpoint(tmp_path) == "tcp://10.0.0.1:5555"
+
+
+@pytest.mark.parametrize(
+    ("change", "into", "message"),
+    [
+        ("bind =", "bnd =", "unknown key 'bnd'; did you mean 'bind'?"),
+        ("cores = 16", "core = 16", "unknown key 'hosts.0.core'; did you mean 'cores'?"),
+        ("cores = 16", "", "hosts.0.cores: missing"),
+        ("cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
+        ('"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
+        ('"external"', '"extern"', "hosts.1.agent: given 'extern'"),
+        ('name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
+        ('name = "b"', 'name = "a"', "hosts: a is there twice"),
+        ('generator = "b"', 'generator = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
+        ("10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
+        ("[pools]", "[pools", "not TOML"),
+    ],
+)
+def test_a_fault_is_named_with_the_file_and_what_is_needed(
+    tmp_path: Path, change: str, into: str, message: str
+) -> None:
+    assert change in GOOD
+    with pytest.raises(ClusterError) as caught:
+        _read(tmp_path, GOOD.replace(change, into, 1))
+    assert f"{tmp_path / 'cluster.toml'}: {message}" in str(caught.value)
+
+
+def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError) as caught:
+        _read(tmp_path, GOOD.replace("bind", "bnd").replace("cores = 16", "core = 16").replace("external", "x"))
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"none\.toml: cannot be read: No such file"):
+        Cluster.read(tmp_path / "none.toml")
+
+
+def test_no_hosts_are_no_cluster(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="hosts"):
+        _read(tmp_path, "hosts = []")
+
+
+def test_this_machine_is_one_host_with_the_cores_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6})
+    (host,) = Cluster.local().hosts
+    assert (host.name, host.cores, host.agent) == ("local", 3, "local")
+    assert Cluster.local().endpoint(tmp_path) == f"ipc://{tmp_path}/control.sock"
+
+
+def test_an_external_agent_needs_tcp_and_loopback_is_the_default(tmp_path: Path) -> None:
+    cluster = Cluster(hosts=(Host(name="a", cores=1, agent="external"),))
+    assert cluster.endpoint(tmp_path) == "tcp://127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [(None, ("cuda:0", "cuda:1")), ("1", ("cuda:0",)), ("", ()), ("-1", ()), ("0,1,2", ("cuda:0", "cuda:1"))],
+)
+def test_cuda_devices_are_those_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(module, "_count_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cuda_devices() == devices
+
+
+def test_gpus_are_counted_in_proc_or_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    assert module._count_gpus(tmp_path / "gpus") == 2
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: x)'\necho '  MIG 1g'\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tool.chmod(0o755)
+    assert module._count_gpus(tmp_path / "none") == 1
+    tool.unlink()
+    assert module._count_gpus(tmp_path / "none") == 0

@@ -1,0 +1,151 @@
+"""The default plan: pools by label, replicas for generators, every host's cores and devices shared out."""
+
+import pytest
+
+from penstock.graph.ir import Argument, Graph, Input, Node, Output, Ref
+from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
+from penstock.runtime.plan.place import GROUPS_AHEAD, SMALL_CAPACITY, place
+from penstock.runtime.plan.plan import Plan
+from penstock.runtime.schedule.tables import compile_tables
+
+TYPE = "penstock.graph.types:Rollouts"
+
+
+def _node(name: str, pool: str, *reads: str, update: bool = False, samples: int = 0) -> Node:
+    inputs = tuple(Input(read, TYPE, Ref(read)) for read in reads)
+    options = (("samples", samples),) if samples else ()
+    return Node(name, name, inputs, (Output("out", TYPE),), options, pool, "update" if update else "group")
+
+
+def _graph(prefix: str = "", samples: int = 8, trains: bool = True, learner: str = "trainer") -> Graph:
+    """policy, prompts -> generate -> score -> update, or without the update."""
+    sent = Node(f"{prefix}broadcast", "broadcast", (Input("value", TYPE, Ref("policy")),), (Output("out", TYPE),), (),
+                "generator", "update", "broadcast", lag=1)  # fmt: skip
+    nodes = [
+        sent,
+        _node(f"{prefix}generate", "generator", f"{prefix}prompts", f"{prefix}broadcast", samples=samples),
+        _node(f"{prefix}score", "scorer", f"{prefix}generate"),
+    ]
+    if trains:
+        nodes.append(_node("update", learner, "policy", f"{prefix}score", update=True))
+    arguments = (
+        Argument("policy", "carried", TYPE, "m:policy", learner if trains else "trainer"),
+        Argument(f"{prefix}prompts", "source", TYPE, "m:prompts", "generator"),
+    )
+    result = Ref("update") if trains else Ref("policy")
+    return Graph("g", "m:g", arguments, tuple(nodes), (("policy", result),))
+
+
+TRAIN, EVALUATE = _graph(), _graph("evaluate.", samples=1, trains=False)
+
+
+def _cluster(cores: int = 8, *devices: str) -> Cluster:
+    return Cluster(hosts=(Host(name="a", cores=cores, devices=devices),))
+
+
+def _threads(plan: Plan) -> dict[str, int]:
+    return {r.name: r.ranks[0].threads for r in plan.replicas}
+
+
+def _devices(plan: Plan) -> list[str]:
+    return [r.ranks[0].device for r in plan.replicas]
+
+
+def test_a_pool_holds_the_arguments_and_nodes_of_its_label_over_all_graphs() -> None:
+    plan = place([TRAIN, EVALUATE], _cluster())
+    assert {p.name: p.holds for p in plan.pools} == {
+        "trainer": ("policy", "update"),
+        "generator": ("prompts", "generate", "evaluate.prompts", "evaluate.generate"),
+        "scorer": ("score", "evaluate.score"),
+    }
+
+
+def test_the_plan_serves_every_graph() -> None:
+    plan = place([TRAIN, EVALUATE], _cluster(), generators=2)
+    for graph in (TRAIN, EVALUATE):
+        compile_tables(graph, plan)
+
+
+def test_a_value_is_held_where_the_first_graph_says() -> None:
+    plan = place([_graph(learner="learner"), EVALUATE], _cluster())
+    assert [p.name for p in plan.pools] == ["learner", "generator", "scorer"]
+    assert plan.pool_of("policy").name == "learner"
+
+
+def test_generators_alone_are_replicated() -> None:
+    plan = place([TRAIN, EVALUATE], _cluster(), generators=3)
+    assert [r.name for r in plan.replicas] == ["trainer/0", "generator/0", "generator/1", "generator/2", "scorer/0"]
+
+
+def test_a_generator_takes_the_groups_that_fill_its_slots_and_some_ahead() -> None:
+    def capacities(*graphs: Graph) -> dict[str, int]:
+        return {r.name: r.capacity for r in place(graphs, _cluster(), slots=60).replicas}
+
+    assert capacities(TRAIN) == {"trainer/0": 1, "generator/0": 8 + GROUPS_AHEAD, "scorer/0": SMALL_CAPACITY}
+    assert capacities(TRAIN, EVALUATE)["generator/0"] == 60 + GROUPS_AHEAD
+
+
+@pytest.mark.parametrize(
+    ("cores", "generators", "threads"),
+    [(1, 1, (1, 1)), (2, 1, (1, 1)), (2, 3, (1, 1)), (8, 1, (4, 4)), (9, 2, (4, 2)), (64, 4, (32, 8))],
+)
+def test_the_trainer_has_half_the_cores_and_generators_share_the_rest(
+    cores: int, generators: int, threads: tuple[int, int]
+) -> None:
+    found = _threads(place([TRAIN], _cluster(cores), generators=generators))
+    assert (found["trainer/0"], found["generator/0"], found["scorer/0"]) == (*threads, 1)
+
+
+def test_a_host_is_shared_out_by_itself() -> None:
+    hosts = (Host(name="a", cores=4), Host(name="b", cores=8))
+    plan = place([TRAIN], Cluster(hosts=hosts, pools={"generator": "b"}), generators=2)
+    assert _threads(plan) == {"trainer/0": 4, "generator/0": 4, "generator/1": 4, "scorer/0": 1}
+    assert [r.ranks[0].host for r in plan.replicas] == ["a", "b", "b", "a"]
+
+
+def test_a_pool_that_holds_everything_has_one_replica_and_room_to_generate() -> None:
+    nodes = tuple(n.__class__(**{s: getattr(n, s) for s in n.__slots__} | {"pool": "all"}) for n in TRAIN.nodes)
+    arguments = tuple(Argument(a.name, a.kind, a.type, a.maker, "all") for a in TRAIN.arguments)
+    plan = place([TRAIN.replace(nodes=nodes, arguments=arguments)], _cluster(), generators=2, slots=16)
+    (replica,) = plan.replicas
+    assert (replica.capacity, replica.ranks[0].threads) == (2 + GROUPS_AHEAD, 8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "placed"),
+    [
+        (("cuda:0",), ["cuda:0", "cuda:0", "cuda:0", "cpu"]),
+        (("cuda:0", "cuda:1"), ["cuda:0", "cuda:1", "cuda:0", "cpu"]),
+        (("cuda:0", "cuda:1", "cuda:2"), ["cuda:0", "cuda:1", "cuda:2", "cpu"]),
+    ],
+)
+def test_devices_are_taken_in_turn_and_shared_where_there_are_too_few(
+    devices: tuple[str, ...], placed: list[str]
+) -> None:
+    assert _devices(place([TRAIN], _cluster(8, *devices), generators=2, device="cuda")) == placed
+
+
+def test_one_device_may_be_named_and_cpu_leaves_them_alone() -> None:
+    cluster = _cluster(8, "cuda:0", "cuda:1")
+    assert _devices(place([TRAIN], cluster, device="cuda:1")) == ["cuda:1", "cuda:1", "cpu"]
+    assert _devices(place([TRAIN], cluster)) == ["cpu", "cpu", "cpu"]
+
+
+def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(ClusterError, match="given 'cuda' for pool trainer; host a has no device"):
+        place([TRAIN], _cluster(), device="cuda")
+    with pytest.raises(ClusterError, match=r"given 'cuda:7' .* host a has cuda:0"):
+        place([TRAIN], _cluster(8, "cuda:0"), device="cuda:7")
+
+
+def test_an_unknown_pool_and_no_generator_are_errors() -> None:
+    hosts = (Host(name="a", cores=4),)
+    with pytest.raises(ClusterError, match=r"pools\.generators.*did you mean 'generator'"):
+        place([TRAIN], Cluster(hosts=hosts, pools={"generators": "a"}))
+    with pytest.raises(ClusterError, match="given 0"):
+        place([TRAIN], _cluster(), generators=0)
+
+
+def test_the_same_program_and_cluster_give_the_same_plan_and_it_survives_json() -> None:
+    plans = [place([TRAIN, EVALUATE], _cluster(), generators=2) for _ in range(2)]
+    assert plans[0] == plans[1] == Plan.from_json(plans[0].to_json())
