@@ -17,8 +17,8 @@ from rich.text import Text
 from penstock.runtime.cli.figures import clock, figure, many, percent, sparkline
 from penstock.runtime.cli.progress import STAGES, Line, Pool, Progress, external_text, kind_of
 
-PLAIN_SECONDS, PLAIN_UPDATES = 2.0, 10
-"""A plain line comes when so much time, or so many updates, have passed since the one before."""
+PLAIN_SECONDS = 1.0
+"""Time between two plain lines about updates."""
 POOL_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "red")
 IDLE = {
     "data": "waits for data",
@@ -60,14 +60,14 @@ def open_display(program: str, updates: int, folder: str, *, plain: bool) -> Dis
 
 
 class PlainDisplay:
-    """One line per stage, and one for every few updates."""
+    """One line per stage, and one a second about updates. Errors are left to the end."""
 
     def __init__(
         self, progress: Progress, write: Callable[[str], object], now: Callable[[], float] = monotonic
     ) -> None:
         self.progress, self.write, self.now = progress, write, now
         self._stage: str | None = None
-        self._said, self._update = -PLAIN_SECONDS, -PLAIN_UPDATES
+        self._said = -PLAIN_SECONDS
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,7 @@ class PlainDisplay:
     def tell(self, line: Line) -> None:
         self.progress.hear(line)
         if self.progress.stage != self._stage:
-            self._stage = self.progress.stage
+            self._stage, self._said = self.progress.stage, -PLAIN_SECONDS
             self.write(f"{STAGES.get(self._stage, self._stage)} …")
         match kind_of(line):
             case "row" | "base":
@@ -91,15 +91,12 @@ class PlainDisplay:
                 self.write(f"note: {line['text']}")
             case "external":
                 self.write(external_text(line))
-            case "error":
-                self.write(f"error: {line['text']}")
 
     def _row(self) -> None:
         seen, now = self.progress, self.now()
-        due = now - self._said >= PLAIN_SECONDS or seen.update - self._update >= PLAIN_UPDATES
-        if not due and seen.update < seen.updates:
+        if now - self._said < PLAIN_SECONDS and seen.update < seen.updates:
             return
-        self._said, self._update = now, seen.update
+        self._said = now
         parts = [f"update {seen.update}/{seen.updates}"]
         parts += [f"{name} {show(seen.row[key])}" for name, key, show in PLAIN if key in seen.row]
         if seen.rows:

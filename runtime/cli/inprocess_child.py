@@ -6,16 +6,12 @@ Plain lines on standard output; a debugger stops where the user wants it to. Exi
 import signal
 import sys
 import traceback
-from time import monotonic
 
 from penstock.runtime.cli.display import PlainDisplay
 from penstock.runtime.cli.progress import Progress
 from penstock.runtime.control.config import RunConfig
-from penstock.runtime.control.inprocess import InProcess
+from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
-from penstock.runtime.control.recorder import RunRecorder
-from penstock.runtime.control.session import Session
-from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
 
 
@@ -24,19 +20,15 @@ def main() -> None:
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)
     display = PlainDisplay(Progress(config.graph.name, config.flags.updates), lambda text: print(text, flush=True))
-    saved = latest_checkpoint(folder)
-    session = Session(
-        config, RunRecorder(folder, config, display.tell, monotonic(), saved), saved.cut if saved else None
-    )
     try:
-        status = InProcess(config, session, folder.path, saved.folder if saved else None).run()
+        status = run_in_process(folder, display.tell)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception:
         traceback.print_exc()
         sys.exit(FAILED)
-    if session.error and status == "failed":
-        print(f"penstock: {session.error}", file=sys.stderr)
+    for error in display.progress.errors:
+        print(f"penstock: {error}", file=sys.stderr)
     sys.exit({"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED))
 
 

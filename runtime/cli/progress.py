@@ -37,7 +37,7 @@ class Pool:
 
 @dataclass
 class Progress:
-    """`hear` adds a line. `began` and `now` are seconds on the controller's clock."""
+    """`hear` adds a line. `updates` is what the stage has in all, `time` the controller's seconds since it began."""
 
     program: str
     updates: int
@@ -51,13 +51,15 @@ class Progress:
     accuracy: dict[str, float] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     errors: list[str] = field(default_factory=list)
-    summary: Line = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.planned = self.updates
 
     def hear(self, line: Line) -> None:
         match kind_of(line):
             case "stage":
                 if self.stage == "base":
-                    self.update, self.row = 0, {}
+                    self.update, self.updates, self.row = 0, self.planned, {}
                 self.stage = line["stage"]
             case "status":
                 self._status(line)
@@ -72,11 +74,9 @@ class Progress:
             case "external":
                 self.notes.append(external_text(line))
             case "error":
-                self.errors.append(str(line["text"]))
+                self._error(str(line["text"]))
             case "summary":
-                self.summary = {key: value for key, value in line.items() if key != "kind"}
-                if line.get("error"):
-                    self.errors.append(str(line["error"]))
+                self._error(str(line.get("error") or ""))
 
     def _status(self, line: Line) -> None:
         self.stage, self.time = line.get("stage", self.stage), line.get("time", self.time)
@@ -102,6 +102,10 @@ class Progress:
             seconds = sum(sum(r["pools"].get(name, {}).values()) for r in self.rows)
             if states:
                 self.pools.setdefault(name, Pool()).busy = busy / seconds if seconds else None
+
+    def _error(self, text: str) -> None:
+        if text and text not in self.errors:
+            self.errors.append(text)
 
     def _accuracy(self, found: dict[str, float | None]) -> None:
         self.accuracy.update({when: value for when, value in found.items() if value is not None})

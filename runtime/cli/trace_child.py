@@ -43,7 +43,8 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     faults: list[Fault] = []
     try:
         graphs["graph"] = trace(program, options)
-        if program.evaluation is not None and getattr(flags, "eval_groups", 1):
+        unmeasured = isinstance(flags, RunFlags) and not flags.eval_groups
+        if program.evaluation is not None and not unmeasured:
             graphs["evaluation"] = trace(program.evaluation, prefix=EVALUATION)
     except GraphError as error:
         faults += error.faults

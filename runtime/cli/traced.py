@@ -44,12 +44,12 @@ class Traced:
         return self.graph
 
 
-def trace_program(verb: str, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Traced:
+def trace_program(verb: str, argv: Sequence[str]) -> Traced:
     """Trace the program that `argv` begins with. Leaves the command for help and usage errors."""
     name, *words = argv
     read, write = os.pipe()
     command = [sys.executable, "-m", "penstock.runtime.cli.trace_child", str(write), verb, name, *words]
-    child = subprocess.Popen(command, pass_fds=[write], env={**os.environ, **(environment or {})})
+    child = subprocess.Popen(command, pass_fds=[write])
     os.close(write)
     try:
         with os.fdopen(read, "rb") as pipe:
@@ -60,7 +60,11 @@ def trace_program(verb: str, argv: Sequence[str], environment: Mapping[str, str]
         child.wait()
     if not data:
         _leave(name, status)
-    found = json.loads(data)
+    return understand(verb, json.loads(data))
+
+
+def understand(verb: str, found: Mapping[str, Any]) -> Traced:
+    """What the child said. Raises CommandError for an error that it found."""
     if "error" in found:
         raise CommandError(found["error"], 2 if found["usage"] else 1)
     return Traced(

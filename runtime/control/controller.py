@@ -67,6 +67,7 @@ class Controller:
         self.restored: dict[tuple[Firing, str], Handle] = {}
         self.alive: set[str] = set()
         self.begun = False
+        self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
         """The run's status: "done", "stopped" or "failed"."""
@@ -128,6 +129,17 @@ class Controller:
             raise PeerFault(f"no sign of life from {', '.join(late)}: hung or stopped")
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
+        self._tell_dropped(monotonic())
+
+    def _tell_dropped(self, now: float) -> None:
+        """A note of the frames that were dropped, at most one a second however many they are."""
+        total = self.server.counts.total()
+        before, told = self._told
+        if total == before or now - told < 1.0 or not self.server.dropped:
+            return
+        self._told = (total, now)
+        so_far = ", ".join(f"{count} {kind}" for kind, count in sorted(self.server.counts.items()))
+        say({"kind": "note", "level": "warning", "text": f"dropped ({so_far}); the last: {self.server.dropped[-1]}"})
 
     def _hear(self, peer: str, message: Message) -> None:
         match message:
@@ -172,7 +184,8 @@ class Controller:
             self._send(self.session.stop(monotonic()))
         elif word == "agent":
             host, _, reason = rest.partition(" ")
-            raise PeerFault(f"the agent of host {host} died, and its ranks with it: {reason}")
+            ranks = ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host)
+            raise PeerFault(f"the agent of host {host} died, and with it {ranks or 'no rank'}: {reason}")
 
     def _send(self, orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():
@@ -219,6 +232,7 @@ def main() -> None:
     cut = latest_checkpoint(folder)
     recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
+    recorder.dropped_frames = server.counts
     controller = Controller(folder, config, server, session, cut)
     threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
     try:

@@ -61,6 +61,7 @@ class RunRecorder:
         self.groups: dict[str, int] = {}
         self.updates = start
         self.version = start
+        self.dropped_frames: Mapping[str, int] = {}
         self._evaluated: list[dict[str, float]] = []
         self._asked: dict[tuple[str, int, str], float] = {}
         self._published: dict[tuple[str, int], float] = {}
@@ -173,6 +174,7 @@ class RunRecorder:
             "fates": self.groups,
             "wall_s": round(now - self.began, 3),
             "reward_mean": self.row.get("reward_mean"),
+            "dropped_frames": dict(self.dropped_frames),
             "error": error,
             "folder": str(self.folder.path),
         }

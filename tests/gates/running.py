@@ -172,16 +172,22 @@ def run_to_end(folder: Path) -> Path:
 
 def run_here(folder: Path) -> Path:
     """Run it in this process and let it end well."""
+    status, lines = status_here(folder)
+    assert status == "done", lines[-1]
+    return folder
+
+
+def status_here(folder: Path) -> tuple[str, list[Line]]:
+    """Run it in this process; its status and what it said."""
     threads, before = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
-    run = RunFolder.open(folder)
+    run, lines = RunFolder.open(folder), list[Line]()
     run.lock()
     try:
-        assert run_in_process(run, lambda line: None) == "done"
+        return run_in_process(run, lines.append), lines
     finally:
         run.unlock()
         torch.set_num_threads(threads)
         signal.signal(signal.SIGINT, before)
-    return folder
 
 
 def assert_nothing_is_left(folder: Path, run: str) -> None:

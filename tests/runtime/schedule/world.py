@@ -63,7 +63,7 @@ class World:
         self.tables = compile_tables(setting.graph, setting.plan)
         rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
         self.scheduler = Scheduler(self.tables, rules, cut, live)
-        self.checker = Checker(setting.graph, setting.plan, rules, lineage, live)
+        self.checker = Checker(setting.graph, setting.plan, setting.rules, lineage, live)
         self.pending: list[Event] = []
         self.heard: list[Event] = []
         self.told: list[list[Command]] = []

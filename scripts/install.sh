@@ -1,0 +1,42 @@
+#!/bin/sh
+# Make .venv and install what is named ('.' or '.[dev]') into it.
+#
+# PyTorch comes from its CPU wheel index where there is no NVIDIA driver and that index answers within 5 s: an ordinary
+# install would bring gigabytes of CUDA. TORCH_INDEX overrides the choice; TORCH_INDEX= (empty) takes the ordinary index.
+set -eu
+
+WHAT=$1
+PYTHON=${PYTHON:-python3}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH=$("$PYTHON" - <<'END'
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("penstock needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (PYTHON=... make names another)")
+import tomllib
+wanted = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]
+print(next(item for item in wanted if item.startswith("torch")))
+END
+)
+
+answers() {
+    "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$1/torch/" \
+        >/dev/null 2>&1
+}
+
+has_nvidia() {
+    [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null 2>&1
+}
+
+if [ -z "${TORCH_INDEX+set}" ]; then
+    TORCH_INDEX=
+    if ! has_nvidia && answers "$CPU_INDEX"; then
+        TORCH_INDEX=$CPU_INDEX
+    fi
+fi
+
+[ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+if ! .venv/bin/python -c 'import torch' >/dev/null 2>&1; then
+    echo "installing $TORCH from ${TORCH_INDEX:-the ordinary index}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$TORCH" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
+fi
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "$WHAT"

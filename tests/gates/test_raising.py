@@ -1,0 +1,60 @@
+"""A node that raises is named with its group and traceback. It fails the run, or is counted as failed; never a zero."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.control.config import Flags
+
+from .replaying import replayed
+from .running import FAULTS, Running, make_run, rows, status_here, summary
+
+pytestmark = pytest.mark.timeout(120)
+UPDATES, BATCH = 4, 3
+
+
+def flags(**others: Any) -> Flags:
+    return Flags(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0, **others)
+
+
+@pytest.mark.parametrize("node, firing", [("generate", 4), ("score", 4), ("update", 1)])
+def test_a_node_that_raises_fails_the_run(tmp_path: Path, node: str, firing: int) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}raises", {node: firing}, flags())
+    assert status_here(folder)[0] == "failed"
+    error = summary(folder)["error"]
+    assert f"fake_{node}[{firing}]" in error
+    assert f"FakeError: fake_{node}[{firing}] was told to raise" in error
+    assert 'nodes/fake.py", line' in error
+
+
+def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}faulty_reward", {"bad": 5}, flags())
+    with Running(folder) as running:
+        assert running.wait() == 1
+    for error in (running.errors, summary(folder)["error"]):
+        assert "faulty_score[5] on scorer/0 rank 0" in error
+        assert "in divide" in error
+        assert "ZeroDivisionError" in error
+    assert summary(folder)["status"] == "failed"
+    assert summary(folder)["fates"].get("failed", 0) <= 1
+    assert len(rows(folder)) < 2  # group 5 is of the second update, which never was
+
+
+def test_the_first_group_may_raise_as_well(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}faulty_reward", {"bad": 0}, flags(retries=1))
+    assert status_here(folder)[0] == "failed"
+    assert "faulty_score[0]" in summary(folder)["error"]
+    assert rows(folder) == []
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_group_that_is_replaced_is_counted_as_failed(tmp_path: Path, retries: int) -> None:
+    used = flags(on_failure="replace", retries=retries)
+    folder = make_run(tmp_path / "r", f"{FAULTS}faulty_reward", {"bad": 5}, used)
+    status, _ = status_here(folder)
+    assert status == "done", summary(folder)["error"]
+    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
+    assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
+    assert all(row["reward_mean"] != 0 for row in rows(folder))
+    assert replayed(folder)[0].fates["failed"] == 1

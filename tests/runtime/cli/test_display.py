@@ -1,0 +1,122 @@
+from collections.abc import Iterator
+from io import StringIO
+from itertools import count
+
+import pytest
+from rich.console import Console
+
+from penstock.runtime.cli.display import PlainDisplay, dashboard, open_display
+from penstock.runtime.cli.progress import Line, Progress
+
+
+def row(update: int) -> Line:
+    pools = {"generator": {"busy": 0.9, "weights": 0.1}, "scorer": {"data": 1.0}, "trainer": {"busy": 0.5, "data": 0.5}}
+    figures = {"reward_mean": update / 10, "loss": -0.0023, "lag_mean": 0.6, "tokens": 500.0}
+    return {"kind": "row", "row": {"update": update, "version": update + 1, "seconds": 1.0, **figures, "pools": pools}}
+
+
+def status(update: int) -> Line:
+    pools = {
+        "generator": {"doing": [f"generate[{32 * update}]"], "version": update},
+        "scorer": {"doing": ["data"], "version": None},
+        "trainer": {"doing": [f"aipo_update[{update}]"], "version": None},
+    }
+    accuracy = {"before": 0.382}
+    return {"kind": "status", "time": 3.5, "stage": "train", "updates": 10, "pools": pools, "accuracy": accuracy}
+
+
+def lines() -> Iterator[Line]:
+    yield {"kind": "stage", "stage": "before"}
+    yield {"kind": "accuracy", "stage": "before", "accuracy": 0.382}
+    yield {"kind": "stage", "stage": "train"}
+    for update in range(10):
+        yield row(update)
+        yield status(update)
+    yield {"kind": "something new", "text": "from a later version"}
+
+
+def told(progress: Progress) -> Progress:
+    for line in lines():
+        progress.hear(line)
+    return progress
+
+
+def text(progress: Progress, width: int) -> list[str]:
+    console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(dashboard(progress, "runs/aipo-1", width))
+    return capture.get().splitlines()
+
+
+def test_progress_adds_up_what_it_hears() -> None:
+    seen = told(Progress("aipo", 10))
+    assert (seen.stage, seen.update, seen.updates) == ("train", 10, 10)
+    assert seen.rewards[-1] == pytest.approx(0.9)
+    assert seen.accuracy == {"before": 0.382}
+    assert seen.pools["trainer"].busy == pytest.approx(0.5)
+    assert seen.pools["generator"].version == 9
+    assert seen.updates_per_s == pytest.approx(1.0)
+    assert seen.tokens_per_s == pytest.approx(500.0)
+
+
+def test_an_error_is_kept_once() -> None:
+    seen = Progress("aipo", 10)
+    seen.hear({"type": "error", "text": "trainer/0 rank 0 died"})
+    seen.hear({"kind": "summary", "status": "failed", "error": "trainer/0 rank 0 died"})
+    assert seen.errors == ["trainer/0 rank 0 died"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_dashboard_fills_its_width_and_no_more(width: int) -> None:
+    shown = text(told(Progress("aipo", 10)), width)
+    assert {len(line) for line in shown} == {width}
+
+
+def test_the_dashboard_shows_what_matters() -> None:
+    shown = "\n".join(text(told(Progress("aipo", 10)), 100))
+    for needed in (
+        "training",
+        "10/10",
+        "reward 0.9",
+        "accuracy before 38.2 %",
+        "lag 0.6",
+        "updates/s 1",
+        "tokens/s 500",
+        "generate[288]",
+        "waits for data",
+        "weights v9",
+        "90 %",
+        "runs/aipo-1",
+    ):
+        assert needed in shown
+
+
+def test_the_dashboard_can_be_drawn_before_anything_is_known() -> None:
+    assert "starting processes" in "\n".join(text(Progress("aipo", 10), 80))
+
+
+def test_plain_lines_come_once_a_second_and_at_the_end() -> None:
+    written: list[str] = []
+    ticks = count()
+    display = PlainDisplay(Progress("aipo", 10), written.append, now=lambda: next(ticks) * 0.3)
+    for line in lines():
+        display.tell(line)
+    assert written[:3] == ["measuring accuracy before …", "accuracy before training: 38.2 %", "training …"]
+    updates = [line.split()[1] for line in written if line.startswith("update ")]
+    assert updates == ["1/10", "5/10", "9/10", "10/10"]
+    assert "reward 0.9  loss -0.0023  lag 0.6  1 updates/s  500 tokens/s" in written[-1]
+
+
+def test_the_base_model_counts_its_own_updates() -> None:
+    seen = Progress("aipo", 10)
+    seen.hear({"kind": "stage", "stage": "base"})
+    seen.hear({"kind": "base", "update": 500, "updates": 1000, "loss": 1.5})
+    assert (seen.update, seen.updates) == (500, 1000)
+    seen.hear({"kind": "stage", "stage": "before"})
+    assert (seen.update, seen.updates) == (0, 10)
+
+
+def test_output_that_is_no_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_display("aipo", 10, "runs/aipo-1", plain=False) as display:
+        display.tell({"kind": "stage", "stage": "train"})
+    assert capsys.readouterr().out == "training …\n"

@@ -1,0 +1,161 @@
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from penstock.graph import Policy, Program, program
+from penstock.nodes.score import math_answer
+from penstock.runtime.cli.parse import UsageError, parse
+
+
+@program(defaults={"updates": 60})
+def sample(  # type: ignore[no-untyped-def]
+    policy: Policy,
+    *,
+    samples: int = 8,
+    rho: float = 4.0,
+    normalize: bool = True,
+    order: Literal["strict", "ready"] = "strict",
+    weights: tuple[float, ...] = (1.0, 0.5),
+    by: Any = math_answer,
+    table: dict[str, int] = {"a": 1},  # noqa: B006
+    untyped=None,
+) -> Policy:
+    """An example.
+
+    Args:
+        samples: responses per prompt.
+    """
+    return policy
+
+
+@program
+def needy(policy: Policy, *, teacher: str) -> Policy:
+    return policy
+
+
+def read(*words: str, of: Program[..., Any] = sample, verb: str = "run") -> tuple[dict[str, Any], Any]:
+    return parse(of, verb, "sample", words)
+
+
+def test_defaults_are_the_programs_own() -> None:
+    options, flags = read()
+    assert options == {
+        "samples": 8,
+        "rho": 4.0,
+        "normalize": True,
+        "order": "strict",
+        "weights": [1.0, 0.5],
+        "by": {"path": "penstock.nodes.score:math_answer"},
+        "table": {"a": 1},
+        "untyped": None,
+    }
+    assert (flags.updates, flags.batch) == (60, 32)
+
+
+def test_keyword_arguments_are_flags() -> None:
+    words = "--samples 4 --rho 2 --no-normalize --order ready --weights 1 2 3 --by my:rule --updates 5 --plain"
+    options, flags = read(*words.split(), "--table", '{"b": 2}', "--untyped", "text")
+    assert options["samples"] == 4
+    assert options["rho"] == 2.0
+    assert options["normalize"] is False
+    assert options["order"] == "ready"
+    assert options["weights"] == [1.0, 2.0, 3.0]
+    assert options["by"] == {"path": "my:rule"}
+    assert options["table"] == {"b": 2}
+    assert options["untyped"] == "text"
+    assert (flags.updates, flags.plain) == (5, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sampels", "4"], "--samples"),
+        (["--updatse", "4"], "--updates"),
+        (["--samples", "many"], "--samples"),
+        (["--order", "random"], "strict"),
+    ],
+)
+def test_a_usage_error_exits_with_2_and_names_the_flag(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        read(*words)
+    assert leaving.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_argument_without_default_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read("--teacher", "big", of=needy)[0] == {"teacher": "big"}
+    with pytest.raises(SystemExit) as leaving:
+        read(of=needy)
+    assert leaving.value.code == 2
+    assert "--teacher" in capsys.readouterr().err
+
+
+def test_help_explains_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        read("--help")
+    assert leaving.value.code == 0
+    shown = capsys.readouterr().out
+    for needed in ("An example.", "penstock run sample --lag", "responses per prompt.", "Flags of every program", "60"):
+        assert needed in shown
+
+
+def config(tmp_path: Path, text: str) -> str:
+    (tmp_path / "c.toml").write_text(text)
+    return str(tmp_path / "c.toml")
+
+
+def test_a_config_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = config(tmp_path, "samples = 2\nmax-tokens = 7\nnormalize = false\nplain = true\nweights = [3, 4]\nbatch = 5")
+    options, flags = read("--batch", "6", "--config", file)
+    assert (options["samples"], options["normalize"], options["weights"]) == (2, False, [3.0, 4.0])
+    assert (flags.max_tokens, flags.plain, flags.batch) == (7, True, 6)
+    assert read(f"--config={file}")[1].batch == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("updats = 3", r"c.toml: unknown key 'updats'; the nearest: updates"),
+        ("[run]\nupdates = 3", r"c.toml: unknown key 'run'"),
+        ("samples = {a = 1}", r"'samples' is a table"),
+        ("samples = = 3", r"not TOML.*line 1"),
+    ],
+)
+def test_a_config_file_that_cannot_work_is_an_error(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read("--config", config(tmp_path, text))
+
+
+def test_a_config_file_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read("--config", "/nowhere/c.toml")
+
+
+def test_a_bad_value_in_a_config_file_says_where_it_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read("--config", config(tmp_path, 'samples = "many"'))
+    assert "The config file stands for: --samples many" in capsys.readouterr().err
+
+
+def test_an_option_may_not_take_a_flags_name() -> None:
+    @program
+    def clashing(policy: Policy, *, updates: int = 3) -> Policy:
+        return policy
+
+    with pytest.raises(UsageError, match=r"test_parse.py:\d+: option 'updates' is a flag of `penstock run`"):
+        read(of=clashing)
+    assert read(of=clashing, verb="show")[0] == {"updates": 3}
+
+
+def test_defaults_for_a_flag_that_is_none_are_an_error() -> None:
+    @program(defaults={"updats": 3})
+    def wrong(policy: Policy) -> Policy:
+        return policy
+
+    with pytest.raises(UsageError, match="there is no flag 'updats'; the nearest: updates"):
+        read(of=wrong)

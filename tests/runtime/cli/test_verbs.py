@@ -1,0 +1,127 @@
+"""The verbs that start nothing, in this process."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.graph.show import loads
+from penstock.runtime.cli import check, show, simulate
+from penstock.runtime.cli.programs import built_in
+from penstock.runtime.cli.traced import CommandError
+
+pytestmark = pytest.mark.usefixtures("here")
+Output = pytest.CaptureFixture[str]
+
+
+def test_show_reads_like_the_program(capsys: Output) -> None:
+    assert show.main(["toy", "--lag", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("def toy(policy: FakePolicy, prompts: FakePrompts")
+    assert "broadcast(policy, lag=3)" in shown
+
+
+def test_show_gives_json_that_loads_back_equal(capsys: Output, tmp_path: Path) -> None:
+    show.main(["toy", "--json"])
+    graph = loads(capsys.readouterr().out)
+    show.main(["toy", "--format", "json", "--out", str(tmp_path / "g.json")])
+    assert loads((tmp_path / "g.json").read_text()) == graph
+    assert loads(json.dumps(graph.to_json())).digest() == graph.digest()
+
+
+def test_show_draws_svg_and_mermaid(capsys: Output, tmp_path: Path) -> None:
+    show.main(["aipo", "--format", "svg", "--out", str(tmp_path / "g.svg")])
+    assert ElementTree.parse(tmp_path / "g.svg").getroot().tag.endswith("svg")
+    show.main(["aipo", "--format", "mermaid", "--evaluation"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("flowchart")
+    assert "accuracy" in shown
+
+
+def test_show_says_that_a_program_has_no_evaluation() -> None:
+    with pytest.raises(CommandError, match="toy has no evaluation"):
+        show.main(["toy", "--evaluation"])
+
+
+@pytest.mark.parametrize("verb", [show, check, simulate])
+def test_a_verb_without_a_program_lists_the_built_in_ones(verb: object) -> None:
+    with pytest.raises(CommandError, match="needed a PROGRAM: aipo, evaluate, grpo") as error:
+        verb.main([])  # type: ignore[attr-defined]
+    assert error.value.status == 2
+
+
+def test_built_in_programs_have_a_summary() -> None:
+    assert set(built_in()) == {"aipo", "evaluate", "grpo", "sft", "toy"}
+    assert all(summary.endswith(".") for summary in built_in().values())
+
+
+def test_help_without_a_program_explains_the_verb(capsys: Output) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        simulate.main(["--help"])
+    assert leaving.value.code == 0
+    shown = capsys.readouterr().out
+    assert "package.module:function" in shown
+    assert "--duration" in shown
+
+
+@pytest.mark.parametrize("name", ["aipo", "grpo", "sft", "toy", "evaluate"])
+def test_check_finds_nothing_in_the_built_in_programs(name: str, capsys: Output) -> None:
+    assert check.main([name]) == 0
+    assert f"{name}: no faults" in capsys.readouterr().out
+
+
+def test_check_tells_all_faults(capsys: Output) -> None:
+    assert check.main(["toy", "--batch", "0", "--lag", "-1"]) == 1
+    shown = capsys.readouterr().out
+    assert "given   0" in shown
+    assert "given   -1" in shown
+    assert shown.endswith("2 faults\n")
+    assert check.main(["toy", "--batch", "0", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], len(found["faults"])) == (False, 1)
+
+
+def test_a_simulation_at_lag_0_takes_as_long_as_the_loop(capsys: Output) -> None:
+    words = "--lag 0 --batch 4 --updates 8 --generate-ms 50 --score-ms 5 --update-ms 50 --sync-ms 10 --json"
+    assert simulate.main(["toy", *words.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # All groups are generated at once, scored one after the other, learnt from, and the weights published.
+    assert found["period_s"] == pytest.approx(0.050 + 4 * 0.005 + 0.050 + 0.010)
+    assert found["period_s"] == pytest.approx(found["bound_s"])
+    assert found["lags"] == {"0": 32}
+    for replica, busy in found["busy_s"].items():
+        assert busy + sum(found["idle_s"][replica].values()) == pytest.approx(found["wall_s"])
+
+
+def test_a_simulation_is_drawn(capsys: Output, tmp_path: Path) -> None:
+    svg, trace = tmp_path / "s.svg", tmp_path / "s.json"
+    simulate.main(["toy", "--updates", "4", "--width", "90", "--svg", str(svg), "--trace", str(trace)])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("toy: 4 updates of 8 groups")
+    assert max(map(len, shown)) <= 90 + 20
+    assert any(line.startswith("trainer/0") for line in shown)
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert {e["ph"] for e in json.loads(trace.read_text())["traceEvents"]} >= {"X", "M"}
+
+
+def test_durations_are_given_by_node(capsys: Output) -> None:
+    words = "generate=0.02~0.5 score=0.001 group_advantage=0 aipo_update=0.03 publish=0.002 wire=0.004 swap=0.001"
+    assert simulate.main(["aipo", "--json", "--duration", *words.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["period_s"] > 0.03
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], r"no duration of generate, score, group_advantage, aipo_update; needed all, such as --duration generate="),
+        (["--duration", "generat=1"], "needed one of generate, score"),
+        (["--duration", "generate=fast"], "needed seconds and sigma"),
+        (["--duration", "generate=-1"], "needed seconds and sigma"),
+        (["--updates", "0"], "needed at least 1"),
+    ],
+)
+def test_durations_that_cannot_work_are_a_usage_error(words: list[str], said: str) -> None:
+    with pytest.raises(CommandError, match=said) as error:
+        simulate.main(["aipo", *words])
+    assert error.value.status == 2
