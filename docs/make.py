@@ -104,7 +104,7 @@ def schedule(*words: str) -> str:
     command = ["penstock", "simulate", *words, "--width", "90"]
     run = [sys.executable, "-m", "penstock.runtime.cli.main", *command[1:]]
     printed = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
-    kept = [line for line in printed if re.match(r"period|bound|\w+/\d+ ", line)]
+    kept = [line for line in printed if re.match(r"period|\w+/\d+ ", line)]
     return fenced("\n".join([f"$ {' '.join(command)}", *kept]), "console")
 
 

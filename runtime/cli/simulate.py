@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from penstock.graph.ir import Graph, Node
@@ -156,21 +157,21 @@ def _facts(graph: Graph, flags: SimulateFlags, result: Simulation, bound: Bound)
 
 def _text(title: str, flags: SimulateFlags, result: Simulation, bound: Bound) -> str:
     above = result.period_s / bound.seconds - 1 if bound.seconds else 0.0
-    beside = "; these draws were shorter than their means" if above < -5e-4 else ""
-    beside = f" ({percent(above)} less)" if above > 5e-4 else beside
+    beside = f" ({percent(above)} less)" if above > 5e-4 else ""
+    if above < -5e-4:  # the start has no cycle behind it yet, and draws may be shorter than their mean
+        beside = " (more updates would tell better)"
+    width = flags.width or shutil.get_terminal_size((100, 24)).columns
     lines = [
         f"{title}, {_ms(result.wall_s)} in all",
         "",
         f"period  {_ms(result.period_s)} per update once the pipeline is full",
-        f"bound   {_ms(bound.seconds)}, because of {bound.cause}"
-        + (f" ({percent(above)} below)" if above > 5e-4 else ""),
+        *wrap(f"bound   {_ms(bound.seconds)}{beside}, because of {bound.cause}", width, subsequent_indent=" " * 8),
         *_lags(result.lags),
         *_work(result),
         "",
     ]
     end = result.ends[min(DRAWN, len(result.ends)) - 1] if result.ends else result.wall_s
     bars = [bar for bar in result.bars if bar.start < end]
-    width = flags.width or shutil.get_terminal_size((100, 24)).columns
     if len(result.ends) > DRAWN:
         lines.append(f"The first {DRAWN} updates:")
     return "\n".join([*lines, gantt_text(bars, width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ)])

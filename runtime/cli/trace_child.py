@@ -7,6 +7,7 @@ FD. Help and usage errors go to the terminal with exit status 0 and 2, and nothi
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -32,7 +33,8 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     try:
         program = load(name)
         if not isinstance(program, Program):
-            return _error(f"{name}: given a {type(program).__name__}, needed a function with @program")
+            given = f"{name}: given a value of type {type(program).__name__}"
+            return _error(f"{given}, needed a function with @program", usage=True)
         options, flags = parse(program, verb, name, argv)
     except (GraphError, UsageError) as error:
         return _error(str(error), usage=True)
@@ -94,7 +96,7 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if num_gpus else "cpu"
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= num_gpus:
         raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")

@@ -116,7 +116,7 @@ class RunConfig:
         contexts = {}
         for name in holds:
             held_out = name.startswith(EVALUATION)
-            split = {"split": "evaluate", "data": f.eval_data or f.data} if held_out else {}
+            split: dict[str, Any] = {"split": "evaluate", "data": f.eval_data or f.data} if held_out else {}
             graph = self.evaluation if held_out and self.evaluation is not None else self.graph
             contexts[name] = replace(base, node=name, options=dict(graph.options), **split)
         return contexts

@@ -232,7 +232,7 @@ def main() -> None:
     cut = latest_checkpoint(folder)
     recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
-    recorder.dropped_frames = server.counts
+    recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
     threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
     try:

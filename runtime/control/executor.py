@@ -6,7 +6,7 @@ of a node becomes a `Failed` event with its traceback; nothing else is caught.
 """
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -81,7 +81,7 @@ class Executor:
     """Runs commands. `values` are the outputs kept here; `fetch` gets one that another rank keeps.
 
     `ways` moves weights (see `weights.py`). `export` turns a value into a handle for other ranks; None keeps
-    values in this process only.
+    values in this process only. `doing` names the command or step in work, for a thread that watches this one.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Executor:
         self.nodes: dict[str, Held] = {}
         self.streams: list[Held] = []
         self.submitted: dict[Firing, float] = {}
+        self.doing = ""
         for graph in setup.graphs:
             for argument in graph.arguments:
                 if argument.name in setup.holds:
@@ -148,9 +149,13 @@ class Executor:
 
     # What is done ------------------------------------------------------------------------------------------
 
-    def carry_out(self, order: Order) -> list[Result]:
+    def carry_out(self, order: Order) -> Iterator[list[Result]]:
+        """Carry out one command after the other; the answers to each that are there at once."""
         handles = {(firing, output): handle for firing, output, handle in order.handles}
-        return [result for command in order.commands for result in self.do(command, handles)]
+        for command in order.commands:
+            self.doing = str(command.firing) if isinstance(command, Fire) else type(command).__name__
+            yield self.do(command, handles)
+        self.doing = ""
 
     def do(self, command: Command, handles: Mapping[Key, Handle]) -> list[Result]:
         """Carry out one command; the answers that are there at once."""
@@ -179,12 +184,14 @@ class Executor:
         for held in self.streams:
             if not held.state.busy():
                 continue
+            self.doing = f"a step of {held.node.name}"
             try:
                 finished = held.state.step()
             except Exception:
                 return results + [self._failure(firing) for firing in self._submitted_to(held)]
             for firing, result in finished:
                 results.append(self._finish(held, firing, result, self.submitted.pop(firing)))
+        self.doing = ""
         return results
 
     def _submitted_to(self, held: Held) -> list[Firing]:

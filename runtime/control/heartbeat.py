@@ -5,6 +5,7 @@ not taken for death. It does not see a main thread that hangs: firings have dead
 """
 
 import threading
+from collections.abc import Callable
 from time import monotonic
 
 from penstock.runtime.control.keys import Join
@@ -16,10 +17,11 @@ INTERVAL = 1.0
 
 
 class Pulse:
-    """Beats for a rank from its own thread until `stop`."""
+    """Beats for a rank from its own thread until `stop`. `doing` says what the main thread is at."""
 
     def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
         self._join, self._replica, self._rank, self._interval = join, replica, rank, interval
+        self.doing: Callable[[], str] = str
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -34,5 +36,5 @@ class Pulse:
     def _beat(self) -> None:
         client = Client(self._join, "heartbeat", self._replica, self._rank)
         while not self._over.wait(self._interval):
-            client.send(Heartbeat(self._replica, self._rank, monotonic()))
+            client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
         client.close()

@@ -81,7 +81,7 @@ class InProcess:
         """Carry out one order if there is one, else one step of every executor's streams."""
         if pending:
             executor, order = pending.popleft()
-            return executor.carry_out(order)
+            return [result for results in executor.carry_out(order) for result in results]
         results = [result for ranks in self.executors.values() for executor in ranks for result in executor.step()]
         if not results and not any(e.busy() for ranks in self.executors.values() for e in ranks):
             awaited = self.session.stage.scheduler.awaited() if self.session.stage else {}

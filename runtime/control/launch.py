@@ -116,8 +116,8 @@ class Launcher:
         main = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.signal(number, self._interrupt) for number in _STOPS if main}
         try:
-            sweep()  # of runs whose launcher could not do it
-            shutil.rmtree(self.folder / "keys", ignore_errors=True)
+            sweep(None, (SHM, self.folder))  # of runs whose launcher could not do it
+            _clear(self.folder)
             self.keys.door.write(self.folder / "keys" / "controller.json")
             (self.folder / "logs").mkdir(mode=0o700, exist_ok=True)
             controller = _Controller(self._start(self.commands[0], "controller", str(self.folder), report=True))
@@ -246,5 +246,12 @@ def _sweep(folder: Path, run: str, endpoint: str) -> list[int]:
     sweep(run, (SHM, folder))
     if (file := socket_file(endpoint)) is not None:
         file.unlink(missing_ok=True)
-    shutil.rmtree(folder / "keys", ignore_errors=True)
+    _clear(folder)
     return left
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run keeps in its folder only while it is alive."""
+    for name in ("keys", "bridges"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "processes.json").unlink(missing_ok=True)

@@ -75,11 +75,12 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The process lives. `at` is seconds of its own `time.monotonic`."""
+    """The process lives. `at` is seconds of its own `time.monotonic`, `doing` what its main thread is at."""
 
     name: str
     rank: int
     at: float
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,8 @@ class RunRecorder:
         self.say({"kind": "row", "row": self.row})
 
     def commit(self, commit: Commit) -> None:
-        """A cut is complete: only now does the folder say so."""
+        """A cut is complete: only now does the folder say so, and not before the log tells how it came to be."""
+        self.log.flush()
         write_cut(self.folder, commit.update, json.loads(commit.cut), self.accuracy)
 
     def state(self, now: float, replica: str, state: str) -> None:

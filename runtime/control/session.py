@@ -30,6 +30,7 @@ class Session:
         self.status, self.error = "running", ""
         self.stage: Stage | None = None
         self.stopping: float | None = None
+        self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
         self._stages = self._plan_stages()
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], Handle] = {}
@@ -71,7 +72,7 @@ class Session:
             return {}
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
             return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s; the last one holds")
-        overdue = self.stage.overdue(now, self.config.flags.deadline)
+        overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing)
         return self.abort(overdue, now) if overdue else {}
 
     def abort(self, error: str, now: float) -> Orders:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.messages import Order, Result, rank_peer
 from penstock.runtime.schedule.events import Command, Commit, Done, Event, Finish, Fire, Free, Save, Send, Swap
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
@@ -66,8 +66,11 @@ class Stage:
         ways = self.scheduler.ways.items()
         return {(name, r): state.live for name, way in ways for r, state in way.receivers.items()}
 
-    def overdue(self, now: float, deadline: float) -> str | None:
-        """What has been awaited for longer than `deadline` seconds, and from whom; None if nothing has."""
+    def overdue(self, now: float, deadline: float, doing: Mapping[str, str]) -> str | None:
+        """What has been awaited for longer than `deadline` seconds, and from whom; None if nothing has.
+
+        What a rank is `doing` may be another firing of the same order, which keeps it from this one.
+        """
         awaited = self.scheduler.awaited()
         self.asked = {key: self.asked[key] for key in awaited}
         for key, ranks in awaited.items():
@@ -75,7 +78,9 @@ class Stage:
             if waited > deadline:
                 what, replica = f"{key[0]} {' '.join(map(str, key[1:-1]))}", key[-1]
                 names = ", ".join(f"{replica} rank {rank}" for rank in sorted(ranks))
-                return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}"
+                said = {rank: doing.get(rank_peer(replica, rank), "") for rank in sorted(ranks)}
+                at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)
+                return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"
         return None
 
     def _route(self, commands: list[Command], now: float) -> Orders:

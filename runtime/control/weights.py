@@ -17,10 +17,11 @@ from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import Bridge, Side
+from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
-from penstock.runtime.tensor.transport import Transport
+from penstock.runtime.tensor.transport import Transport, TransportError
 
 Handles = Mapping[tuple[Firing, str], Handle]
 
@@ -172,7 +173,10 @@ class LocalWays(Ways):
             return
         facts = json.loads(handles[Firing(command.channel, command.version), "out"].meta)
         publisher = self.peers[command.source].publishers[command.channel]
-        moved = hand_over(publisher, self._receiver(command.channel), command.version, facts)
+        try:
+            moved: Moved | Exception = hand_over(publisher, self._receiver(command.channel), command.version, facts)
+        except (ProofError, TransportError) as error:
+            moved = error
         self._tell(command, moved)
 
 

@@ -73,11 +73,14 @@ class _Connection:
 
 
 class Server:
-    """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello."""
+    """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello; `doing` is what
+    each peer was at when it last beat.
+    """
 
     def __init__(self, door: Door, silence: float = SILENCE) -> None:
         self.counts: Counter[str] = Counter()
         self.dropped: deque[str] = deque(maxlen=32)
+        self.doing: dict[str, str] = {}
         self._token = door.token.encode()
         self._tracker = Tracker(silence)
         self._connections: dict[bytes, _Connection] = {}
@@ -147,6 +150,7 @@ class Server:
         """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process."""
         self._routes.pop(peer, None)
         self._tracker.forget(peer)
+        self.doing.pop(peer, None)
         self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
 
     def close(self) -> None:
@@ -185,7 +189,10 @@ class Server:
             raise _Dropped("unexpected", name, type(message).__name__)
         connection.heard = sequence
         self._tracker.heard(connection.peer, now)
-        return [] if isinstance(message, Heartbeat) else [(connection.peer, message)]
+        if isinstance(message, Heartbeat):
+            self.doing[connection.peer] = message.doing
+            return []
+        return [(connection.peer, message)]
 
     def _greet(self, identity: bytes, sequence: int, message: Message, now: float) -> list[tuple[str, Message]]:
         """A connection's first frame: let it in. Raises _Dropped."""

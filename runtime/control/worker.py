@@ -20,6 +20,8 @@ from penstock.runtime.control.wire import SILENCE, Client
 if TYPE_CHECKING:
     from penstock.runtime.control.rank import Rank
 
+HOLD = 0.001
+"""Seconds for which an answer may wait for the next command's, to travel with it."""
 IDLE = 1.0
 """Seconds between two looks at the controller's life, when there is nothing to do."""
 
@@ -32,7 +34,7 @@ def main() -> None:
     client = Client(join, "rank", replica, index)
     status = 1
     try:
-        status = serve(client, join, replica, index)
+        status = serve(client, join, replica, index, pulse)
     finally:
         pulse.stop()
         client.close()
@@ -41,7 +43,7 @@ def main() -> None:
         os._exit(status)
 
 
-def serve(client: Client, join: Join, replica: str, index: int) -> int:
+def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) -> int:
     """Make what this rank holds, then work until goodbye; the exit status."""
     setup = await_setup(client)
     if setup is None:
@@ -54,6 +56,7 @@ def serve(client: Client, join: Join, replica: str, index: int) -> int:
     except Exception:
         client.send(Note("error", f"{replica} rank {index} could not start:\n{traceback.format_exc()}"))
         return 1
+    pulse.doing = lambda: rank.executor.doing
     try:
         client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
         return work(client, rank)
@@ -75,18 +78,24 @@ def await_setup(client: Client) -> Setup | None:
 
 def work(client: Client, rank: "Rank") -> int:
     """Serve until the controller says goodbye or is gone; the exit status."""
-    executor = rank.executor
+    executor, sent = rank.executor, monotonic()
     while True:
         results: list[Result] = []
         for message in client.receive(0.0 if executor.busy() else IDLE):
             if isinstance(message, Goodbye):
                 return 0
             if isinstance(message, Order):
-                results += executor.carry_out(message)
+                for done in executor.carry_out(message):
+                    results += done
+                    if results and monotonic() - sent > HOLD:
+                        client.send(Results(tuple(results)))
+                        results, sent = [], monotonic()
         results += executor.step()
         if results and not client.send(Results(tuple(results))):
             return 1
-        if not results and client.lost(monotonic()) > SILENCE:
+        if results:
+            sent = monotonic()
+        elif client.lost(monotonic()) > SILENCE:
             return 1
 
 

@@ -114,6 +114,7 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
     if missing := [name for name in needed if name not in held]:
         raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+    _check_places(graph, plan, makers)
     channels, edges = _channels(graph, plan)
     steps = _steps(graph, plan, makers, channels, edges)
     _check_order(steps)
@@ -180,11 +181,6 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], dict[str, l
             continue
         carried = node.inputs[0].ref.node
         home = plan.pool_of(carried)
-        if len(home.replicas) != 1:
-            raise ValueError(
-                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
-                "replicas; needed 1, since an update makes one next value"
-            )
         for reader in _readers(graph.nodes, node.name):
             pool = plan.pool_of(reader.name)
             name = channel_name(carried, pool.name)
@@ -240,6 +236,25 @@ def _steps(
             private=pool not in shared,
         )
     return steps
+
+
+def _check_places(graph: Graph, plan: Plan, makers: dict[str, str]) -> None:
+    """A carried value is where its readers are, and an update makes one next value."""
+    for carried in makers:
+        home = plan.pool_of(carried)
+        if len(home.replicas) != 1:
+            raise ValueError(
+                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
+                "replicas; needed 1, since an update makes one next value"
+            )
+    for carried in (c.name for c in graph.carried):
+        home = plan.pool_of(carried)
+        for node in _readers(graph.nodes, carried):
+            if node.construct == "call" and node.name not in home.holds:
+                raise ValueError(
+                    f"plan: {node.name} reads the carried value {carried!r} and is in pool "
+                    f"{plan.pool_of(node.name).name!r}; needed {home.name!r}, which holds it"
+                )
 
 
 def _check_order(steps: dict[str, Step]) -> None:

@@ -1,5 +1,7 @@
 """Programs that go wrong in given ways, and one that learns from its first update on."""
 
+from pathlib import Path
+
 import torch
 
 from penstock.graph import broadcast, node, program
@@ -19,6 +21,22 @@ def hangs(
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0, hang_at=generate)
     rewards = fake_score(rollouts, hang_at=score)
     return fake_update(policy, rollouts, rewards, ms=5.0, hang_at=update)
+
+
+@node(pool="trainer", clock="update")
+def stuck_update(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards, *, mark: str) -> tuple[FakePolicy, Metrics]:
+    """The third update never ends; the file `mark` says that it has begun."""
+    if policy.version == 2:
+        Path(mark).touch()
+    updated: tuple[FakePolicy, Metrics] = fake_update.fn(policy, rollouts, rewards, hang_at=2)
+    return updated
+
+
+@program
+def stuck(policy: FakePolicy, prompts: FakePrompts, *, mark: str) -> FakePolicy:
+    """A run that hangs in its third update."""
+    rollouts = fake_generate(prompts, broadcast(policy), ms=5.0)
+    return stuck_update(policy, rollouts, fake_score(rollouts), mark=mark)
 
 
 @program

@@ -123,7 +123,8 @@ class Running:
 
     def agent(self) -> int:
         """The pid of the one local agent."""
-        return next(p.pid for p in self.children() if "penstock.runtime.control.agent" in p.cmdline())
+        found: int = next(p.pid for p in self.children() if "penstock.runtime.control.agent" in p.cmdline())
+        return found
 
     def children(self) -> list[psutil.Process]:
         return [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.is_running()]

@@ -2,6 +2,7 @@
 with one generator or two, whatever the timing.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def flags(base: Flags, lag: int) -> Flags:
 
 
 def real_loop(lag: int) -> list[dict[str, Tensor]]:
-    facts = {n: getattr(REAL, n) for n in ("seed", "data", "dtype", "device", "max_tokens", "batch", "updates", "slots")}
+    facts = {name: getattr(REAL, name) for name in ("seed", "data", "max_tokens", "batch", "updates", "slots")}
     return aipo_loop(Context(**facts), more_digits, samples=SAMPLES, lr=LR, lag=lag)
 
 
@@ -40,7 +41,7 @@ def test_every_update_of_the_plain_loop_changes_every_weight() -> None:
     """What the runs below are compared with is worth comparing with."""
     states = real_loop(lag=0)
     names = [name for name in states[0] if name.startswith("master.")]
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         assert [name for name in names if torch.equal(before[name], after[name])] == []
 
 

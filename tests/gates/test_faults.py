@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.control.config import Flags
 
-from .running import FAULTS, Options, Running, make_run, summary
+from .running import FAULTS, Options, Running, make_run, rows, summary
 
 pytestmark = pytest.mark.timeout(180)
 LONG: Options = {"lag": 1, "generate_ms": 20.0, "score_ms": 2.0, "update_ms": 10.0, "sync_ms": 0.0}
@@ -94,29 +94,22 @@ def test_a_stopped_rank_is_found_by_its_silence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_a_run_at_once(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r", f"{FAULTS}hangs", {"update": 2}, Flags(updates=9, batch=2, slots=16))
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts: int) -> None:
+    mark = tmp_path / "mark"
+    flags = Flags(updates=9, batch=2, slots=16)
+    folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, flags)
     with Running(folder) as running:
-        running.until_update(2)
-        running.interrupt()
-        running.until_line(lambda line: line.get("kind") == "status", "a status")
-        running.interrupt()
+        running.until(mark.exists, "the third update began")
+        for _ in range(interrupts):
+            running.interrupt()
         assert running.wait() == 130
+    assert len(rows(folder)) == 2
+    assert interrupts == 2 or "no checkpoint within" in summary(folder)["error"]
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_a_run_whose_trainer_hangs_without_a_checkpoint(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r", f"{FAULTS}hangs", {"update": 2}, Flags(updates=9, batch=2, slots=16))
-    with Running(folder) as running:
-        running.until_update(2)
-        running.interrupt()
-        assert running.wait() == 130
-    assert summary(folder)["status"] == "stopped"
-    assert "no checkpoint within" in summary(folder)["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pool, firing", [("generator", 3), ("scorer", 3), ("trainer", 2)])
+@pytest.mark.parametrize(("pool", "firing"), [("generator", 3), ("scorer", 3), ("trainer", 2)])
 def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, firing: int) -> None:
     node = {"generator": "generate", "scorer": "score", "trainer": "update"}[pool]
     flags = Flags(updates=9, batch=2, slots=16, deadline=3.0)
@@ -124,5 +117,5 @@ def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, firing: int) 
     with Running(folder) as running:
         assert running.wait() == 1
     assert f"no answer from {pool}/0 rank 0" in running.errors
-    assert f"fire fake_{node}[{firing}]" in running.errors
+    assert f"{pool}/0 rank 0 is at fake_{node}[{firing}]" in running.errors
     assert summary(folder)["status"] == "failed"

@@ -18,7 +18,7 @@ def flags(**others: Any) -> Flags:
     return Flags(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0, **others)
 
 
-@pytest.mark.parametrize("node, firing", [("generate", 4), ("score", 4), ("update", 1)])
+@pytest.mark.parametrize(("node", "firing"), [("generate", 4), ("score", 4), ("update", 1)])
 def test_a_node_that_raises_fails_the_run(tmp_path: Path, node: str, firing: int) -> None:
     folder = make_run(tmp_path / "r", f"{FAULTS}raises", {node: firing}, flags())
     assert status_here(folder)[0] == "failed"

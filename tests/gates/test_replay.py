@@ -25,7 +25,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_to_end(make_run(tmp_path_factory.mktemp("replay") / "r", "toy", options, flags, generators=2))
 
 
-def frames(data: bytes) -> list[tuple[int, int]]:
+def frames(data: bytes | bytearray) -> list[tuple[int, int]]:
     """Start and end of each record's payload."""
     found, at = [], len(log.MAGIC)
     while at < len(data):

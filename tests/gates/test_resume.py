@@ -1,4 +1,4 @@
-"""A run that was stopped or killed and goes on ends with the bits of one that was left alone, and counts no group twice."""
+"""A run that was stopped or killed and goes on ends with the bits of one that was left alone; no group counts twice."""
 
 from pathlib import Path
 

@@ -104,7 +104,7 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
         processes = tree(running.process.pid) + tree(joined.pid)
         addresses = listening(processes)
         torch = [p.pid for p in processes if "libtorch" in Path(f"/proc/{p.pid}/maps").read_text()]
-        ranks = sum(running.until_ready()["pools"].values(), [])
+        ranks = [pid for pids in running.until_ready()["pools"].values() for pid in pids]
         running.interrupt()
         assert running.wait() == 130
         joined.communicate(timeout=30)

@@ -99,7 +99,7 @@ def test_a_simulation_is_drawn(capsys: Output, tmp_path: Path) -> None:
     simulate.main(["toy", "--updates", "4", "--width", "90", "--svg", str(svg), "--trace", str(trace)])
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("toy: 4 updates of 8 groups")
-    assert max(map(len, shown)) <= 90 + 20
+    assert max(map(len, shown)) <= 90
     assert any(line.startswith("trainer/0") for line in shown)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert {e["ph"] for e in json.loads(trace.read_text())["traceEvents"]} >= {"X", "M"}

@@ -157,14 +157,13 @@ def test_no_updates_are_done_at_once() -> None:
 # Weights ----------------------------------------------------------------------------------------------------
 
 
-def test_the_policy_is_published_before_the_update_that_donates_it() -> None:
-    made = begun(aipo(lag=1), Rules(batch=1, end=4))
+def test_a_version_is_published_before_the_update_that_donates_it() -> None:
+    made = world(aipo(lag=1), Rules(batch=1, end=4))
     finish(made)
-    order = [c.firing for told in made.told for c in told if isinstance(c, Fire) and ">" in c.firing.node + ">"]
-    places = {f: i for i, f in enumerate(order)}
-    for version in (0, 1, 2, 3):
-        published = places.get(Firing("policy>generator", version))
-        assert published is None or published < places[Firing("update", version)]
+    order = [c.firing for told in made.told for c in told if isinstance(c, Fire)]
+    for version in range(4):
+        published = order.index(Firing("policy>generator", version))
+        assert published < order.index(Firing("update", version))
 
 
 def test_a_broadcast_is_skipped_while_the_one_before_is_under_way() -> None:
@@ -210,6 +209,18 @@ def test_an_evaluation_publishes_the_policy_that_its_replicas_lack() -> None:
         finish(made)
         assert [c.firing.index for c in fired(made, "policy>generator")] == published
         assert [c.groups for c in fired(made, "evaluate.accuracy")] == [(0, 1, 2)]
+
+
+def test_a_value_that_never_changes_is_sent_once() -> None:
+    nodes = (
+        broadcast("broadcast", "reference", 0, "scorer"),
+        call("refer", ["texts", "broadcast"]),
+        call("update", ["policy", "refer"], "trainer", "update"),
+    )
+    referred = graph("referred", {"policy": "update", "reference": "reference"}, ["texts"], nodes)
+    made = world(referred, Rules(batch=1, end=4))
+    assert finish(made).status == "done"
+    assert [c.firing.index for c in fired(made, "reference>scorer")] == [0]
 
 
 def test_a_value_is_read_before_the_update_that_donates_it() -> None:

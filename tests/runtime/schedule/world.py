@@ -59,7 +59,7 @@ class World:
         lineage: Lineage | None = None,
         live: Live | None = None,
     ) -> None:
-        self.setting, self.live = setting, live
+        self.setting, self.cut, self.live = setting, cut, live
         self.tables = compile_tables(setting.graph, setting.plan)
         rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
         self.scheduler = Scheduler(self.tables, rules, cut, live)

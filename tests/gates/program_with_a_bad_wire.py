@@ -1,0 +1,41 @@
+"""A program whose generator flips one bit of the weights of version 2 as they arrive from the trainer's process."""
+
+from typing import Any
+
+import torch
+
+from penstock.graph import broadcast, node, program
+from penstock.graph.types import Context, Prompts, Rollouts, Weights
+from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.runtime.tensor.bridge import BridgeTransport
+
+
+class BadWire(BridgeTransport):
+    """A transport that damages what it has received."""
+
+    def receive(self, version: int, copies: Any, parts: Any) -> int:
+        received = super().receive(version, copies, parts)
+        if version == 2:
+            parts["values"].tensor.view(torch.int32)[7] ^= 1
+        return received
+
+
+def _spoil(context: Context, **options: Any) -> FakeEngine:
+    BridgeTransport.receive = BadWire.receive  # type: ignore[method-assign]
+    return FakeEngine(4, 1.0)
+
+
+@node(pool="generator", init=_spoil)
+def generate_over_a_bad_wire(
+    engine: FakeEngine, prompts: Prompts, behaviour: Weights, *, samples: int = 4
+) -> tuple[FakeEngine, Rollouts]:
+    """`fake_generate` in a process with a bad wire."""
+    made: tuple[FakeEngine, Rollouts] = fake_generate.fn(engine, prompts, behaviour, samples=samples)
+    return made
+
+
+@program
+def bad_wire(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """The toy program on it."""
+    rollouts = generate_over_a_bad_wire(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, fake_score(rollouts))

@@ -1,0 +1,90 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.graph import load, trace
+from penstock.runtime.cli import base
+from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.progress import Line
+from penstock.runtime.cli.traced import CommandError, Traced
+from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.checkpoint import write_cut
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder
+
+
+class Builder:
+    """Stands for the processes that train the base; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.calls = DONE, 0
+
+    def __call__(self, folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) -> int:
+        self.calls += 1
+        tell({"kind": "row", "row": {"version": 7, "loss": 1.5}})
+        if self.status == FAILED:
+            tell({"type": "error", "text": "trainer/0 rank 0 died"})
+        if self.status == DONE:
+            model = folder.checkpoints / "00000007" / "policy"
+            model.mkdir(parents=True)
+            (model / "config.json").write_text("{}")
+            write_cut(folder, 7, {}, {})
+        return self.status
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Builder:
+    made = Builder()
+    program = load("sft")
+    flags = RunFlags(model="new", device="cpu", eval_groups=0)
+    traced = Traced("sft", program.path, flags, trace(program), None, ())
+    monkeypatch.setattr(base, "launch", made)
+    monkeypatch.setattr(base, "trace_program", lambda verb, words: traced)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    return made
+
+
+def test_a_base_is_built_once_and_then_found(builder: Builder, tmp_path: Path) -> None:
+    lines: list[Line] = []
+    place = base.base_model("", lines.append)
+    assert (place / "config.json").is_file()
+    assert lines[0] == {"kind": "stage", "stage": "base"}
+    assert lines[1]["kind"] == "base"
+    assert base.base_model("", lines.append) == place
+    assert builder.calls == 1
+    assert sorted(p.name for p in (tmp_path / "base").iterdir()) == sorted([place.name, "lock"])
+
+
+def test_other_data_has_another_base(builder: Builder) -> None:
+    assert base.base_model("", lambda line: None) != base.base_model("arithmetic:2", lambda line: None)
+
+
+def test_another_recipe_makes_another_base(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = base.base_model("", lambda line: None)
+    monkeypatch.setattr(base, "RECIPE", (*base.RECIPE, "--lr", "0.001"))
+    assert base.base_model("", lambda line: None) != before
+
+
+def test_a_base_that_failed_leaves_nothing_and_says_why(builder: Builder, tmp_path: Path) -> None:
+    builder.status = FAILED
+    with pytest.raises(CommandError, match=r"the base model could not be built:\ntrainer/0 rank 0 died"):
+        base.base_model("", lambda line: None)
+    assert [p.name for p in (tmp_path / "base").iterdir()] == ["lock"]
+
+
+def test_stopping_while_the_base_is_built_stops_the_run(builder: Builder, tmp_path: Path) -> None:
+    builder.status = INTERRUPTED
+    with pytest.raises(KeyboardInterrupt):
+        base.base_model("", lambda line: None)
+    assert [p.name for p in (tmp_path / "base").iterdir()] == ["lock"]
+
+
+def test_a_cache_that_cannot_be_written_says_so(
+    builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RecordError, match="cannot be written"):
+        base.base_model("", lambda line: None)

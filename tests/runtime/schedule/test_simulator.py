@@ -1,0 +1,154 @@
+"""The simulated schedule: its period against the bound, its invariants, and what it accounts for."""
+
+from collections.abc import Mapping
+from itertools import product
+from random import Random
+from time import perf_counter
+
+import pytest
+
+from penstock.graph.ir import Graph
+from penstock.graph.passes import Bound, period_bound
+from penstock.runtime.plan.plan import Plan
+from penstock.runtime.schedule.durations import Durations, Lognormal
+from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.tables import Rules, compile_tables
+
+from .graphs import aipo, evaluate, place, sft
+from .invariants import Checker
+from .world import random_setting
+
+SECONDS = {"generate": 1.0, "score": 0.1, "advantage": 0.0, "update": 2.0}
+
+
+def simulated(
+    graph: Graph, plan: Plan, rules: Rules, seconds: Mapping[str, float], sync: tuple[float, float, float] = (0, 0, 0)
+) -> Simulation:
+    return simulate(compile_tables(graph, plan), rules, Durations(seconds, *sync))
+
+
+def bound(graph: Graph, plan: Plan, rules: Rules, seconds: Mapping[str, float], sync: float = 0.0) -> Bound:
+    broadcasts = [n for n in graph.nodes if n.construct == "broadcast"]
+    pools = {name: pool.name for pool in plan.pools for name in pool.holds}
+    pools |= {n.name: plan.pool_of(n.inputs[0].ref.node).name for n in broadcasts}
+    servers = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
+    return period_bound(graph, {**seconds, **{n.name: sync for n in broadcasts}}, rules.batch, servers, pools)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+def test_the_period_equals_the_bound_where_each_pool_runs_one_node(lag: int) -> None:
+    for generate, update, score, capacity, batch in product([1, 3], [1, 2, 7], [0, 0.5], [1, 4], [1, 6]):
+        seconds = {"generate": generate, "score": score, "advantage": 0, "update": update}
+        graph, rules = aipo(lag), Rules(batch, end=80)
+        plan = place(graph, capacity={"generator": capacity})
+        expected = bound(graph, plan, rules, seconds)
+        assert simulated(graph, plan, rules, seconds).period_s == pytest.approx(expected.seconds), f"{seconds}, {batch}"
+
+
+def test_the_period_never_beats_the_bound() -> None:
+    for seed in range(100):
+        rng = Random(seed)
+        setting = random_setting(rng)
+        rules = Rules(setting.rules.batch, end=80, versions=setting.rules.versions)
+        seconds = {n.name: rng.choice([0, 0.1, 1, 3]) for n in setting.graph.nodes if n.construct == "call"}
+        sync = (rng.choice([0, 0.5]), rng.choice([0, 0.5]), rng.choice([0, 0.1]))
+        result = simulated(setting.graph, setting.plan, rules, seconds, sync)
+        lowest = bound(setting.graph, setting.plan, rules, seconds, sum(sync))
+        # The period is taken over some 40 updates, which may begin with up to lag + 2 batches that were made before.
+        slack = 1 - (result.max_lag + 2) / 38
+        assert result.period_s >= lowest.seconds * slack * (1 - 1e-9), f"seed {seed}: {lowest}"
+
+
+def test_the_simulated_scheduler_keeps_its_invariants() -> None:
+    for seed in range(40):
+        rng = Random(seed)
+        setting = random_setting(rng)
+        nodes = [n.name for n in setting.graph.nodes if n.construct == "call"]
+        durations = Durations({n: Lognormal(rng.choice([0.1, 1]), 1.0, seed) for n in nodes}, wire=rng.choice([0, 2]))
+        checker = Checker(setting.graph, setting.plan, setting.rules)
+        result = simulate(
+            compile_tables(setting.graph, setting.plan),
+            setting.rules,
+            durations,
+            observe=lambda now, event, commands, checker=checker: checker.see(event, commands),  # type: ignore[misc]
+        )
+        assert len(result.ends) == setting.rules.end
+
+
+def test_lag_zero_takes_the_sum_and_a_lag_the_slowest_pool() -> None:
+    seconds = {"generate": 3.0, "score": 1.0, "advantage": 0.0, "update": 2.0}
+    plan = place(aipo(), capacity={"generator": 1})
+    assert simulated(aipo(0), plan, Rules(1, 60), seconds).period_s == pytest.approx(6.0)
+    assert simulated(aipo(1), plan, Rules(1, 60), seconds).period_s == pytest.approx(3.0)
+
+
+def test_the_same_durations_give_the_same_schedule() -> None:
+    tables = compile_tables(aipo(2), place(aipo(), {"generator": 2}))
+    durations = Durations({**SECONDS, "generate": Lognormal(1.0, 0.8)}, 0.1, 0.2, 0.01)
+    first, second = (simulate(tables, Rules(4, 20), durations) for _ in range(2))
+    assert first == second
+    assert first != simulate(tables, Rules(4, 20), Durations({**SECONDS, "generate": Lognormal(1.0, 0.8, seed=1)}))
+
+
+def test_busy_and_idle_add_up_to_the_wall_time() -> None:
+    result = simulated(aipo(1), place(aipo(), {"generator": 2}), Rules(4, 10), SECONDS, (0.1, 0.2, 0.0))
+    assert set(result.busy) == set(result.idle) == {"generator/0", "generator/1", "scorer/0", "trainer/0"}
+    for replica, busy in result.busy.items():
+        assert busy + sum(result.idle[replica].values()) == pytest.approx(result.wall_s)
+
+
+def test_every_consumed_group_has_a_lag_within_the_bound() -> None:
+    for lag in (0, 1, 3):
+        result = simulated(aipo(lag), place(aipo()), Rules(4, 30), SECONDS)
+        assert sum(result.lags.values()) == 4 * 30
+        assert 0 <= min(result.lags) <= max(result.lags) <= lag
+
+
+def test_bars_say_what_ran_where_and_with_which_version() -> None:
+    result = simulated(aipo(0), place(aipo()), Rules(1, 2), SECONDS, (0.5, 0.25, 0.125))
+    bars = {(b.kind, b.label): b for b in result.bars}
+    generate = bars["group", "generate[1]"]
+    assert (generate.lane, generate.version, generate.seconds) == ("generator/0", 1, pytest.approx(1.0))
+    assert bars["publish", "policy>generator[1]"].lane == "trainer/0"
+    assert bars["send", "policy>generator[1]"].lane == "policy>generator/0"
+    assert bars["swap", "swap[1]"].end == pytest.approx(generate.start)
+    assert [b.end for b in result.bars if b.kind == "update"] == result.ends
+
+
+def test_ready_groups_wait_where_the_trainer_is_the_bottleneck() -> None:
+    slow = simulated(aipo(2), place(aipo(), capacity={"generator": 16}), Rules(4, 20), {**SECONDS, "update": 9.0})
+    assert max(slow.queue) > 4
+    assert min(simulated(aipo(0), place(aipo()), Rules(4, 20), SECONDS).queue) == 4
+
+
+def test_graphs_without_weights_and_evaluations_are_simulated() -> None:
+    assert simulated(sft(), place(sft()), Rules(2, 9), {"pack": 0.1, "update": 1.0}).period_s == pytest.approx(1.0)
+    seconds = {"evaluate.generate": 1.0, "evaluate.score": 0.5, "evaluate.accuracy": 0.0}
+    result = simulated(evaluate(), place(evaluate()), Rules(8, end=31, start=30), seconds)
+    assert result.wall_s == pytest.approx(2.5)
+
+
+def test_durations_are_checked() -> None:
+    tables = compile_tables(aipo(), place(aipo()))
+    with pytest.raises(ValueError, match="given generate; needed one for each node of prompts, generate, score"):
+        simulate(tables, Rules(1, 1), Durations({"generate": 1.0}))
+    with pytest.raises(ValueError, match="given judge, generate"):
+        simulate(tables, Rules(1, 1), Durations({"judge": 1.0, **SECONDS}))
+    with pytest.raises(ValueError, match=r"given wire=-1, score=-2\.0; needed seconds, 0 or more"):
+        simulate(tables, Rules(1, 1), Durations({**SECONDS, "score": -2.0}, wire=-1))
+
+
+def test_a_keyed_duration_has_the_given_mean() -> None:
+    draw = Lognormal(mean=2.0, sigma=0.5, seed=3)
+    values = [draw("generate", i) for i in range(20000)]
+    assert sum(values) / len(values) == pytest.approx(2.0, rel=0.02)
+    assert draw("generate", 7) == values[7] != draw("score", 7)
+
+
+def test_a_thousand_updates_are_simulated_and_the_speed_is_printed() -> None:
+    tables = compile_tables(aipo(1), place(aipo(), {"generator": 2}, {"generator": 8}))
+    start = perf_counter()
+    result = simulate(tables, Rules(32, 1000), Durations(SECONDS, 0.05, 0.1, 0.01))
+    seconds = perf_counter() - start
+    print(f"simulated {result.events} events in {seconds:.2f} s: {result.events / seconds:.0f} events/s")
+    assert len(result.ends) == 1000

@@ -1,0 +1,163 @@
+"""What the packaging and the layers promise, read from the files themselves."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+import penstock.graph
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ("graph", "nodes", "runtime", "programs")
+MAY_IMPORT = {
+    "graph": {"graph"},
+    "nodes": {"graph", "nodes"},
+    "runtime": {"graph", "runtime"},
+    "programs": {"graph", "nodes", "programs"},
+}
+WITH_TORCH = ("nodes/", "runtime/tensor/")
+RANK_FILES = {f"runtime/control/{name}.py" for name in ("executor", "inprocess", "rank", "weights")}
+"""What runs in a rank, or in the one process of --in-process."""
+UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+
+
+def files(*layers: str) -> list[Path]:
+    return sorted(path for layer in layers or LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Modules that a file imports, the line, and whether it does so as the file is imported."""
+    tree = ast.parse(path.read_text())
+    inner = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef) for node in ast.walk(outer)}
+    inner |= {id(node) for node in ast.walk(tree) if _for_types(node) for node in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno, id(node) not in inner) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or ""), node.lineno, id(node) not in inner
+
+
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_package_is_links_to_the_four_folders() -> None:
+    package = ROOT / "src" / "penstock"
+    for layer in LAYERS:
+        assert (package / layer).is_symlink()
+        assert (package / layer).readlink() == Path("..") / ".." / layer
+        assert (package / layer).resolve() == ROOT / layer
+    assert (package / "py.typed").is_file()
+
+
+def test_modules_are_loaded_from_the_folders_at_the_root() -> None:
+    assert list(penstock.__path__) == [str(ROOT)]
+    assert penstock.graph.__file__ == str(ROOT / "graph" / "__init__.py")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_the_layers_below_it(layer: str) -> None:
+    wrong = [
+        f"{name(path)}:{line} imports {module}"
+        for path in files(layer)
+        for module, line, _ in imports(path)
+        if module.startswith("penstock.") and module.split(".")[1] not in MAY_IMPORT[layer]
+    ]
+    assert wrong == []
+
+
+def test_imports_are_absolute_so_that_a_class_exists_once() -> None:
+    wrong = [
+        f"{name(path)}:{line} imports {module}"
+        for path in files()
+        for module, line, _ in imports(path)
+        if module.startswith(".") or module.split(".")[0] in LAYERS
+    ]
+    assert wrong == []
+
+
+def test_only_what_runs_in_a_rank_imports_torch() -> None:
+    wrong = [
+        f"{name(path)}:{line}"
+        for path in files()
+        for module, line, _ in imports(path)
+        if module.split(".")[0] == "torch" and not name(path).startswith(WITH_TORCH) and name(path) not in RANK_FILES
+    ]
+    assert wrong == []
+
+
+def test_nothing_unpickles() -> None:
+    wrong = [
+        f"{name(path)}:{line} imports {module}"
+        for path in files()
+        for module, line, _ in imports(path)
+        if module.split(".")[0] in UNPICKLERS or "distributed.checkpoint" in module
+    ]
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            # torch.load and torch.save pickle, object collectives too
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                called = f"{node.value.id}.{node.attr}"
+                if called in ("torch.load", "torch.save", "np.load", "numpy.load") or "object_list" in node.attr:
+                    wrong.append(f"{name(path)}:{node.lineno} {called}")
+    assert wrong == []
+
+
+def test_only_the_wire_uses_sockets() -> None:
+    """Messages have one way in; `doctor` tries whether there could be one."""
+    allowed = {"runtime/control/wire.py", "runtime/control/gate.py", "runtime/control/keys.py", "runtime/cli/checks.py"}
+    users = {name(path) for path in files() for module, _, _ in imports(path) if module.split(".")[0] == "zmq"}
+    assert users - allowed == set()
+
+
+def test_every_dependency_has_a_range_and_a_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("\ndependencies = [\n")[2].partition("\n]")[0]
+    for line in section.splitlines():
+        requirement, _, reason = line.partition("#")
+        assert ">=" in requirement, line
+        assert "<" in requirement, line
+        assert len(reason.strip()) > 10, line
+
+
+def test_the_repository_has_what_a_reader_looks_for() -> None:
+    for needed in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "docs/promises.md",
+        ".ci/run",
+        "Makefile",
+    ):
+        assert (ROOT / needed).is_file(), needed
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_files_behind_the_links(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    for item in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / item, tmp_path / item)
+    for folder in (*LAYERS, "src"):
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "out", "-q"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=200)
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        carried = set(archive.namelist())
+        entry = next(name for name in carried if name.endswith("entry_points.txt"))
+        assert b"penstock = penstock.runtime.cli.main:main" in archive.read(entry)
+    assert {f"penstock/{name(path)}" for path in files()} | {"penstock/py.typed"} <= carried
