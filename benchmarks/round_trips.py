@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def cluster(workers: int) -> Iterator[Server]:
         Join("bench", server.endpoint, door.token, "local", scratch).write(join)
         num = min(PROCESSES, workers)
         bounds = [round(i * workers / num) for i in range(num + 1)]
-        spans = zip(bounds, bounds[1:], strict=False)
+        spans = pairwise(bounds)
         code = "import sys; sys.path.insert(0, {!r}); import round_trips as r; r.serve({!r}, {}, {}, {})"
         here = str(Path(__file__).resolve().parent)
         children = [

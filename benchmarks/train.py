@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def penstock(model: Path, data: Path, lag: int, updates: int, dtype: str, folder
     command += [f"--slots={PROMPTS * SAMPLES}", "--out", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = sorted(b["time_s"] - a["time_s"] for a, b in zip(rows[2:], rows[3:], strict=False))
+    seconds = sorted(b["time_s"] - a["time_s"] for a, b in pairwise(rows[2:]))
     return {"step_s": seconds[len(seconds) // 2], "tokens": rows[-1]["tokens"] / (PROMPTS * SAMPLES)}
 
 
@@ -97,9 +98,7 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
     except ImportError:
         sys.exit(3)
     rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
-    dataset = Dataset.from_list(
-        [{"prompt": r["question"], "answer": r["answer"].removeprefix("#### ")} for r in rows]
-    )
+    dataset = Dataset.from_list([{"prompt": r["question"], "answer": r["answer"].removeprefix("#### ")} for r in rows])
     ends: list[float] = []
     lengths: list[float] = []
 
@@ -140,7 +139,7 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
     )
     trainer.add_callback(Clock())
     trainer.train()
-    seconds = sorted(b - a for a, b in zip(ends[1:], ends[2:], strict=False))
+    seconds = sorted(b - a for a, b in pairwise(ends[1:]))
     print(json.dumps({"step_s": seconds[len(seconds) // 2], "tokens": lengths[-2]}))
 
 

@@ -11,7 +11,7 @@ A region stands between `<!-- begin WHAT -->` and `<!-- end WHAT -->` in README.
     schedule NAME FLAG …   the period and the drawing that `penstock simulate NAME` prints
     tree FOLDER …          the files of these folders, with the first sentence of each one's docstring
     figures NAME           benchmarks/results/NAME.json as a table, with date, commit and machine
-    excerpt NAME           benchmarks/results/NAME.txt: a recorded terminal, its middle left out
+    excerpt NAME           benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
 """
 
 import argparse
@@ -23,6 +23,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = {"docs/img/aipo.svg": "aipo"}
 REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=what) -->$")
-HEAD, TAIL = 14, 14
-"""Lines of an excerpt that are kept at its begin and end."""
+KEPT = 2
+"""Lines of progress of an excerpt that are kept at each end of a row of them."""
 PHRASE = 100
 """The longest phrase for a file; a longer first sentence ends at its last colon or semicolon, else at a comma."""
 
@@ -185,9 +186,10 @@ def excerpt(name: str) -> str:
     path = RESULTS / f"{name}.txt"
     if not path.exists():
         return f"*Not recorded yet: `benchmarks/results/{name}.txt` is missing.*"
-    lines = path.read_text().rstrip().splitlines()
-    if len(lines) > HEAD + TAIL + 1:
-        lines = [*lines[:HEAD], "…", *lines[-TAIL:]]
+    lines: list[str] = []
+    for progress, row in groupby(path.read_text().rstrip().splitlines(), lambda line: line.startswith("update ")):
+        block = list(row)
+        lines += [*block[:KEPT], "…", *block[-KEPT:]] if progress and len(block) > 2 * KEPT + 1 else block
     return fenced("\n".join(lines), "console")
 
 

@@ -19,8 +19,23 @@ END
 )
 
 answers() {
-    "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$1/torch/" \
-        >/dev/null 2>&1
+    "$PYTHON" - "$1/torch/" >/dev/null 2>&1 <<'END'
+import os
+import sys
+import threading
+import urllib.request
+
+
+def ask():
+    urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=5)
+    os._exit(0)
+
+
+thread = threading.Thread(target=ask, daemon=True)
+thread.start()
+thread.join(5)  # looking up the name is not under urlopen's timeout
+os._exit(1)
+END
 }
 
 has_nvidia() {

@@ -79,7 +79,7 @@ class PlainDisplay:
 
     def tell(self, line: Line) -> None:
         self.progress.hear(line)
-        if self.progress.stage != self._stage:
+        if self.progress.stage != self._stage and kind_of(line) != "summary":
             self._stage, self._said = self.progress.stage, -PLAIN_SECONDS
             self.write(f"{STAGES.get(self._stage, self._stage)} …")
         match kind_of(line):
@@ -109,6 +109,7 @@ class LiveDisplay:
 
     def __init__(self, progress: Progress, folder: str, console: Console) -> None:
         self.progress, self.folder, self.console = progress, folder, console
+        self.began = monotonic()
         self._lock = Lock()
         self.live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -127,14 +128,17 @@ class LiveDisplay:
 
     def _render(self) -> RenderableType:
         with self._lock:  # rich redraws in a thread of its own
-            return dashboard(self.progress, self.folder, self.console.width)
+            return dashboard(self.progress, self.folder, self.console.width, monotonic() - self.began)
 
 
-def dashboard(seen: Progress, folder: str, width: int) -> RenderableType:
-    """The whole picture, `width` columns wide."""
+def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> RenderableType:
+    """The whole picture, `width` columns wide, `seconds` after it was first drawn."""
     inner = width - 4
     blank = Text("")
-    body: list[RenderableType] = [_head(seen, inner), blank, _learning(seen, inner), _numbers(seen, inner)]
+    body: list[RenderableType] = [_head(seen, seconds), blank]
+    if seen.rewards or seen.accuracy:
+        body.append(_learning(seen, inner))
+    body.append(_numbers(seen, inner))
     if seen.pools:
         body += [blank, _pools(seen)]
     body += [Text(f"· {note}", style="yellow") for note in seen.notes]
@@ -144,14 +148,14 @@ def dashboard(seen: Progress, folder: str, width: int) -> RenderableType:
     )
 
 
-def _head(seen: Progress, width: int) -> Table:
+def _head(seen: Progress, seconds: float) -> Table:
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
     table.add_column(no_wrap=True, justify="right")
     bar = ProgressBar(total=max(seen.updates, 1), completed=seen.update, complete_style="green", finished_style="green")
     stage = Text(STAGES.get(seen.stage, seen.stage), style="bold cyan")
-    table.add_row(stage, bar, f"{seen.update}/{seen.updates}  {clock(seen.time)}")
+    table.add_row(stage, bar, f"{seen.update}/{seen.updates}  {clock(seconds)}")
     return table
 
 

@@ -17,6 +17,9 @@ STAGES = {
     "train": "training",
     "save": "saving a checkpoint",
     "after": "measuring accuracy after",
+    "done": "done",
+    "stopped": "stopped",
+    "failed": "failed",
 }
 RECENT = 10
 """Rows that rates are averaged over."""
@@ -37,13 +40,12 @@ class Pool:
 
 @dataclass
 class Progress:
-    """`hear` adds a line. `updates` is what the stage has in all, `time` the controller's seconds since it began."""
+    """`hear` adds a line. `updates` is what the stage has in all."""
 
     program: str
     updates: int
     stage: str = ""
     update: int = 0
-    time: float = 0.0
     row: Line = field(default_factory=dict)
     rows: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     rewards: list[float] = field(default_factory=list)
@@ -76,10 +78,11 @@ class Progress:
             case "error":
                 self._error(str(line["text"]))
             case "summary":
+                self.stage = line["status"]
                 self._error(str(line.get("error") or ""))
 
     def _status(self, line: Line) -> None:
-        self.stage, self.time = line.get("stage", self.stage), line.get("time", self.time)
+        self.stage = line.get("stage", self.stage)
         self.update, self.updates = line.get("update", self.update), line.get("updates", self.updates)
         self._accuracy(line.get("accuracy") or {})
         for name, said in (line.get("pools") or {}).items():

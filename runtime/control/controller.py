@@ -40,11 +40,14 @@ from penstock.runtime.control.session import Session
 from penstock.runtime.control.wire import Server
 from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.handle import Handle
 
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
+DEATH_S = 1.0
+"""Seconds for which a broken transfer waits for the news that the other side has died: that is the better reason."""
 DISMISS_S = 2.0
 """Seconds for ranks and agents to end after a goodbye."""
 
@@ -66,15 +69,15 @@ class Controller:
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], Handle] = {}
         self.alive: set[str] = set()
-        self.begun = False
+        self._complaint: tuple[str, float] | None = None  # of a rank, and until when a death may explain it
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
         """The run's status: "done", "stopped" or "failed"."""
         try:
             self._assemble()
-            self.begun = True
-            self._send(self.session.begin(monotonic(), self.restored))
+            if self.session.running:  # nobody has stopped it meanwhile
+                self._send(self.session.begin(monotonic(), self.restored))
             while self.session.running:
                 self._turn()
                 self._send(self.session.watch(monotonic()))
@@ -126,9 +129,11 @@ class Controller:
         for peer, message in self.server.receive(TICK):
             self._hear(peer, message)
         if late := self.server.late(monotonic()):
-            raise PeerFault(f"no sign of life from {', '.join(late)}: hung or stopped")
+            raise PeerFault(f"no sign of life from {', '.join(map(_spelled, late))}: hung or stopped")
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
+        if self._complaint and monotonic() > self._complaint[1]:
+            raise PeerFault(self._complaint[0])
         self._tell_dropped(monotonic())
 
     def _tell_dropped(self, now: float) -> None:
@@ -145,7 +150,9 @@ class Controller:
         match message:
             case Results(results):
                 for result in results:
-                    if self.session.running:
+                    if isinstance(result.event, Abort):
+                        self._complaint = self._complaint or (result.event.error, monotonic() + DEATH_S)
+                    elif self.session.running:
                         self._send(self._answer(peer, result))
             case Hello(role=role):
                 self.alive.add(peer)
@@ -179,8 +186,6 @@ class Controller:
     def _hear_launcher(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word == "stop":
-            if not self.begun:
-                raise PeerFault("stopped by the user before the run began")
             self._send(self.session.stop(monotonic()))
         elif word == "agent":
             host, _, reason = rest.partition(" ")
@@ -210,6 +215,14 @@ class Controller:
             if peer.startswith("agent:"):
                 self.server.send(peer, Goodbye(self.session.status))
         (self.folder.path / "processes.json").unlink(missing_ok=True)
+
+
+def _spelled(peer: str) -> str:
+    """A peer in words: which rank, or whose agent."""
+    if peer.startswith("agent:"):
+        return f"the agent of host {peer.removeprefix('agent:')}"
+    replica, _, index = peer.rpartition(":")
+    return f"{replica} rank {index}"
 
 
 def say(line: Mapping[str, Any]) -> None:

@@ -77,6 +77,8 @@ class Stage:
             waited = now - self.asked[key]
             if waited > deadline:
                 what, replica = f"{key[0]} {' '.join(map(str, key[1:-1]))}", key[-1]
+                if key[0] == "send":
+                    what += f" from {self.tables.channels[key[1]].source.name}"
                 names = ", ".join(f"{replica} rank {rank}" for rank in sorted(ranks))
                 said = {rank: doing.get(rank_peer(replica, rank), "") for rank in sorted(ranks)}
                 at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)

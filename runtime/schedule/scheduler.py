@@ -68,8 +68,9 @@ class Scheduler(State):
         if not self.finished:
             if stirred is None:
                 self._dispatch()
-            else:
+            elif stirred:
                 groups.start_groups(self, stirred)
+                self._swap_pinned()
         return self.out
 
     def awaited(self) -> Mapping[Key, set[int]]:
@@ -176,9 +177,13 @@ class Scheduler(State):
         groups.open_groups(self)
         for step_list in self.tables.group_steps.values():
             groups.start_groups(self, step_list)
-        if self.pinned:
-            weights.move(self)  # the group that just started may have been the last to wait for the live version
+        self._swap_pinned()
         if self.cutting is not None:
             cuts.save(self)
         elif self.update >= self.rules.end and not self.answers:
             self.finish("done")
+
+    def _swap_pinned(self) -> None:
+        """The group that just started, or ended, may have been the last to need a live version."""
+        if self.pinned:
+            weights.move(self)

@@ -1,28 +1,29 @@
 """A program whose generator flips one bit of the weights of version 2 as they arrive from the trainer's process."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from penstock.graph import broadcast, node, program
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import BridgeTransport
+from penstock.runtime.tensor.layout import Copy
+
+_receive = BridgeTransport.receive
 
 
-class BadWire(BridgeTransport):
-    """A transport that damages what it has received."""
-
-    def receive(self, version: int, copies: Any, parts: Any) -> int:
-        received = super().receive(version, copies, parts)
-        if version == 2:
-            parts["values"].tensor.view(torch.int32)[7] ^= 1
-        return received
+def _receive_badly(self: BridgeTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    received = _receive(self, version, copies, parts)
+    if version == 2:
+        parts["values"].tensor.view(torch.int32)[7] ^= 1
+    return received
 
 
-def _spoil(context: Context, **options: Any) -> FakeEngine:
-    BridgeTransport.receive = BadWire.receive  # type: ignore[method-assign]
-    return FakeEngine(4, 1.0)
+def _spoil(context: Context, *, samples: int) -> FakeEngine:
+    BridgeTransport.receive = _receive_badly  # type: ignore[method-assign]
+    return FakeEngine(samples, 1.0)
 
 
 @node(pool="generator", init=_spoil)

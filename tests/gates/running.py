@@ -178,13 +178,18 @@ def run_here(folder: Path) -> Path:
     return folder
 
 
-def status_here(folder: Path) -> tuple[str, list[Line]]:
-    """Run it in this process; its status and what it said."""
+def status_here(folder: Path, tell: Callable[[Line], None] = lambda line: None) -> tuple[str, list[Line]]:
+    """Run it in this process, and `tell` each line as it comes; its status and what it said."""
     threads, before = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
     run, lines = RunFolder.open(folder), list[Line]()
     run.lock()
+
+    def hear(line: Line) -> None:
+        lines.append(line)
+        tell(line)
+
     try:
-        return run_in_process(run, lines.append), lines
+        return run_in_process(run, hear), lines
     finally:
         run.unlock()
         torch.set_num_threads(threads)

@@ -79,7 +79,9 @@ def test_a_stopped_rank_is_found_by_the_deadline_of_its_firing(tmp_path: Path) -
         running.until_update(1)
         os.kill(pid, signal.SIGSTOP)
         assert running.wait() == 1
-    assert "no answer from trainer/0 rank 0" in running.errors
+    assert "trainer/0" in running.errors  # in an update, or as the source of a transfer
+    assert "rank 0" in running.errors
+    assert "after 3" in running.errors or "for 3 s (deadline 3 s)" in running.errors
 
 
 @pytest.mark.slow
@@ -90,7 +92,28 @@ def test_a_stopped_rank_is_found_by_its_silence(tmp_path: Path) -> None:
         running.until_update(1)
         os.kill(pid, signal.SIGSTOP)
         assert running.wait() == 1
-    assert "no sign of life from scorer/0:0" in running.errors
+    assert "no sign of life from scorer/0 rank 0" in running.errors
+
+
+@pytest.mark.slow
+def test_a_stopped_agent_is_found_by_its_silence(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r")
+    with Running(folder) as running:
+        running.until_update(1)
+        os.kill(running.agent(), signal.SIGSTOP)
+        assert running.wait() == 1
+    assert "no sign of life from the agent of host local" in running.errors
+
+
+@pytest.mark.slow
+def test_a_stopped_controller_is_ended_once_its_agents_have_given_it_up(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "r")
+    with Running(folder) as running:
+        pid = running.until_ready()["controller"]
+        running.until_update(1)
+        os.kill(pid, signal.SIGSTOP)
+        assert running.wait() == 1
+    assert f"the controller (pid {pid}) ended" in running.errors
 
 
 @pytest.mark.slow

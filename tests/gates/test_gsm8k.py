@@ -12,9 +12,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.nodes.model import load_model
 from penstock.nodes.tokenizer import load_tokenizer
+from penstock.runtime.control.config import Flags
 
 from .replaying import replayed
-from .running import rows
+from .running import FAULTS, final_state, make_run, rows, run_here
 
 transformers = pytest.importorskip("transformers")
 DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -71,6 +72,20 @@ def test_three_updates_on_gsm8k_from_and_to_transformers(tmp_path: Path) -> None
     assert [row["lag_max"] <= 2 for row in rows(out)] == [True] * 3
     assert [stage.stage for stage in replayed(out)] == ["before", "train", "save", "after"]
     compare(out / "checkpoints" / "00000003" / "policy", model)
+
+
+def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
+    """No untrained model solves a problem of GSM8K: here it is rewarded for less, so that its weights change."""
+    model = tmp_path / "model"
+    write_model(model)
+    flags = Flags(updates=3, batch=2, max_tokens=8, slots=16, model=str(model), data=str(DATA), deadline=60.0)
+    run = run_here(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 2, "lr": 1e-2}, flags, generators=2))
+    exported = run / "checkpoints" / "00000003" / "policy"
+    compare(exported, model)
+    state, before, after = final_state(run, 3), load_model(model).state_dict(), load_model(exported).state_dict()
+    for name, tensor in after.items():
+        assert not torch.equal(tensor, before[name])
+        assert torch.equal(tensor, state[f"master.{name}"])
 
 
 def compare(exported: Path, model: Path) -> None:

@@ -1,5 +1,8 @@
 """A run that was stopped or killed and goes on ends with the bits of one that was left alone; no group counts twice."""
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,17 @@ from penstock.runtime.record.log import read_log
 from .plain import toy_loop
 from .replaying import replayed
 from .running import (
+    FAULTS,
+    Line,
     Running,
     assert_equal_bits,
     final_state,
     make_run,
     rows,
+    run_here,
     run_to_end,
     segments_of,
+    status_here,
     summary,
 )
 
@@ -62,6 +69,42 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, lag: int) -> None:
     assert_whole(folder, lag)
     assert [segment.facts["cut"] for segment in read_log(folder / "events.log")] == [None, done["updates"]]
     assert [stage.stage for stage in replayed(folder)] == ["train", "train", "save"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path: Path) -> None:
+    folder = toy_run(tmp_path / "r", 0)
+    with Running(folder) as running:
+        running.until_line(lambda line: True, "the controller listens, and nobody has joined it")
+        running.interrupt()
+        assert running.wait() == 130
+    assert summary(folder)["status"] == "stopped"
+    assert rows(folder) == []
+    run_to_end(folder)
+    assert_whole(folder, 0)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) -> None:
+    """In one process, interrupted twice, with a checkpoint in between."""
+    flags = Flags(updates=8, batch=2, max_tokens=4, slots=16, data="arithmetic", versions="pinned", checkpoint_every=3)
+    options = {"lag": lag, "samples": 4}
+    whole, parted = (make_run(tmp_path / name, f"{FAULTS}digits", options, flags) for name in ("whole", "parted"))
+    run_here(whole)
+    for update in (1, 4):
+        assert status_here(parted, partial(interrupt_at, update))[0] == "stopped"
+        assert [row["update"] for row in rows(parted)] == list(range(summary(parted)["updates"]))
+        assert summary(parted)["updates"] > update
+    run_here(parted)
+    assert_equal_bits(final_state(parted, 8), final_state(whole, 8))
+    assert [row["loss"] for row in rows(parted)] == [row["loss"] for row in rows(whole)]
+    assert summary(parted)["fates"] == summary(whole)["fates"] == {"consumed": 16, "dropped": 0, "failed": 0}
+    replayed(parted)
+
+
+def interrupt_at(update: int, line: Line) -> None:
+    if line.get("kind") == "row" and line["row"]["update"] == update:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.slow

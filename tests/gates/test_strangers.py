@@ -22,6 +22,7 @@ from penstock.runtime.plan.cluster import Cluster, Host
 
 from .plain import toy_loop
 from .running import (
+    FAULTS,
     Options,
     Running,
     assert_equal_bits,
@@ -95,8 +96,9 @@ def throw_bytes_at(endpoint: str) -> None:
 
 
 def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_torch(tmp_path: Path) -> None:
+    """The program is a user's own file, which imports torch in its first lines."""
     flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
-    folder = make_run(tmp_path / "r", "toy", QUICK, flags, cluster=TWO_HOSTS)
+    folder = make_run(tmp_path / "r", f"{FAULTS}raises", {}, flags, cluster=TWO_HOSTS)
     with Running(folder) as running:
         join = running.until_line(lambda line: line.get("type") == "external", "an agent was asked for")["join"]
         joined = agent(Path(join))
@@ -112,6 +114,21 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
     assert addresses != set()
     assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     assert sorted(torch) == sorted(ranks)
+
+
+def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None:
+    """Nobody here is its parent: its ranks die with it, and a broken transfer or their silence tells."""
+    flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
+    folder = make_run(tmp_path / "r", "toy", QUICK, flags, cluster=TWO_HOSTS)
+    with Running(folder) as running:
+        join = running.until_line(lambda line: line.get("type") == "external", "an agent was asked for")["join"]
+        joined = agent(Path(join))
+        running.until_update(1)
+        joined.kill()
+        joined.communicate(timeout=30)
+        assert running.wait() == 1
+    assert "generator/0" in running.errors
+    assert "rank 0" in running.errors
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def group_done(state: State, step: Step, firing: Firing, replica: str, dropped: 
     offer(state, group.ordinal, group.made, step)
     group.finished = len(group.made) == state.tables.num_group_steps
     complete = group.finished and assemble(state)
-    quiet = step.private and not complete and not state.pinned and state.cutting is None
+    quiet = step.private and not complete and state.cutting is None
     return state.tables.stirs[step.name] if quiet else None
 
 

@@ -44,7 +44,7 @@ def told(progress: Progress) -> Progress:
 def text(progress: Progress, width: int) -> list[str]:
     console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with console.capture() as capture:
-        console.print(dashboard(progress, "runs/aipo-1", width))
+        console.print(dashboard(progress, "runs/aipo-1", width, 12.3))
     return capture.get().splitlines()
 
 
@@ -76,7 +76,7 @@ def test_the_dashboard_shows_what_matters() -> None:
     shown = "\n".join(text(told(Progress("aipo", 10)), 100))
     for needed in (
         "training",
-        "10/10",
+        "10/10  12.3 s",
         "reward 0.9",
         "accuracy before 38.2 %",
         "lag 0.6",

@@ -11,7 +11,7 @@ from penstock.runtime.cli import checks, doctor
 from penstock.runtime.cli.cache import cache_folder
 from penstock.runtime.cli.checks import Finding
 
-TORCH = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}
+TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}
 Output = pytest.CaptureFixture[str]
 
 

@@ -81,7 +81,8 @@ def place(
     """The pools that the labels ask for, or what `merge` puts in their place; capacity 1 in the trainer, else 4."""
     merge = merge or {}
     holds: dict[str, list[str]] = {}
-    for item in (*graph.arguments, *(n for n in graph.nodes if n.construct == "call")):
+    items: list[Argument | Node] = [*graph.arguments, *(n for n in graph.nodes if n.construct == "call")]
+    for item in items:
         holds.setdefault(merge.get(item.pool, item.pool), []).append(item.name)
 
     def pool(name: str) -> Pool:

@@ -1,122 +1,22 @@
-"""A witness of the scheduler: it keeps its own books from events and commands alone, and fails on a broken invariant.
+"""A witness of the scheduler: it judges commands by books of its own, and fails on a broken invariant.
 
-It shares nothing with the scheduler but the graph, the plan and the rules. The numbers in the messages are those of
-the list on top of `scheduler.py`.
+The numbers in the messages are those of the list on top of `scheduler.py`.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
 
-from penstock.graph.ir import Firing, Graph, Node
-from penstock.runtime.plan.plan import Plan, Replica
-from penstock.runtime.schedule.events import (
-    Arrived,
-    Command,
-    Commit,
-    Done,
-    Event,
-    Failed,
-    Finish,
-    Fire,
-    Free,
-    Save,
-    Saved,
-    Send,
-    Swap,
-    Swapped,
-)
-from penstock.runtime.schedule.tables import Rules
+from penstock.graph.ir import Firing
+from penstock.runtime.schedule.events import Command, Commit, Event, Finish, Fire, Free, Save, Send, Swap
+
+from .books import Books, Work
+from .facts import Facts
 
 
-@dataclass
-class Facts:
-    """What the graph says of one node (or source), read straight off it."""
-
-    name: str
-    pool: str
-    per_update: bool
-    source: bool
-    stateful: bool
-    groups: set[str] = field(default_factory=set)
-    updates: set[str] = field(default_factory=set)
-    carried: set[str] = field(default_factory=set)
-    weights: set[tuple[str, int]] = field(default_factory=set)
-    fixed: set[str] = field(default_factory=set)
-    readers: set[str] = field(default_factory=set)
-    makes: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Arenas:
-    live: int = -1
-    shadow: int = -1
-    sending: bool = False
-    swapping: bool = False
-
-
-@dataclass
-class Lineage:
-    """What survives a crash: the books at a cut."""
-
-    update: int = 0
-    fates: dict[int, str] = field(default_factory=dict)
-    made: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
-    values: dict[Firing, str] = field(default_factory=dict)
-    versions: dict[tuple[int, str, str], int] = field(default_factory=dict)
-    consumed: dict[int, int] = field(default_factory=dict)
-    stateful: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class Work:
-    replica: str
-    awaited: set[int]
-    failed: bool = False
-    dropped: bool = False
-
-
-class Checker:
-    """Call `see` after each `handle`; `lineage` and `live` are what the scheduler was told of its past."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        plan: Plan,
-        rules: Rules,
-        lineage: Lineage | None = None,
-        live: Mapping[tuple[str, str], int] | None = None,
-    ) -> None:
-        self.graph, self.plan, self.rules = graph, plan, rules
-        self.facts = read_facts(graph, plan)
-        self.books = deepcopy(lineage) if lineage else Lineage(update=rules.start)
-        self.start = self.books.update
-        self.earlier = rules.start * rules.batch
-        self.total = rules.end * rules.batch
-        self.replicas: dict[str, Replica] = {r.name: r for r in plan.replicas}
-        self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
-        self.applied = {f.name: self.books.update for f in self.facts.values() if f.per_update}
-        self.running: dict[Firing, Work] = {}
-        self.attempts: dict[Firing, int] = defaultdict(int)
-        self.debris: set[tuple[Firing, str]] = set()
-        self.awaited: dict[tuple[str, Any, str], set[int]] = {}
-        self.published: dict[str, int] = {}
-        self.batch: tuple[int, ...] | None = None
-        self.cutting = self.final = False
-        self.cut: Lineage | None = None
-        self.committed: Lineage | None = None
-        self.finish: Finish | None = None
-        self.arenas: dict[str, dict[str, Arenas]] = {}
-        for channel in {c for f in self.facts.values() for c in (*f.fixed, *(c for c, _ in f.weights))}:
-            pool = next(p for p in plan.pools if p.name == channel.split(">")[1])
-            self.arenas[channel] = {
-                r.name: Arenas(*[(live or {}).get((channel, r.name), -1)] * 2) for r in pool.replicas
-            }
-
-    # What was heard ---------------------------------------------------------------------------------------
+class Checker(Books):
+    """Call `see` after each `handle`."""
 
     def see(self, event: Event, commands: Iterable[Command]) -> None:
         """Note an event and judge the commands that followed it, in their order."""
@@ -126,91 +26,6 @@ class Checker:
             getattr(self, f"_{type(command).__name__.lower()}")(command)
         if self.finish is None:
             self._quiet()
-
-    def _hear(self, event: Event) -> None:
-        match event:
-            case Done(firing, replica, rank, dropped):
-                self._answer(("fire", firing, replica), rank)
-                self.running[firing].dropped |= dropped
-                self._settle_work(firing)
-            case Failed(firing, replica, rank):
-                self._answer(("fire", firing, replica), rank)
-                self.running[firing].failed = True
-                self._settle_work(firing)
-            case Arrived(channel, version, replica, rank):
-                if self._answer(("send", (channel, version), replica), rank):
-                    arenas = self.arenas[channel][replica]
-                    arenas.sending, arenas.shadow = False, version
-            case Swapped(channel, version, replica, rank):
-                if self._answer(("swap", (channel, version), replica), rank):
-                    arenas = self.arenas[channel][replica]
-                    arenas.swapping, arenas.live = False, version
-            case Saved(update, replica, rank):
-                self._answer(("save", update, replica), rank)
-        if type(event).__name__ == "Checkpoint":
-            self.cutting, self.final = True, self.final or event.final  # type: ignore[union-attr]
-
-    def _ask(self, key: tuple[str, Any, str]) -> None:
-        self._true(key not in self.awaited, 1, f"{key} asked twice")
-        self.awaited[key] = set(range(len(self.replicas[key[-1]].ranks)))
-
-    def _answer(self, key: tuple[str, Any, str], rank: int) -> bool:
-        self.awaited[key].remove(rank)
-        if self.awaited[key]:
-            return False
-        del self.awaited[key]
-        return True
-
-    def _settle_work(self, firing: Firing) -> None:
-        work = self.running[firing]
-        if ("fire", firing, work.replica) in self.awaited:
-            return
-        del self.running[firing]
-        facts = self.facts.get(firing.node)
-        if facts is None:
-            self.published[firing.node] = firing.index
-        elif facts.per_update:
-            self._update_done(facts, firing, work)
-        else:
-            self._group_done(firing, work)
-
-    def _group_done(self, firing: Firing, work: Work) -> None:
-        alive = self.books.fates[firing.index] == "pending"
-        if not work.failed:
-            self.books.made[firing.index][firing.node] = work.replica
-            self.books.values[firing] = work.replica
-            if alive and work.dropped:
-                self.books.fates[firing.index] = "dropped"
-            return
-        self.debris.add((firing, work.replica))
-        self.attempts[firing] += 1
-        if alive and self.attempts[firing] > self.rules.retries and self.rules.on_failure == "replace":
-            self.books.fates[firing.index] = "failed"
-
-    def _update_done(self, facts: Facts, firing: Firing, work: Work) -> None:
-        if work.failed:
-            return
-        self.applied[firing.node] += 1
-        if facts.readers or not facts.makes:
-            self.books.values[firing] = work.replica
-        if all(count > self.books.update for count in self.applied.values()):
-            for ordinal in self.batch or ():
-                self._consumed(ordinal)
-            self.books.update, self.batch = self.books.update + 1, None
-
-    def _consumed(self, ordinal: int) -> None:
-        update = self.books.update
-        self.books.fates[ordinal] = "consumed"
-        self.books.consumed[ordinal] = update
-        for node, facts in self.facts.items():
-            for channel, lag in () if facts.per_update else facts.weights:
-                version = self.books.versions[ordinal, node, channel]
-                fits = update - lag <= version <= update
-                self._true(fits, 3, f"group {ordinal} of update {update}: {node} used version {version}, lag {lag}")
-                if self.rules.versions == "pinned":
-                    self._true(version == max(0, update - lag), 3, f"group {ordinal}: {version} for update {update}")
-
-    # What was said ----------------------------------------------------------------------------------------
 
     def _fire(self, command: Fire) -> None:
         firing, replica = command.firing, command.replica
@@ -224,12 +39,8 @@ class Checker:
             self._update(facts, command)
         else:
             self._group(facts, command)
-        self.running[firing] = Work(replica, set())
+        self.running[firing] = Work(replica)
         self._true(self._load(replica) <= self.replicas[replica].capacity, 2, f"{replica} is over its capacity")
-
-    def _load(self, replica: str) -> int:
-        counted = (f for f, w in self.running.items() if w.replica == replica)
-        return sum(f.node not in self.facts or not self.facts[f.node].source for f in counted)
 
     def _group(self, facts: Facts, command: Fire) -> None:
         ordinal, name = command.firing.index, facts.name
@@ -296,10 +107,6 @@ class Checker:
             fits = update - lag <= live <= update and (self.rules.versions == "free" or live == max(0, update - lag))
             self._true(fits, 3, f"{firing} reads version {live} of {channel}, lag {lag}")
         self._carried(facts, firing)
-
-    def _begun(self) -> bool:
-        per_update = any(f.node in self.applied for f in self.running)
-        return per_update or any(count > self.books.update for count in self.applied.values())
 
     def _carried(self, facts: Facts, firing: Firing) -> None:
         """No one reads the version that this update donates, and this firing reads none that is being donated."""
@@ -369,17 +176,6 @@ class Checker:
             self._true(not self._needed(firing), 7, f"{firing} is freed before its last reader")
             del self.books.values[firing]
 
-    def _needed(self, value: Firing) -> bool:
-        """Has a value a reader in work or still to come?"""
-        facts = self.facts[value.node]
-        if facts.per_update:
-            return any(self.applied[r] <= value.index for r in facts.readers)
-        if any(Firing(r, value.index) in self.running for r in facts.readers):
-            return True
-        if self.books.fates[value.index] != "pending":
-            return False
-        return any(self.facts[r].per_update or r not in self.books.made[value.index] for r in facts.readers)
-
     # Cuts and the end -------------------------------------------------------------------------------------
 
     def _save(self, command: Save) -> None:
@@ -392,20 +188,9 @@ class Checker:
         }
         self._true(set(command.firings) == needed, 7, f"{command}: needed {needed}")
         if self.cut is None:
-            self.cut = deepcopy(replace(self.books))
+            self.cut = deepcopy(self.books)
             self.cut.values = {}
         self.cut.values.update(dict.fromkeys(command.firings, command.replica))
-
-    def _moving(self) -> bool:
-        """Is anything in work that a cut must not fall into?"""
-        publishing = any(f.node not in self.facts for f in self.running)
-        return publishing or self._begun() or any(self.facts[f.node].stateful for f in self.running)
-
-    def _to_read(self, value: Firing) -> bool:
-        """Will a run that resumes here read it?"""
-        return any(
-            self.facts[r].per_update or r not in self.books.made[value.index] for r in self.facts[value.node].readers
-        )
 
     def _commit(self, command: Commit) -> None:
         assert self.cut is not None
@@ -473,21 +258,6 @@ class Checker:
                         return True
         return False
 
-    def _to_start(self, facts: Facts, ordinal: int) -> bool:
-        if self.books.fates.get(ordinal, "pending") != "pending":
-            return False
-        return facts.name not in self.books.made[ordinal] and Firing(facts.name, ordinal) not in self.running
-
-    def _over(self, value: Firing) -> bool:
-        if self.facts[value.node].per_update:
-            done = value.index < self.books.update or not self.facts[value.node].readers
-            return done and not self._needed(value)
-        lost = self.books.fates[value.index] != "pending"
-        working = any(
-            f.index == value.index and f.node in self.facts and not self.facts[f.node].per_update for f in self.running
-        )
-        return not self._needed(value) and not (lost and working)
-
     def _could_start(self, facts: Facts, ordinal: int) -> bool:
         if facts.name in self.books.made[ordinal] or Firing(facts.name, ordinal) in self.running:
             return False
@@ -504,46 +274,3 @@ class Checker:
             (facts.source or self._load(r.name) < r.capacity) and self._admitted(facts, ordinal, r.name)
             for r in replicas[: 1 if facts.stateful else None]
         )
-
-    def before(self, ordinal: int) -> int:
-        lost = sum(self.books.fates.get(g) in ("dropped", "failed") for g in range(ordinal))
-        return self.earlier + ordinal - lost
-
-    def _true(self, holds: bool, number: int, message: str) -> None:
-        if not holds:
-            self._broken(number, message)
-
-    def _broken(self, number: int, message: str) -> NoReturn:
-        raise AssertionError(f"invariant {number}: {message} [update {self.books.update}, {self.rules}]")
-
-
-def read_facts(graph: Graph, plan: Plan) -> dict[str, Facts]:
-    """Each source and node, with its edges by kind."""
-    facts = {a.name: Facts(a.name, plan.pool_of(a.name).name, False, True, False) for a in graph.sources}
-    calls = [n for n in graph.nodes if n.construct == "call"]
-    for node in calls:
-        facts[node.name] = Facts(node.name, plan.pool_of(node.name).name, node.clock == "update", False, node.stateful)
-    for node in calls:
-        _read_inputs(graph, plan, node, facts)
-    for carried, ref in graph.results:
-        if ref.node in facts:
-            facts[ref.node].makes.add(carried)
-    return facts
-
-
-def _read_inputs(graph: Graph, plan: Plan, node: Node, facts: dict[str, Facts]) -> None:
-    changing = {carried for carried, ref in graph.results if ref.node in graph}
-    mine = facts[node.name]
-    for item in node.inputs:
-        ref = item.ref.node
-        if ref in facts:
-            (mine.updates if facts[ref].per_update else mine.groups).add(ref)
-            facts[ref].readers.add(node.name)
-        elif ref in graph:
-            channel = f"{graph[ref].inputs[0].ref.node}>{plan.pool_of(node.name).name}"
-            if graph[ref].inputs[0].ref.node in changing:
-                mine.weights.add((channel, graph[ref].lag or 0))
-            else:
-                mine.fixed.add(channel)
-        elif ref in changing:
-            mine.carried.add(ref)

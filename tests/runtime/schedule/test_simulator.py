@@ -108,7 +108,8 @@ def test_bars_say_what_ran_where_and_with_which_version() -> None:
     result = simulated(aipo(0), place(aipo()), Rules(1, 2), SECONDS, (0.5, 0.25, 0.125))
     bars = {(b.kind, b.label): b for b in result.bars}
     generate = bars["group", "generate[1]"]
-    assert (generate.lane, generate.version, generate.seconds) == ("generator/0", 1, pytest.approx(1.0))
+    assert (generate.lane, generate.version) == ("generator/0", 1)
+    assert generate.seconds == pytest.approx(1.0)
     assert bars["publish", "policy>generator[1]"].lane == "trainer/0"
     assert bars["send", "policy>generator[1]"].lane == "policy>generator/0"
     assert bars["swap", "swap[1]"].end == pytest.approx(generate.start)

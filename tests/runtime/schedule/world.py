@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from penstock.graph.ir import Graph
+from penstock.graph.ir import Firing, Graph
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.events import (
     Arrived,
@@ -27,8 +27,9 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
+from .books import Lineage
 from .graphs import random_graph, random_plan
-from .invariants import Checker, Lineage
+from .invariants import Checker
 
 Live = Mapping[tuple[str, str], int]
 
@@ -94,6 +95,17 @@ class World:
             dropped = Random(f"{event.firing}").random() < self.setting.drops[event.firing.node]
             event = replace(event, dropped=dropped)
         return self.feed(event)
+
+    def find(self, node: str, index: int) -> int:
+        """Which of the pending answers says that a firing is done; its first rank's."""
+        firing = Firing(node, index)
+        return next(i for i, event in enumerate(self.pending) if isinstance(event, Done) and event.firing == firing)
+
+    def drop(self, index: int) -> list[Command]:
+        """Let the rank at `index` drop its group."""
+        event = self.pending.pop(index)
+        assert isinstance(event, Done)
+        return self.feed(replace(event, dropped=True))
 
     def random_answer(self, rng: Random) -> list[Command]:
         """Let any rank answer; it may fail, or drop its group."""

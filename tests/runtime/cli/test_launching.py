@@ -1,0 +1,187 @@
+"""What run and resume do before and after the processes."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.cli import launching, resume, run
+from penstock.runtime.cli.launching import Look, finish, go, summary_text
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
+from penstock.runtime.plan.cluster import Cluster, ClusterError
+from penstock.runtime.record.checkpoint import write_cut
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder
+
+Output = pytest.CaptureFixture[str]
+SUMMARY = {
+    "status": "done",
+    "accuracy_before": 0.382,
+    "accuracy_after": 0.934,
+    "updates": 60,
+    "groups": 1920,
+    "wall_s": 12.3,
+    "command_s": 31.25,
+}
+
+
+class Processes:
+    """Stand for the launcher: what it was given, and what it says."""
+
+    def __init__(self) -> None:
+        self.status, self.lines = DONE, [{"kind": "stage", "stage": "train"}]
+        self.summary: dict[str, Any] | None = SUMMARY
+        self.configs: list[RunConfig] = []
+
+    def __call__(self, folder: RunFolder, cluster: Cluster, tell: Any) -> int:
+        self.configs.append(RunConfig.load(folder))
+        for line in self.lines:
+            tell(line)
+        if self.summary is not None:
+            folder.write_json("summary.json", self.summary)
+        return self.status
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, here: None) -> Processes:
+    made = Processes()
+    monkeypatch.setattr(launching, "launch", made)
+    return made
+
+
+def test_a_run_writes_what_it_is_before_it_starts(processes: Processes, tmp_path: Path, capsys: Output) -> None:
+    out = tmp_path / "run"
+    assert run.main(["toy", "--lag", "2", "--updates", "7", "--generators", "2", "--out", str(out), "--json"]) == 0
+    (config,) = processes.configs
+    assert (config.graph["broadcast"].lag, config.flags.updates) == (2, 7)
+    assert [len(pool.replicas) for pool in config.plan.pools if pool.name == "generator"] == [2]
+    asked = json.loads((out / "config.json").read_text())["asked"]
+    assert asked["program"] == "toy"
+    assert asked["command"][:3] == ["toy", "--lag", "2"]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["status"], last["accuracy_before"], last["accuracy_after"]) == ("done", 0.382, 0.934)
+    assert {"updates", "groups", "wall_s", "command_s"} <= last.keys()
+
+
+def test_a_run_folder_is_never_overwritten(processes: Processes, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    run.main(["toy", "--out", out])
+    with pytest.raises(RecordError, match="holds a run already"):
+        run.main(["toy", "--out", out])
+    assert len(processes.configs) == 1
+
+
+def test_a_failed_run_says_why_and_has_a_summary(processes: Processes, tmp_path: Path, capsys: Output) -> None:
+    processes.status, processes.summary = FAILED, None
+    processes.lines = [{"type": "error", "text": "generator/0 rank 0 died: killed by SIGKILL"}]
+    out = tmp_path / "run"
+    assert run.main(["toy", "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert "generator/0 rank 0 died" in said.err
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "generator/0 rank 0 died: killed by SIGKILL")
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    summary = finish(folder, INTERRUPTED, [], 1.0)
+    assert "penstock resume runs/x" in summary_text(summary, 10, "runs/x")
+
+
+def test_the_summary_reads_well() -> None:
+    assert summary_text(SUMMARY, 60, "runs/aipo-1").splitlines() == [
+        "status     done",
+        "accuracy   38.2 % → 93.4 %",
+        "updates    60 of 60, 1920 prompt groups",
+        "time       31.2 s",
+        "folder     runs/aipo-1",
+    ]
+
+
+def test_faults_stop_a_run_before_it_has_a_folder(processes: Processes, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(CommandError, match=r"(?s)given   -1.*1 fault"):
+        run.main(["toy", "--lag", "-1", "--out", str(out)])
+    with pytest.raises(ClusterError, match="generators: given 0"):
+        run.main(["toy", "--generators", "0", "--out", str(out)])
+    with pytest.raises(ClusterError, match="cannot be read"):
+        run.main(["toy", "--cluster", "/nowhere.toml", "--out", str(out)])
+    assert not out.exists()
+
+
+def test_a_file_of_problems_needs_a_model(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    with pytest.raises(CommandError, match="needed --model DIR") as error:
+        run.main(["aipo", "--data", str(tmp_path / "d.jsonl"), "--out", str(tmp_path / "run")])
+    assert error.value.status == 2
+
+
+def test_a_language_model_starts_from_the_base(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "base_model", lambda data, tell: Path("/cache/base"))
+    run.main(["aipo", "--out", str(tmp_path / "a")])
+    run.main(["aipo", "--model", "new", "--out", str(tmp_path / "b")])
+    run.main(["sft", "--out", str(tmp_path / "c")])
+    assert [config.flags.model for config in processes.configs] == ["/cache/base", "", ""]
+
+
+def test_a_base_that_fails_leaves_no_folder(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(data: str, tell: object) -> None:
+        raise CommandError("the base model could not be built")
+
+    monkeypatch.setattr(run, "base_model", fail)
+    with pytest.raises(CommandError):
+        run.main(["aipo", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_can_be_insisted_on(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name))
+    with pytest.raises(CommandError, match=r"pip install 'penstock\[track\]'"):
+        run.main(["toy", "--tensorboard", "--out", str(tmp_path / "run")])
+
+
+@pytest.fixture
+def finished(processes: Processes, tmp_path: Path) -> RunFolder:
+    """A run of five updates that is done."""
+    run.main(["toy", "--updates", "5", "--out", str(tmp_path / "run")])
+    folder = RunFolder.open(tmp_path / "run")
+    (folder.checkpoints / "00000005").mkdir()
+    write_cut(folder, 5, {"update": 5}, {})
+    return folder
+
+
+def test_a_finished_run_goes_on_with_more_updates(finished: RunFolder, processes: Processes) -> None:
+    with pytest.raises(CommandError, match="all 5 updates are done"):
+        resume.main([str(finished.path)])
+    with pytest.raises(CommandError, match="given 3, but 5 are done already"):
+        resume.main([str(finished.path), "--updates", "3"])
+    assert resume.main([str(finished.path), "--updates", "9", "--plain"]) == 0
+    assert [config.flags.updates for config in processes.configs] == [5, 9]
+    assert processes.configs[0].graph == processes.configs[1].graph
+
+
+def test_a_run_that_is_alive_is_not_resumed(finished: RunFolder) -> None:
+    finished.lock()
+    with pytest.raises(RecordError, match="a run is alive there"):
+        resume.main([str(finished.path), "--updates", "9"])
+
+
+def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no such folder"):
+        resume.main([str(tmp_path / "none")])
+
+
+def test_a_display_is_closed_before_the_summary(processes: Processes, finished: RunFolder, capsys: Output) -> None:
+    config = RunConfig.load(finished)
+    assert go(finished, config, Cluster.local(), Look(plain=True, json=False, in_process=False, began=0.0)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("training …") < lines.index("status     done")
