@@ -13,7 +13,7 @@ from itertools import count
 from penstock.graph.types import Context
 
 HELD_OUT = 500
-SLOPPY = 0.55
+SLOPPY = 0.6
 """The teacher's share of demonstrations that drop every carry and borrow."""
 
 

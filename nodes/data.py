@@ -1,7 +1,7 @@
 """Where prompts and demonstrations come from: generated arithmetic, or a JSONL file with GSM8K's fields.
 
 Both are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
-`context.data` is "arithmetic" (two digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
+`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
 """
 
 import json
@@ -153,9 +153,9 @@ def _arithmetic_digits(data: str) -> int | None:
     """The digits that "arithmetic[:DIGITS]" asks for; None for the path of a file that is there."""
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":
-        if (digits or "2") not in "23456":
+        if (digits or "3") not in "23456":
             raise DataError(f"data: given {data!r}, needed arithmetic:2 to arithmetic:6")
-        return int(digits or 2)
+        return int(digits or 3)
     if Path(data).is_file():
         return None
     close = get_close_matches(name, ["arithmetic"])

@@ -4,6 +4,7 @@ Master weights are float32. Where the run's dtype is another, the model that com
 the same numbers that are broadcast, so that trainer and generator work with equal weights.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -76,10 +77,15 @@ class LanguagePolicy(LanguageModel, Policy):
         return loss.detach()
 
     def apply(self, step: Step, *, normaliser: float) -> float:
-        """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping."""
+        """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping.
+
+        Raises FloatingPointError, and leaves the weights alone, where that norm is no finite number.
+        """
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) / normaliser
-        scale = (step.clip_norm / (norm + 1e-6)).clamp(max=1.0) / normaliser
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / normaliser
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
+        scale = min(1.0, step.clip_norm / (norm + 1e-6)) / normaliser
         for gradient in gradients:
             gradient.mul_(scale)
         self.optimizer.param_groups[0].update(lr=step.lr, betas=tuple(step.betas), weight_decay=step.weight_decay)
@@ -87,7 +93,7 @@ class LanguagePolicy(LanguageModel, Policy):
         self.optimizer.zero_grad()
         self._copy_masters()
         self.version += 1
-        return float(norm)
+        return norm
 
     def tokenize(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
         """Demonstrations as tokens [N, S], with the lengths [N] of prompts and of responses, end token included."""

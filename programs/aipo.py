@@ -15,7 +15,7 @@ from penstock.programs.evaluate import evaluate
 
 @program(evaluation=evaluate)
 def aipo(
-    policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1, rho: float = 4.0, lr: float = 2e-5
+    policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1, rho: float = 4.0, lr: float = 1e-4
 ) -> Policy:
     """Asynchronous importance-weighted policy optimisation (LlamaRL, section 6).
 
@@ -23,7 +23,7 @@ def aipo(
         samples: responses per prompt; their mean reward is the baseline.
         lag: updates that the generator's weights may be old; 0 is synchronous.
         rho: upper bound of a token's importance ratio; 2 to 10 work well.
-        lr: learning rate of AdamW.
+        lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)  # the generator's copy, at most `lag` updates old
     rollouts = generate(prompts, behaviour, samples=samples)

@@ -22,7 +22,7 @@ def grpo(
     lag: int = 0,
     clip: float = 0.2,
     kl: float = 0.0,
-    lr: float = 2e-5,
+    lr: float = 1e-4,
 ) -> dict[str, Policy]:
     """Group-relative policy optimisation (DeepSeekMath, section 4.1).
 
@@ -31,7 +31,7 @@ def grpo(
         lag: updates that the generator's weights may be old; 0 is synchronous.
         clip: bound of the policy's ratio around 1, PPO's epsilon.
         kl: weight of the divergence from the frozen first policy; 0 leaves that policy out.
-        lr: learning rate of AdamW.
+        lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
     """
     behaviour = broadcast(policy, lag=lag)
     rollouts = generate(prompts, behaviour, samples=samples)

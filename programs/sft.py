@@ -8,10 +8,10 @@ from penstock.programs.evaluate import evaluate
 
 
 @program(evaluation=evaluate, defaults={"model": "new", "updates": 1000, "batch": 4})
-def sft(policy: Policy, demonstrations: Demonstrations, *, lr: float = 3e-3) -> Policy:
+def sft(policy: Policy, demonstrations: Demonstrations, *, lr: float = 2e-3) -> Policy:
     """Supervised fine-tuning on a teacher's demonstrations, 32 in a group.
 
     Args:
-        lr: highest learning rate of AdamW; it warms up, then falls along a cosine over the run.
+        lr: highest learning rate of AdamW; it warms up, then falls along a cosine to 0 at the run's end.
     """
     return sft_update(policy, demonstrations, lr=lr)

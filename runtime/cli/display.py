@@ -1,6 +1,7 @@
 """How a run looks: a live dashboard in a terminal, plain lines elsewhere. Both are fed the controller's lines."""
 
 import sys
+import termios
 from collections.abc import Callable, Mapping
 from threading import Lock
 from time import monotonic
@@ -114,6 +115,7 @@ class LiveDisplay:
         self.live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> Self:
+        self._restore = quiet_controls()
         self.live.start()
         return self
 
@@ -121,6 +123,7 @@ class LiveDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.live.stop()
+        self._restore()
 
     def tell(self, line: Line) -> None:
         with self._lock:
@@ -129,6 +132,18 @@ class LiveDisplay:
     def _render(self) -> RenderableType:
         with self._lock:  # rich redraws in a thread of its own
             return dashboard(self.progress, self.folder, self.console.width, monotonic() - self.began)
+
+
+def quiet_controls() -> Callable[[], None]:
+    """Keep the terminal from writing ^C into the picture; what is returned undoes it."""
+    if not sys.stdin.isatty():
+        return lambda: None
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    changed = list(before)
+    changed[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(fd, termios.TCSADRAIN, changed)
+    return lambda: termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> RenderableType:

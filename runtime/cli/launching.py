@@ -123,7 +123,7 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str) -> str:
     rows.append(("time", clock(summary["command_s"])))
     rows.append(("folder", folder))
     if summary["status"] == "stopped":
-        rows.append(("go on with", f"penstock resume {folder}"))
+        rows.append(("to go on", f"penstock resume {folder}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
 
 

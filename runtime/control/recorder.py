@@ -150,7 +150,7 @@ class RunRecorder:
         """A stage has ended by itself."""
         if name in ("before", "after"):
             figures = [m["accuracy"] for m in self._evaluated if "accuracy" in m]
-            self.accuracy[name] = figures[-1] if figures else None
+            self.accuracy[name] = round(figures[-1], 6) if figures else None
             self._evaluated.clear()
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})
         elif name == "train":

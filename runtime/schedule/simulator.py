@@ -58,17 +58,18 @@ class Simulation:
     def period_s(self) -> float:
         """Seconds per update once the pipeline is full; without the last updates, which have no generation beside them.
 
-        Of a schedule that repeats itself, exactly: its cycle's length over the updates in it. Else a mean.
+        Of a schedule that repeats itself, exactly: its cycle's length over the updates in it. Else, or of a run too
+        short to tell, the mean of all updates, the filling of the pipeline included.
         """
-        last = max(len(self.ends) - 1 - (self.max_lag + 1), 1)
-        steady = self.ends[last // 2 : last + 1]
-        if len(steady) < 2:
-            return self.wall_s
-        for updates in range(1, len(steady) // 2):
+        last = len(self.ends) - 1 - (self.max_lag + 1)
+        steady = self.ends[max(last // 2, 0) : max(last + 1, 0)]
+        # At a lag, updates come in bursts of up to lag + 1: two of them must be seen.
+        enough = len(steady) >= 2 * (self.max_lag + 1) + 2
+        for updates in range(1, len(steady) // 2 if enough else 0):
             steps = [later - earlier for earlier, later in zip(steady, steady[updates:], strict=False)]
             if all(isclose(step, steps[0], rel_tol=1e-9) for step in steps):
                 return steps[0] / updates
-        return (steady[-1] - steady[0]) / (len(steady) - 1)
+        return self.wall_s / max(len(self.ends), 1)
 
     @property
     def lag_mean(self) -> float:

@@ -160,7 +160,7 @@ def test_kl_pulls_only_a_policy_that_has_left_the_reference() -> None:
 def test_sft_learns_the_demonstrations_and_ends_each_with_the_end_token() -> None:
     learner = policy(updates=30)
     demonstrations = Demonstrations(("1+1=", "10-3="), ("2", "7"))
-    losses = [sft_update.fn(learner, demonstrations, lr=3e-3, warmup=2)[1] for _ in range(30)]
+    losses = [sft_update.fn(learner, demonstrations, lr=3e-3, warmup=2, final=0.1)[1] for _ in range(30)]
     assert losses[0]["tokens"] == 4
     assert losses[-1]["loss"] < 0.1 * losses[0]["loss"]
     assert losses[0]["lr"] < losses[2]["lr"] == pytest.approx(3e-3, rel=0.02)
@@ -183,6 +183,15 @@ def test_bfloat16_computes_in_bfloat16_and_learns_in_float32() -> None:
     ours = torch.cat([g.flatten() for g in gradients(learner).values()])
     theirs = torch.cat([g.flatten() for g in gradients(exact).values()])
     assert float(torch.cosine_similarity(ours, theirs, 0)) > 0.99
+
+
+def test_a_gradient_that_is_not_finite_stops_the_update_before_the_weights_change() -> None:
+    learner, (rollouts, advantage) = policy(), batch()
+    before = {name: w.clone() for name, w in learner.weights().items()}
+    advantage.values_N[2] = float("inf")
+    with pytest.raises(FloatingPointError, match="update of version 0: given a gradient of norm"):
+        aipo_update.fn(learner, rollouts, advantage)
+    assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
 
 
 def test_another_policy_is_refused() -> None:

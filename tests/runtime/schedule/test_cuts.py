@@ -3,12 +3,7 @@
 import json
 from random import Random
 
-from penstock.runtime.schedule.events import (
-    Checkpoint,
-    Finish,
-    Free,
-    Save,
-)
+from penstock.runtime.schedule.events import Checkpoint, Finish, Free, Save
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
@@ -82,10 +77,7 @@ def test_a_finished_run_can_be_saved() -> None:
 
 
 def test_state_is_not_saved_while_it_changes() -> None:
-    nodes = (
-        call("pack", ["texts"], "scorer", stateful=True),
-        call("update", ["policy", "pack"], "trainer", "update"),
-    )
+    nodes = (call("pack", ["texts"], "scorer", stateful=True), call("update", ["policy", "pack"], "trainer", "update"))
     made = begun(graph("stateful", {"policy": "update"}, ["texts"], nodes), Rules(batch=2, end=9))
     run_until(made, is_fire("pack", 0))
     assert made.feed(Checkpoint()) == []

@@ -3,16 +3,7 @@
 import pytest
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import (
-    Abort,
-    Begin,
-    Done,
-    Event,
-    Failed,
-    Finish,
-    Fire,
-    Free,
-)
+from penstock.runtime.schedule.events import Abort, Begin, Done, Event, Failed, Finish, Fire, Free
 from penstock.runtime.schedule.tables import Rules
 
 from .examples import begun, finish, fired, is_fire, run_until, world

@@ -109,7 +109,7 @@ def test_any_history_keeps_the_invariants() -> None:
     run_state_machine_as_test(
         Runs,
         settings=settings(
-            max_examples=300,
+            max_examples=200,
             stateful_step_count=30,
             deadline=None,
             print_blob=True,

@@ -4,11 +4,7 @@ from random import Random
 
 import pytest
 
-from penstock.runtime.schedule.events import (
-    Begin,
-    Checkpoint,
-    Finish,
-)
+from penstock.runtime.schedule.events import Begin, Checkpoint, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 

@@ -3,16 +3,10 @@
 from random import Random
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import (
-    Begin,
-    Finish,
-    Fire,
-    Send,
-    Swap,
-)
+from penstock.runtime.schedule.events import Begin, Finish, Fire, Send, Swap
 from penstock.runtime.schedule.tables import Rules
 
-from .examples import begun, finish, fired, is_fire, run_until, world
+from .examples import begun, exhaust, finish, fired, is_fire, run_until, world
 from .graphs import actor_critic, aipo, broadcast, call, evaluate, graph, place
 from .world import Setting, World
 
@@ -99,3 +93,24 @@ def test_a_per_update_reader_of_weights_never_reads_newer_ones_than_its_update()
         made = world(watched, Rules(batch=2, end=5))
         made.run(Random(seed))
         assert made.finish == Finish("done")
+
+
+def test_a_version_that_a_per_update_reader_needs_is_published_before_it_is_donated() -> None:
+    nodes = (*aipo(3).nodes, broadcast("mine", "policy", 0), call("watch", ["mine"], "generator", "update"))
+    made = world(graph("watched", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=4), replicas=2)
+    made.feed(Begin())
+    exhaust(made, but="generator/1")
+    assert len(fired(made, "update")) == 1
+    assert finish(made) == Finish("done")
+
+
+def test_a_retry_does_not_go_where_its_pinned_version_is_being_swapped_out() -> None:
+    made = world(aipo(lag=1), Rules(batch=1, end=4, versions="pinned", retries=1), replicas=2, capacity=1)
+    made.feed(Begin())
+    run_until(made, is_fire("generate", 1), but=["node='generate', index=0"])
+    swap = run_until(made, lambda c: isinstance(c, Swap) and c.version == 1, but=["node='generate', index=1"])
+    assert swap == Swap("policy>generator", 1, "generator/0")
+    told = made.fail(made.find("generate", 1))
+    assert Fire(Firing("generate", 1), "generator/1", (1,)) in told
+    made.run(Random(0))
+    assert made.finish == Finish("done")
