@@ -167,7 +167,7 @@ def _text(title: str, flags: SimulateFlags, result: Simulation, bound: Bound) ->
         f"period  {_ms(result.period_s)} per update once the pipeline is full",
         *wrap(f"bound   {_ms(bound.seconds)}{beside}, because of {bound.cause}", width, subsequent_indent=" " * 8),
         *_lags(result.lags),
-        *_work(result),
+        *_work(result, width),
         "",
     ]
     end = result.ends[min(DRAWN, len(result.ends)) - 1] if result.ends else result.wall_s
@@ -190,7 +190,7 @@ def _lags(lags: Mapping[int, int]) -> list[str]:
     ]
 
 
-def _work(result: Simulation) -> list[str]:
+def _work(result: Simulation, columns: int) -> list[str]:
     """Each pool's share of busy time, and why it was idle."""
     lines = []
     pools: dict[str, list[str]] = {}
@@ -205,5 +205,6 @@ def _work(result: Simulation) -> list[str]:
                 idle[cause] = idle.get(cause, 0.0) + seconds
         busy = percent(sum(result.busy[r] for r in replicas) / wall)
         causes = ", ".join(f"{cause} {percent(seconds / wall)}" for cause, seconds in idle.items() if seconds > 0)
-        lines.append(f"{'pools' if not row else '':<8}{pool:<{width}}  busy {busy:>7}  idle: {causes or '-'}")
+        line = f"{'pools' if not row else '':<8}{pool:<{width}}  busy {busy:>7}  idle: {causes or '-'}"
+        lines += wrap(line, columns, subsequent_indent=" " * (width + 24))
     return lines

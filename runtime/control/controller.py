@@ -129,7 +129,7 @@ class Controller:
         for peer, message in self.server.receive(TICK):
             self._hear(peer, message)
         if late := self.server.late(monotonic()):
-            raise PeerFault(f"no sign of life from {', '.join(map(_spelled, late))}: hung or stopped")
+            raise PeerFault(f"no sign of life from {', '.join(map(self._spelled, late))}: hung, stopped or gone")
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
         if self._complaint and monotonic() > self._complaint[1]:
@@ -189,8 +189,18 @@ class Controller:
             self._send(self.session.stop(monotonic()))
         elif word == "agent":
             host, _, reason = rest.partition(" ")
-            ranks = ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host)
-            raise PeerFault(f"the agent of host {host} died, and with it {ranks or 'no rank'}: {reason}")
+            raise PeerFault(f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}")
+
+    def _ranks_of(self, host: str) -> str:
+        return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"
+
+    def _spelled(self, peer: str) -> str:
+        """A peer in words: which rank, or whose agent."""
+        if peer.startswith("agent:"):
+            host = peer.removeprefix("agent:")
+            return f"the agent of host {host} (with {self._ranks_of(host)})"
+        replica, _, index = peer.rpartition(":")
+        return f"{replica} rank {index}"
 
     def _send(self, orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():
@@ -215,14 +225,6 @@ class Controller:
             if peer.startswith("agent:"):
                 self.server.send(peer, Goodbye(self.session.status))
         (self.folder.path / "processes.json").unlink(missing_ok=True)
-
-
-def _spelled(peer: str) -> str:
-    """A peer in words: which rank, or whose agent."""
-    if peer.startswith("agent:"):
-        return f"the agent of host {peer.removeprefix('agent:')}"
-    replica, _, index = peer.rpartition(":")
-    return f"{replica} rank {index}"
 
 
 def say(line: Mapping[str, Any]) -> None:

@@ -121,8 +121,9 @@ class BridgeWays(Ways):
             name = f"{command.channel}-{command.replica}".replace("/", ".").replace(">", "-")
             sources = len(way.source.ranks)
             destinations = len(next(r.ranks for r in way.replicas if r.name == command.replica))
-            bridge = Bridge(f"{command.channel} from {way.source.name} to {command.replica}", self.folder / name, sources, destinations,
-                            timeout=self.timeout)  # fmt: skip
+            label = f"{command.channel} from {way.source.name} to {command.replica}"
+            label = f"{command.channel} from {way.source.name} to {command.replica}"
+            bridge = Bridge(label, self.folder / name, sources, destinations, timeout=self.timeout)
             self.transports[key] = bridge.open(side, self.rank)
         return self.transports[key]
 

@@ -43,7 +43,7 @@ def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> st
         for number, cells in enumerate(_lane(lane, axis, columns, painter, front)):
             _mark(cells, [column for _, column in ends], color)
             lines.append((lane.name if not number else "").ljust(gutter) + _render(cells))
-    return "\n".join(line.rstrip() for line in [*lines, "", *_legend(legend, found, color)])
+    return "\n".join(line.rstrip() for line in [*lines, "", *_legend(legend, found, color, width)])
 
 
 _Painter = Callable[[list[_Cell], Bar, int, int], None]
@@ -148,14 +148,19 @@ def _version_line(ends: Sequence[tuple[int, int]], columns: int) -> str:
     return "".join(line)
 
 
-def _legend(legend: Sequence[str], found: Sequence[Lane], color: bool) -> list[str]:
+def _legend(legend: Sequence[str], found: Sequence[Lane], color: bool, width: int) -> list[str]:
     palette = colors(legend)
-    items = [
-        f"{_ansi(ink(palette[name]), palette[name])} {name} \x1b[0m"
-        if color
-        else f"{''.join(STYLES[i % len(STYLES)])} {name}"
-        for i, name in enumerate(legend)
-    ]
-    lines = ["  ".join([*items, f"{MARK} end of an update"])]
+    items = []
+    for i, name in enumerate(legend):
+        plain = f"{''.join(STYLES[i % len(STYLES)])} {name}"
+        items.append((f"{_ansi(ink(palette[name]), palette[name])} {name} \x1b[0m" if color else plain, len(name) + 4))
+    end = f"{MARK} end of an update"
+    lines, room = [""], width
+    for text, columns in [*items, (end, len(end))]:
+        if columns > room and lines[-1]:
+            lines.append("")
+            room = width
+        lines[-1] += text + "  "
+        room -= columns + 2
     many = [f"{lane.name} up to {len(lane.tracks)}" for lane in found if len(lane.tracks) > MAX_TRACKS]
     return [*lines, f"▁▄█ firings at once: {', '.join(many)}"] if many else lines

@@ -114,3 +114,15 @@ def test_a_retry_does_not_go_where_its_pinned_version_is_being_swapped_out() -> 
     assert Fire(Firing("generate", 1), "generator/1", (1,)) in told
     made.run(Random(0))
     assert made.finish == Finish("done")
+
+
+def test_a_pinned_version_stays_live_for_a_retry() -> None:
+    made = world(aipo(lag=1), Rules(batch=1, end=4, versions="pinned", retries=1), replicas=2, capacity=1)
+    made.feed(Begin())
+    run_until(made, is_fire("generate", 1), but=["node='generate', index=0"])
+    exhaust(made, but="node='generate', index=1")
+    assert made.scheduler.ways["policy>generator"].receivers["generator/1"].shadow == 1
+    told = made.fail(made.find("generate", 1))
+    assert told[1:] == [Fire(Firing("generate", 1), "generator/1", (1,))]
+    made.run(Random(0))
+    assert made.finish == Finish("done")
