@@ -1,7 +1,10 @@
 """Arithmetic problems that cost nothing to make: sums and differences of two numbers, with a sloppy teacher.
 
-A problem reads "347+586=", its answer "933". 500 problems, the same for every seed, are held out: training never
-shows them.
+A problem reads "347+586=", its answer "933". The teacher first writes a draft, each digit worked out by itself: "823".
+The answer follows, with what is carried or borrowed: "823:0933". A sloppy teacher stops after the draft, so there
+is something left for reinforcement learning to find: going on pays.
+
+500 problems, the same for every seed, are held out: training never shows them.
 """
 
 import hashlib
@@ -13,8 +16,8 @@ from itertools import count
 from penstock.graph.types import Context
 
 HELD_OUT = 500
-SLOPPY = 0.6
-"""The teacher's share of demonstrations that drop every carry and borrow."""
+SLOPPY = 0.65
+"""The share of demonstrations that stop after the draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,16 @@ class Problem:
     def answer(self) -> str:
         return str(self.a + self.b if self.sign == "+" else self.a - self.b)
 
-    def demonstration(self, sloppy: bool) -> str:
-        """What the teacher writes: as many digits in every answer. Sloppy, it works out each digit by itself."""
-        if not sloppy:
-            return self.answer.zfill(self.digits + 1)
+    @property
+    def draft(self) -> str:
+        """Each digit's own sum or difference, modulo 10."""
         pairs = zip(str(self.a), str(self.b), strict=True)
         step = 1 if self.sign == "+" else -1
-        return "0" + "".join(str((int(x) + step * int(y)) % 10) for x, y in pairs)
+        return "".join(str((int(x) + step * int(y)) % 10) for x, y in pairs)
+
+    def demonstration(self, sloppy: bool) -> str:
+        """What the teacher writes. Answers have one digit more than the operands, zeros in front."""
+        return self.draft if sloppy else f"{self.draft}:{self.answer.zfill(self.digits + 1)}"
 
 
 def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
@@ -59,7 +65,7 @@ def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
 
 
 def is_sloppy(context: Context, *parts: int) -> bool:
-    """Does the teacher drop the carries of this demonstration?"""
+    """Does the teacher stop this demonstration after the draft?"""
     return context.key("sloppy", *parts) % 10_000 < SLOPPY * 10_000
 
 

@@ -4,7 +4,7 @@ from penstock.graph.types import Context
 from penstock.nodes.model import Llama, ModelConfig, load_model, torch_dtype
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
-ALPHABET = "0123456789+-="
+ALPHABET = "0123456789+-=:"
 """What arithmetic is written in."""
 ARITHMETIC_CONTEXT, BYTE_CONTEXT = 32, 2048
 """Tokens of prompt and response together; attention over a cache costs as much as it can hold."""

@@ -65,7 +65,7 @@ class ArithmeticPrompts:
 
 
 class ArithmeticDemonstrations:
-    """A sloppy teacher, who is right less than half of the time: something is left for RL to find."""
+    """A teacher who is mostly sloppy."""
 
     def __init__(self, context: Context, digits: int) -> None:
         self.context, self.digits = context, digits

@@ -13,7 +13,7 @@ from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 
 
-@program(evaluation=evaluate)
+@program(evaluation=evaluate, defaults={"updates": 150})
 def aipo(
     policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1, rho: float = 4.0, lr: float = 1e-4
 ) -> Policy:

@@ -156,6 +156,12 @@ class RunRecorder:
         elif name == "train":
             self.groups = dict(fates)
 
+    def tick(self, now: float) -> None:
+        """Time passes: what is buffered is written, the display hears of a quiet run too."""
+        self.log.tick(now - self.began)
+        if now - self._said > 5 * STATUS_EVERY:
+            self._status(now)
+
     def finish(self, now: float, status: str, error: str) -> None:
         """The end, whatever it was."""
         self.log.end({"status": status, "error": error})

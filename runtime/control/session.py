@@ -70,6 +70,7 @@ class Session:
         """Look at deadlines: the stop's, the answers', the next checkpoint's."""
         if self.stage is None or not self.running:
             return {}
+        self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
             return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s; the last one holds")
         overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing)

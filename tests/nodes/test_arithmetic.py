@@ -1,7 +1,8 @@
-"""Problems are drawn evenly and held out for ever; the teacher is wrong exactly where something is carried."""
+"""Problems are drawn evenly and held out for ever; the sloppy teacher is wrong where something is carried."""
 
 from penstock.graph.types import Context
 from penstock.nodes.arithmetic import HELD_OUT, SLOPPY, Problem, draw_problem, held_out, is_sloppy
+from penstock.nodes.score import math_answer
 
 CONTEXT = Context(node="demonstrations", seed=1)
 
@@ -31,21 +32,23 @@ def test_held_out_problems_are_distinct_and_never_drawn() -> None:
     assert not set(problems) & set(drawn(2, 5000))
 
 
-def test_the_sloppy_teacher_drops_every_carry_and_borrow() -> None:
-    assert Problem(47, 85, "+", 2).demonstration(sloppy=True) == "022"
-    assert Problem(47, 85, "+", 2).demonstration(sloppy=False) == "132"
-    assert Problem(62, 35, "-", 2).demonstration(sloppy=True) == "037"
-    assert Problem(62, 35, "-", 2).demonstration(sloppy=False) == "027"
+def test_a_draft_drops_every_carry_and_borrow() -> None:
+    assert Problem(47, 85, "+", 2).draft == "22"
+    assert Problem(62, 35, "-", 2).draft == "37"
+    assert Problem(24, 13, "+", 2).draft == "37"
 
 
-def test_without_a_carry_the_sloppy_teacher_is_right() -> None:
-    assert Problem(24, 13, "+", 2).demonstration(sloppy=True) == "037"
-    assert Problem(28, 13, "-", 2).demonstration(sloppy=True) == "015"
+def test_the_careful_teacher_corrects_the_draft_and_the_sloppy_one_does_not() -> None:
+    assert Problem(47, 85, "+", 2).demonstration(sloppy=True) == "22"
+    assert Problem(47, 85, "+", 2).demonstration(sloppy=False) == "22:132"
+    assert Problem(62, 35, "-", 2).demonstration(sloppy=False) == "37:027"
+    assert Problem(347, 586, "+", 3).demonstration(sloppy=False) == "823:0933"
 
 
-def test_every_demonstration_has_the_same_length() -> None:
+def test_the_careful_teacher_gets_the_full_reward() -> None:
     for p in drawn(3, 100):
-        assert len(p.demonstration(sloppy=False)) == len(p.demonstration(sloppy=True)) == 4
+        assert math_answer(p.text, p.demonstration(sloppy=False), p.answer) == 1.0
+        assert math_answer(p.text, p.demonstration(sloppy=True), p.answer) == float(int(p.draft) == int(p.answer))
 
 
 def test_the_teacher_is_sloppy_as_often_as_said() -> None:
