@@ -32,6 +32,8 @@ from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 from penstock.runtime.schedule.events import Done, Fire, Free
 
 PROCESSES = 16
+WINDOW = 256
+"""Tasks in flight at each worker when pipelined, for both systems."""
 
 
 class Empty:
@@ -182,7 +184,7 @@ def ray_round_trips(workers: int, seconds: float) -> dict[str, float] | None:
         actors = [actor.remote() for _ in range(workers)]
         ray.get([a.nothing.remote() for a in actors])
         found = {}
-        for name, window in (("one_in_flight", 1), ("pipelined", 64)):
+        for name, window in (("one_in_flight", 1), ("pipelined", WINDOW)):
             start, done = time.perf_counter(), 0
             while time.perf_counter() - start < seconds:
                 ray.get([a.nothing.remote() for a in actors for _ in range(window)])
@@ -205,7 +207,7 @@ def measure(workers: int, seconds: float) -> dict[str, Any]:
             "workers": workers,
             "processes": min(PROCESSES, workers),
             "one_in_flight": round_trips(server, workers, 1, seconds),
-            "pipelined": round_trips(server, workers, 64, seconds),
+            "pipelined": round_trips(server, workers, WINDOW, seconds),
         }
     row["ray"] = ray_round_trips(workers, seconds) if workers <= 16 else None
     return row

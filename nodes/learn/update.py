@@ -21,7 +21,7 @@ from penstock.nodes.learn.losses import aipo_loss, grpo_loss, ratio, sft_loss
 from penstock.nodes.learn.packing import Packed, pack
 from penstock.nodes.policy import LanguagePolicy, Step, language_model, language_policy
 
-MICRO_TOKENS = 8192
+MICRO_TOKENS = 2048
 """Tokens of a micro-batch, padding included: what bounds the activations that the backward pass keeps."""
 
 

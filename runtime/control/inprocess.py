@@ -7,6 +7,8 @@ import os
 import signal
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -92,6 +94,8 @@ class InProcess:
 def run_in_process(folder: RunFolder, say: Say) -> str:
     """Run, or go on with, what the folder says, in this process; the status. `say` gets the lines for a display."""
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
+    # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.
+    config = replace(config, flags=replace(config.flags, deadline=inf))
     torch.set_num_threads(max(rank.threads for replica in config.plan.replicas for rank in replica.ranks))
     recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)

@@ -18,7 +18,7 @@ from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import MetricsFile, Row, Rows, keep_rows
 from penstock.runtime.record.tensorboard import Board, open_board
 from penstock.runtime.record.timeline import Bar, Idle, Kind
-from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swap, Swapped
+from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
 from penstock.runtime.schedule.replay import Origin
 
 Say = Callable[[dict[str, Any]], None]
@@ -89,7 +89,7 @@ class RunRecorder:
                     self._doing[replica] = str(firing)
                     if len(groups) > 1 or firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
-                case Send(channel, version, _, replica) | Swap(channel, version, replica):
+                case Send(channel, version, _, replica):
                     self._asked[channel, version, replica] = now
         if now - self._said > STATUS_EVERY:
             self._status(now)
@@ -101,7 +101,7 @@ class RunRecorder:
             case Failed(firing, replica, _, error):
                 self._bar(replica, firing.node, firing.index, result, "group", error)
             case Arrived(channel, version, replica, _):
-                start = self._asked.get((channel, version, replica), now)
+                start = self._asked.pop((channel, version, replica), now)
                 self._add(Bar(replica, channel, version, start, now, "send", version))
             case Swapped(channel, version, replica, _):
                 self._live[replica] = version

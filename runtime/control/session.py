@@ -62,6 +62,8 @@ class Session:
         if self.stopping is not None or not self.running:
             return {}
         self.stopping = now
+        if self.stage is not None and self.stage.name == "save":
+            return {}  # the cut that is being written is the one wanted
         if self.stage is None or self.stage.name != "train":
             return self._finish(now, "stopped", "stopped by the user")
         return self._after(self.stage.feed(Checkpoint(final=True), now), now)
@@ -72,7 +74,7 @@ class Session:
             return {}
         self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
-            return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s; the last one holds")
+            return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s; the last one, if any, holds")
         overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing)
         return self.abort(overdue, now) if overdue else {}
 
@@ -92,7 +94,7 @@ class Session:
             return _merge(orders, self._checkpoint_if_due(stage, now))
         if stage.finish.status == "failed":
             return self._finish(now, "failed", stage.finish.error)
-        if stage.finish.status == "stopped" and stage.name == "train":
+        if stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
             return self._finish(now, "stopped", "stopped by the user")
         self._live = stage.live()
         self.recorder.close_stage(stage.name, stage.scheduler.ledger.fates)

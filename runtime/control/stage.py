@@ -56,6 +56,8 @@ class Stage:
         """A rank's answer. Raises UnawaitedError, and changes nothing, for one that was not asked for."""
         event = result.event
         commands = self.scheduler.handle(event)
+        if isinstance(event, Done) and event.firing.node in self.tables.channels:
+            self._forget_older(event.firing)
         if isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
         self.recorder.result(now, result)
@@ -129,6 +131,12 @@ class Stage:
                 if handle is not None:
                     found.append((firing, item.ref.output, handle))
         return found
+
+    def _forget_older(self, published: Firing) -> None:
+        """Only the newest version of a channel is ever sent: the facts of those before it would pile up."""
+        node, index = published.node, published.index
+        for firing in [f for f in self.handles if f.node == node and f.index < index]:
+            del self.handles[firing]
 
     def _published(self, send: Send) -> list[tuple[Firing, str, Handle]]:
         firing = Firing(send.channel, send.version)

@@ -122,7 +122,6 @@ class BridgeWays(Ways):
             sources = len(way.source.ranks)
             destinations = len(next(r.ranks for r in way.replicas if r.name == command.replica))
             label = f"{command.channel} from {way.source.name} to {command.replica}"
-            label = f"{command.channel} from {way.source.name} to {command.replica}"
             bridge = Bridge(label, self.folder / name, sources, destinations, timeout=self.timeout)
             self.transports[key] = bridge.open(side, self.rank)
         return self.transports[key]

@@ -1,0 +1,67 @@
+"""A session driven in this process: what a stop finds in work, and what piles up."""
+
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from penstock.graph import trace
+from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.control.inprocess import InProcess
+from penstock.runtime.control.messages import Result
+from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.session import Session
+from penstock.runtime.control.stage import Orders
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
+
+UPDATES = 5
+
+
+class Watched(Session):
+    """Asks itself to stop while the last checkpoint is being written, if `stop_at_save`; counts channels' handles."""
+
+    stop_at_save = False
+    most = 0
+
+    def answer(self, result: Result, now: float) -> Orders:
+        orders = super().answer(result, now)
+        if self.stage is not None:
+            self.most = max(self.most, sum(">" in firing.node for firing in self.stage.handles))
+        if self.stop_at_save and self.stage is not None and self.stage.name == "save":
+            assert self.stop(now) == {}
+        return orders
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "run")
+
+
+def run(folder: RunFolder, *, stop_at_save: bool = False) -> Watched:
+    from penstock.programs.toy import toy
+
+    graph = trace(toy, {f"{name}_ms": 0 for name in ("generate", "score", "update", "sync")})
+    plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
+    config = RunConfig(graph, None, plan, Flags(updates=UPDATES, batch=2), "session")
+    config.write(folder, {})
+    session = Watched(config, RunRecorder(folder, config, lambda line: None, monotonic()))
+    session.stop_at_save = stop_at_save
+    InProcess(config, session, folder.path).run()
+    folder.unlock()
+    return session
+
+
+def test_a_stop_while_the_last_checkpoint_is_written_leaves_it_whole(folder: RunFolder) -> None:
+    assert run(folder, stop_at_save=True).status == "stopped"
+    saved = latest_checkpoint(folder)
+    assert saved is not None
+    assert saved.update == UPDATES
+
+
+def test_only_the_newest_version_of_a_channel_is_remembered(folder: RunFolder) -> None:
+    session = run(folder)
+    assert session.status == "done"
+    assert session.most == 1
