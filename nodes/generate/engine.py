@@ -212,13 +212,17 @@ def _check(ordinal: int, prompt: list[int], length: int, max_tokens: int) -> Non
         raise ValueError(f"{given}, needed at most {needed}: the context of {length} less max_tokens {max_tokens}")
 
 
+MAX_PROMPT = 2048
+"""Tokens of the longest prompt that a slot's cache has room for, unless the program has an option `max_prompt`."""
+
+
 def _cache_length(model: Llama, context: Context) -> int:
-    """Positions of a slot: the model's context, or `max_prompt` of the context's options and a response."""
+    """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most the
+    model's context. Every slot has its cache from the start: a context of 128k tokens would fit no machine."""
     length = model.config.max_position_embeddings
     if context.max_tokens < 1 or context.max_tokens >= length:
         raise ValueError(
             f"generate: given max_tokens {context.max_tokens}, needed 1 to {length - 1}: the model's context has "
             f"{length} tokens, and a prompt takes at least one"
         )
-    max_prompt = context.options.get("max_prompt")
-    return length if max_prompt is None else min(length, int(max_prompt) + context.max_tokens)
+    return min(length, int(context.options.get("max_prompt", MAX_PROMPT)) + context.max_tokens)

@@ -47,7 +47,7 @@ class RunFlags:
     slots: int = 256
     """Responses that a generator decodes at once."""
     checkpoint_every: int = 0
-    """Updates between two checkpoints; 0 makes one at the end only (and at Ctrl-C)."""
+    """Updates between two checkpoints; 0 makes one every two minutes. The end and Ctrl-C always make one."""
     versions: Literal["free", "pinned"] = "free"
     """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
     retries: int = 0

@@ -168,10 +168,6 @@ class RunRecorder:
         self.metrics.close()
         if self.board is not None:
             self.board.close()
-        trace = chrome_trace(self.bars, self.config.run)
-        if len(self.bars) >= MAX_BARS:
-            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
-        self.folder.write_json("trace.json", trace)
         summary = {
             "status": status,
             "accuracy_before": self.accuracy.get("before"),
@@ -185,7 +181,11 @@ class RunRecorder:
             "error": error,
             "folder": str(self.folder.path),
         }
-        self.folder.write_json("summary.json", summary)
+        self.folder.write_json("summary.json", summary)  # first: a stop's time may run out on a long trace
+        trace = chrome_trace(self.bars, self.config.run)
+        if len(self.bars) >= MAX_BARS:
+            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
+        self.folder.write_json("trace.json", trace)
         self.say({"kind": "summary", **summary})
 
     # Helpers ----------------------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ from penstock.runtime.tensor.handle import Handle
 STOP_BUDGET = 3.5
 """Seconds from the user's wish to stop until a checkpoint is given up."""
 
+CHECKPOINT_S = 120.0
+"""Seconds between two checkpoints where the user did not say how many updates: what a crash may cost."""
+
 
 class Session:
     """`running` until the last stage has finished; then `status` is "done", "stopped" or "failed"."""
@@ -35,6 +38,7 @@ class Session:
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], Handle] = {}
         self._saved_at = self.start
+        self._saved_time: float | None = None
         self._states: dict[str, str] = {}
 
     def _plan_stages(self) -> list[str]:
@@ -102,9 +106,13 @@ class Session:
 
     def _checkpoint_if_due(self, stage: Stage, now: float) -> Orders:
         every, update = self.config.flags.checkpoint_every, stage.scheduler.update
-        due = every and stage.name == "train" and update - self._saved_at >= every
+        if self._saved_time is None:
+            self._saved_time = now
+        late = now - self._saved_time >= CHECKPOINT_S and update > self._saved_at
+        due = stage.name == "train" and (update - self._saved_at >= every if every else late)
         if not due or update >= self.config.flags.updates or stage.scheduler.cutting is not None:
             return {}
+        self._saved_time = now
         self._saved_at = update
         return stage.feed(Checkpoint(), now)
 
