@@ -8,7 +8,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.types import Context
 from penstock.runtime.plan.plan import Plan, Rank
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.tables import Rules
+from penstock.runtime.schedule.tables import Channel, Rules, compile_tables
 
 EVALUATION = "evaluate."
 """What the names of the evaluation graph's nodes and sources begin with."""
@@ -88,6 +88,10 @@ class RunConfig:
         """What `write` wrote."""
         graphs, plan = folder.read_json("graph.json"), folder.read_json("plan.json")
         return RunConfig.from_json({**folder.read_json("config.json"), **graphs, "plan": plan})
+
+    def channels(self) -> dict[str, Channel]:
+        """The ways of weights of all graphs: those of the same carried value to the same pool are one."""
+        return {name: c for graph in self.graphs for name, c in compile_tables(graph, self.plan).channels.items()}
 
     def rules(self, start: int) -> Rules:
         f = self.flags

@@ -24,7 +24,6 @@ from penstock.runtime.control.session import Session
 from penstock.runtime.control.weights import LocalWays, channels_of
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.tables import Channel, compile_tables
 
 
 class InProcess:
@@ -35,9 +34,7 @@ class InProcess:
         self.interrupted = False
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalWays] = {}
-        channels: dict[str, Channel] = {}
-        for graph in config.graphs:
-            channels |= compile_tables(graph, config.plan).channels
+        channels = config.channels()
         self.executors: dict[str, list[Executor]] = {}
         for replica in config.plan.replicas:
             self.executors[replica.name] = [

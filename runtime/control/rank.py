@@ -10,7 +10,6 @@ import torch
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.executor import Executor, Setup
 from penstock.runtime.control.weights import BridgeWays, channels_of
-from penstock.runtime.schedule.tables import Channel, compile_tables
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store
 
@@ -34,14 +33,11 @@ def make_rank(
     """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
     place = config.plan.replica(replica).ranks[index]
     torch.set_num_threads(place.threads)
-    channels: dict[str, Channel] = {}
-    for graph in config.graphs:
-        channels |= compile_tables(graph, config.plan).channels
     # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
     bridges = folder / "bridges" / run
     bridges.mkdir(parents=True, exist_ok=True)
     ways = BridgeWays(
-        channels_of(channels, replica), replica, index, place.device, bridges, config.flags.deadline, wake
+        channels_of(config.channels(), replica), replica, index, place.device, bridges, config.flags.deadline, wake
     )
     folders = (SHM, folder)
     store = Store(run, f"{replica.replace('/', '.')}.{index}", folders=folders)
