@@ -1,45 +1,55 @@
-"""Round trips of tasks through the real control plane: ZeroMQ, messages, workers' loops and executors, an empty node.
+"""Round trips of tasks through the real control plane: ZeroMQ, messages, ranks with heartbeats, an empty node.
 
-Workers are threads with a socket and an executor each, spread over at most 16 processes: 1 and 16 workers are one per
-process, 256 are 16 in each of 16 processes. Ray's actors do an empty method, where Ray is installed.
+    python benchmarks/round_trips.py PROCESSES THREADS WINDOW SECONDS
+
+prints one JSON object: seconds of start-up (not part of the rates) and tasks per second with one task in flight at
+each worker, and with WINDOW. A worker is all that a rank is: a socket of its own, Hello, Setup and Ready, a heartbeat,
+the work loop, the executor, the store. A process holds THREADS of them. A task is an order of its own, as a controller
+sends one for each answer: a Fire of a node that returns nothing, and a Free.
 """
 
 import json
+import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from subprocess import TimeoutExpired
+from time import monotonic, perf_counter, sleep
 
 from penstock.graph import node, program, trace
 from penstock.graph.ir import Firing
+from penstock.graph.paths import load
 from penstock.graph.types import Context, Policy
 from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.endpoints import ipc_endpoint
-from penstock.runtime.control.executor import Executor, Setup
+from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Door, Join
-from penstock.runtime.control.messages import Goodbye, Order, Results, rank_peer
-from penstock.runtime.control.weights import LocalWays
+from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer
+from penstock.runtime.control.process import die_with_parent, kill, start
 from penstock.runtime.control.wire import Client, Server
-from penstock.runtime.control.worker import work
+from penstock.runtime.control.worker import serve
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 from penstock.runtime.schedule.events import Done, Fire, Free
+from penstock.runtime.tensor.segments import sweep
 
-PROCESSES = 16
-WINDOW = 256
-"""Tasks in flight at each worker when pipelined, for both systems."""
+HERE = str(Path(__file__).resolve())
+START_S = 180.0
+"""Seconds for all workers to get ready."""
+ANSWER_S = 30.0
+"""Seconds for any worker to answer something, when tasks are in flight."""
+TICK = 0.1
 
 
+@dataclass(frozen=True)
 class Empty:
     """What flows: nothing."""
 
-    maker = f"{Path(__file__).resolve()}:open_empty"
+    maker = f"{HERE}:open_empty"
     pool = "worker"
 
     def read(self, ordinal: int) -> "Empty":
@@ -51,167 +61,179 @@ def open_empty(context: Context) -> Empty:
 
 
 @node(pool="worker")
-def nothing(item: Empty) -> Empty:
-    return item
+def nothing(item: Empty) -> None:
+    """What a task does."""
 
 
-@node(pool="worker", clock="update")
+@node(pool="trainer", clock="update")
 def same(policy: Policy, item: Empty) -> Policy:
     return policy
 
 
 @program
 def empty(policy: Policy, items: Empty) -> Policy:
-    return same(policy, nothing(items))
+    nothing(items)
+    return same(policy, items)
 
 
-def config(workers: int) -> RunConfig:
-    """`workers` replicas of a pool that holds the source and the empty node; nobody holds the policy."""
-    graph = trace(empty)
-    replicas = tuple(Replica(f"worker/{i}", (Rank(),), 1024) for i in range(workers))
-    return RunConfig(graph, None, Plan((Pool("worker", ("items", "nothing"), replicas),)), Flags(), "bench")
+def config(names: Sequence[str], run: str) -> RunConfig:
+    """Replicas of a pool that holds the source and the empty node. The trainer is in the plan, but never started."""
+    workers = Pool("worker", ("items", "nothing"), tuple(Replica(name, (Rank(),)) for name in names))
+    trainer = Pool("trainer", ("policy", "same"), (Replica("trainer/0", (Rank(),)),))
+    return RunConfig(trace(empty), None, Plan((workers, trainer)), Flags(), run)
 
 
-def serve(join_file: str, workers: int, first: int, last: int) -> None:
+# Workers --------------------------------------------------------------------------------------------------
+
+
+def host(join_file: str, first: int, last: int) -> None:
     """A process with workers `first` to `last` - 1, a thread each."""
-    join, run = Join.read(Path(join_file)), config(workers)
-
-    def worker(index: int) -> None:
-        name = f"worker/{index}"
-        contexts = run.contexts("worker", Rank())
-        setup = Setup(run.graphs, run.plan, name, 0, contexts, Path(join.folder))
-        executor = Executor(setup, LocalWays({}, name, 0, "cpu", {}), {})
-        client = Client(join, "rank", name)
-        work(client, _Bare(executor))  # type: ignore[arg-type]
-        client.close()
-
-    threads = [threading.Thread(target=worker, args=[index]) for index in range(first, last)]
+    die_with_parent()
+    join = Join.read(Path(join_file))
+    load(f"{HERE}:nothing")  # here, once: an import that two threads begin together is half done for one of them
+    threads = [threading.Thread(target=worker, args=[join, f"worker/{i}"]) for i in range(first, last)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    os._exit(0)  # as a rank's process ends
 
 
-class _Bare:
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+def worker(join: Join, name: str) -> None:
+    """What the main function of a rank's process does."""
+    pulse = Pulse(join, name, 0).start()
+    client = Client(join, "rank", name, 0)
+    try:
+        serve(client, join, name, 0, pulse)
+    finally:
+        pulse.stop()
+        client.close()
+
+
+# The controller's side ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def cluster(workers: int) -> Iterator[Server]:
-    """A server with all workers connected; they are gone at the end."""
+def cluster(processes: int, threads: int) -> Iterator["Driver"]:
+    """All workers, ready; they are gone at the end. Raises RuntimeError for one that is not ready in START_S."""
+    run = secrets.token_hex(6)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        door = Door("bench", ipc_endpoint(folder), secrets.token_hex(8))
-        server = Server(door, silence=600.0)
+        door = Door(run, ipc_endpoint(folder), secrets.token_hex(16))
+        server = Server(door)
         join = folder / "join.json"
-        Join("bench", server.endpoint, door.token, "local", scratch).write(join)
-        num = min(PROCESSES, workers)
-        bounds = [round(i * workers / num) for i in range(num + 1)]
-        spans = pairwise(bounds)
-        code = "import sys; sys.path.insert(0, {!r}); import round_trips as r; r.serve({!r}, {}, {}, {})"
-        here = str(Path(__file__).resolve().parent)
-        children = [
-            subprocess.Popen([sys.executable, "-c", code.format(here, str(join), workers, a, b)]) for a, b in spans
-        ]
+        Join(run, server.endpoint, door.token, "local", scratch).write(join)
+        spans = [(i * threads, (i + 1) * threads) for i in range(processes)]
+        children = [start([HERE, "host", str(join), str(a), str(b)], run, stderr=sys.stderr.buffer) for a, b in spans]
         try:
-            until = time.monotonic() + 240
-            while len(server.peers) < workers:
-                server.receive(0.1)
-                if time.monotonic() > until:
-                    raise TimeoutError(f"{len(server.peers)} of {workers} workers joined in 240 s")
-            yield server
+            driver = Driver(server, [f"worker/{i}" for i in range(processes * threads)])
+            driver.assemble(run)
+            yield driver
         finally:
             for peer in server.peers:
                 server.send(peer, Goodbye("done"))
-            server.close()
+            until = monotonic() + 10.0
             for child in children:
-                try:
-                    child.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    child.kill()
+                with suppress(TimeoutExpired):
+                    child.wait(timeout=max(0.0, until - monotonic()))
+                kill(child)
+                child.wait()
+            server.close()
+            sweep(run)
 
 
-def round_trips(server: Server, workers: int, window: int, seconds: float) -> float:
-    """Tasks per second with `window` in flight at each worker."""
-    names = [f"worker/{i}" for i in range(workers)]
-    ordinal = dict.fromkeys(names, 0)
+class Driver:
+    """Asks workers and hears their answers, as a controller does: it looks after heartbeats, and every wait ends."""
 
-    def ask(name: str, count: int) -> None:
-        commands: list[Any] = []
-        for _ in range(count):
-            firing = Firing("items", ordinal[name])
-            ordinal[name] += 1
-            commands += [Fire(firing, name, (firing.index,)), Free((firing,), name)]
-        server.send(rank_peer(name, 0), Order(tuple(commands)))
+    def __init__(self, server: Server, names: Sequence[str]) -> None:
+        self.server, self.names = server, names
 
-    def run(until: float) -> int:
-        done = 0
-        while time.perf_counter() < until:
-            for _, message in server.receive(1.0):
-                if isinstance(message, Results):
-                    count = sum(isinstance(r.event, Done) for r in message.results)
-                    done += count
-                    event = message.results[0].event
-                    assert isinstance(event, Done)
-                    ask(event.replica, count)
+    def assemble(self, run: str) -> None:
+        """Set up each worker that says Hello; return when all are ready."""
+        setup = Setup({"run": config(self.names, run).to_json(), "restore": ""})
+        ready, until = 0, monotonic() + START_S
+        while ready < len(self.names):
+            if monotonic() > until:
+                raise RuntimeError(f"{ready} of {len(self.names)} workers were ready within {START_S:.0f} s")
+            for peer, message in self.server.receive(TICK):
+                if isinstance(message, Hello):
+                    self.server.send(peer, setup)
+                elif isinstance(message, Note):
+                    raise RuntimeError(message.text)
+                ready += isinstance(message, Ready)
+
+    def ask(self, firing: Firing, name: str) -> None:
+        """One task in one order."""
+        order = Order((Fire(firing, name, (firing.index,)), Free((firing,), name)))
+        if not self.server.send(rank_peer(name, 0), order):
+            raise RuntimeError(f"{name} cannot be reached")
+
+    def answers(self) -> list[Done]:
+        """What was answered; at least one task, or RuntimeError after ANSWER_S."""
+        until = monotonic() + ANSWER_S
+        while monotonic() < until:
+            messages = self.server.receive(TICK)
+            if late := self.server.late(monotonic()):
+                raise RuntimeError(f"no sign of life from {', '.join(late)}")
+            found = [_done(r.event) for _, m in messages if isinstance(m, Results) for r in m.results]
+            if found:
+                return found
+        raise RuntimeError(f"no answer from any of {len(self.names)} workers for {ANSWER_S:.0f} s")
+
+    def provide(self, window: int) -> None:
+        """Let each worker read the items that its tasks will take; they stay there."""
+        groups = range(window)
+        for name in self.names:
+            fires = tuple(Fire(Firing("items", group), name, (group,)) for group in groups)
+            self.server.send(rank_peer(name, 0), Order(fires))
+        self._await(window * len(self.names))
+
+    def rate(self, window: int, seconds: float) -> float:
+        """Tasks per second with `window` in flight at each worker, after a quarter of the time to warm up."""
+        for group in range(window):
+            for name in self.names:
+                self.ask(Firing("nothing", group), name)
+        self._keep_asking(seconds / 4)
+        begin = perf_counter()
+        done = self._keep_asking(seconds)
+        rate = done / (perf_counter() - begin)
+        self._await(window * len(self.names))
+        return rate
+
+    def _keep_asking(self, seconds: float) -> int:
+        """Ask again for each task that is done; how many were."""
+        done, until = 0, perf_counter() + seconds
+        while perf_counter() < until:
+            for event in self.answers():
+                self.ask(event.firing, event.replica)
+                done += 1
         return done
 
-    for name in names:
-        ask(name, window)
-    run(time.perf_counter() + seconds / 4)
-    start = time.perf_counter()
-    done = run(start + seconds)
-    rate = done / (time.perf_counter() - start)
-    _drain(server)
-    return rate
+    def _await(self, count: int) -> None:
+        while count > 0:
+            count -= len(self.answers())
+        assert count == 0, f"{-count} answers more than tasks"
 
 
-def _drain(server: Server) -> None:
-    while server.receive(0.3):
-        pass
+def _done(event: object) -> Done:
+    if not isinstance(event, Done):
+        raise RuntimeError(f"an empty task ended with {event}")
+    return event
 
 
-def ray_round_trips(workers: int, seconds: float) -> dict[str, float] | None:
-    """Ray's actor calls per second: one at a time, and with many in flight; None without Ray."""
-    try:
-        import ray
-    except ImportError:
-        return None
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    try:
-        actor = ray.remote(num_cpus=2 / (workers + 1))(_Actor)
-        actors = [actor.remote() for _ in range(workers)]
-        ray.get([a.nothing.remote() for a in actors])
-        found = {}
-        for name, window in (("one_in_flight", 1), ("pipelined", WINDOW)):
-            start, done = time.perf_counter(), 0
-            while time.perf_counter() - start < seconds:
-                ray.get([a.nothing.remote() for a in actors for _ in range(window)])
-                done += window * workers
-            found[name] = done / (time.perf_counter() - start)
-        return found
-    finally:
-        ray.shutdown()
-
-
-class _Actor:
-    def nothing(self) -> None:
-        return None
-
-
-def measure(workers: int, seconds: float) -> dict[str, Any]:
-    """One row: Penstock one in flight (at each worker) and pipelined, and Ray beside it."""
-    with cluster(workers) as server:
-        row: dict[str, Any] = {
-            "workers": workers,
-            "processes": min(PROCESSES, workers),
-            "one_in_flight": round_trips(server, workers, 1, seconds),
-            "pipelined": round_trips(server, workers, WINDOW, seconds),
-        }
-    row["ray"] = ray_round_trips(workers, seconds) if workers <= 16 else None
-    return row
+def measure(processes: int, threads: int, window: int, seconds: float) -> dict[str, float]:
+    """Seconds of start-up, and tasks per second with one and with `window` in flight at each worker."""
+    begin = perf_counter()
+    with cluster(processes, threads) as driver:
+        started = perf_counter() - begin
+        driver.provide(window)
+        sleep(1.0)  # let what starting has left to do settle
+        one, pipelined = driver.rate(1, seconds), driver.rate(window, seconds)
+    return {"start_s": started, "one_in_flight": one, "pipelined": pipelined}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 1, 2.0)))
+    if sys.argv[1] == "host":
+        host(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        print(json.dumps(measure(*map(int, sys.argv[1:4]), seconds=float(sys.argv[4]))))

@@ -19,6 +19,21 @@ Metrics = dict[str, float]
 """Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
 
 
+class Vector(Protocol):
+    """One number per row, float [N], of any array library: arithmetic row by row, and what else the library has."""
+
+    def __add__(self, other: "Vector | float", /) -> "Vector": ...
+    def __sub__(self, other: "Vector | float", /) -> "Vector": ...
+    def __mul__(self, other: "Vector | float", /) -> "Vector": ...
+    def __truediv__(self, other: "Vector | float", /) -> "Vector": ...
+    def __radd__(self, other: float, /) -> "Vector": ...
+    def __rsub__(self, other: float, /) -> "Vector": ...
+    def __rmul__(self, other: float, /) -> "Vector": ...
+    def __rtruediv__(self, other: float, /) -> "Vector": ...
+    def __neg__(self) -> "Vector": ...
+    def __getattr__(self, name: str, /) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Context:
     """What a run's flags say, as every `maker` and `init` sees it. JSON-able.
@@ -87,6 +102,9 @@ class Stream(Protocol):
 
     def busy(self) -> bool:
         """Is there anything left to work on?"""
+
+    def reset(self) -> None:
+        """Forget all firings, as if none had been submitted: `step` raised, and none of them will be answered."""
 
 
 class Policy:
@@ -168,9 +186,10 @@ class Rollouts(Batchable):
     versions_NT: Array
     finished_N: Array
 
-    def lengths(self) -> Array:
+    def lengths(self) -> Vector:
         """Response lengths in tokens, float [N]."""
-        return self.response_lengths_N * 1.0
+        lengths_N: Vector = self.response_lengths_N * 1.0
+        return lengths_N
 
     def __len__(self) -> int:
         return len(self.texts)

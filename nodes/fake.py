@@ -119,6 +119,9 @@ class FakeEngine:
     def busy(self) -> bool:
         return bool(self.groups)
 
+    def reset(self) -> None:
+        self.groups.clear()
+
     def _token_s(self, ordinal: int) -> float:
         return _duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / 1000 / TOKENS
 

@@ -5,24 +5,34 @@ the same numbers that are broadcast, so that trainer and generator work with equ
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Carried, Context, Policy, Reference
+from penstock.graph.types import Carried, Context, Policy, Reference, Rollouts
 from penstock.nodes.base import open_model
-from penstock.nodes.learn.logprobs import token_logprobs
-from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.lanes import Lanes
+from penstock.nodes.learn.logprobs import packed_logprobs
+from penstock.nodes.learn.packing import Packed, pack
 from penstock.nodes.model import Llama, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape
 from penstock.nodes.tokenizer import Tokenizer
 
+CPU_MICRO_TOKENS, MICRO_TOKENS = 1024, 16384
+"""Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device
+without too many activations for the backward pass to keep."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The optimizer's tensors, each as large as the weights."""
+
+
+Figures = TypeVar("Figures")
+MicroLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Figures]]
+"""(a micro-batch, log π of its targets with a gradient, their entropies) → (the loss to add, figures without one).
+Lanes call it at the same time: it changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +46,29 @@ class Step:
 
 
 class LanguageModel:
-    """A model with its tokenizer."""
+    """A model with its tokenizer. On a CPU its rank's threads work on micro-batches of their own (`Lanes`)."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: Llama, tokenizer: Tokenizer, context: Context) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.lanes = Lanes(model, context.threads if context.device == "cpu" else 1)
 
     @property
     def device(self) -> torch.device:
         return self.model.head_weight().device
 
-    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """log π of each target of a micro-batch, and the entropy of its distribution; float32 [P], nats."""
-        hidden_RWD = self.model.hidden(packed.tokens_RW, packed.positions_RW, packed.segments_RW)
-        hidden_PD = hidden_RWD.flatten(0, 1)[packed.at_P]
-        return token_logprobs(hidden_PD, self.model.head_weight(), packed.targets_P)
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None) -> list[Packed]:
+        """Micro-batches of at most `max_tokens` tokens with padding; by default what suits the device."""
+        tokens_NS = rollouts.tokens_NS.to(self.device)
+        return self._pack(tokens_NS, rollouts.prompt_lengths_N, rollouts.response_lengths_N, max_tokens)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[Packed]) -> list[Tensor]:
+        """log π of each target of each micro-batch, float32 [P], nats, without a gradient."""
+        return self.lanes.map(lambda model, packed: packed_logprobs(model, packed)[0], micro_batches)
+
+    def _pack(self, tokens_NS: Tensor, prompts_N: Tensor, responses_N: Tensor, max_tokens: int | None) -> list[Packed]:
+        bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
+        return pack(tokens_NS, prompts_N, responses_N, bound, len(self.lanes.models))
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}
@@ -60,21 +79,28 @@ class LanguagePolicy(LanguageModel, Policy):
 
     def __init__(self, master: Llama, tokenizer: Tokenizer, context: Context) -> None:
         dtype = torch_dtype(context.dtype)
-        super().__init__(master if dtype == torch.float32 else deepcopy(master).to(dtype), tokenizer)
+        super().__init__(master if dtype == torch.float32 else deepcopy(master).to(dtype), tokenizer, context)
         self.masters = dict(master.named_parameters())
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
         self.version, self.updates = 0, context.updates
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Add the gradient of `loss` to the masters' gradients; the loss without its graph."""
-        loss.backward()  # type: ignore[no-untyped-call]
-        for name, parameter in self.model.named_parameters():
+    def accumulate(self, micro_batches: Sequence[Packed], loss: MicroLoss[Figures]) -> list[Figures]:
+        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order."""
+
+        def work(model: Llama, packed: Packed) -> Figures:
+            total, figures = loss(packed, *packed_logprobs(model, packed))
+            total.backward()  # type: ignore[no-untyped-call]
+            return figures
+
+        try:
+            found = self.lanes.map(work, micro_batches)
+        except BaseException:
+            self._forget_gradients()  # the firing may be tried again
+            raise
+        for name, gradient in self.lanes.collect().items():
             master = self.masters[name]
-            if master is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                parameter.grad = None
-        return loss.detach()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        return found
 
     def apply(self, step: Step, *, normaliser: float) -> float:
         """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping.
@@ -84,6 +110,7 @@ class LanguagePolicy(LanguageModel, Policy):
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) / normaliser
         if not math.isfinite(norm):
+            self._forget_gradients()
             raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
         scale = min(1.0, step.clip_norm / (norm + 1e-6)) / normaliser
         for gradient in gradients:
@@ -95,8 +122,13 @@ class LanguagePolicy(LanguageModel, Policy):
         self.version += 1
         return norm
 
-    def tokenize(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """Demonstrations as tokens [N, S], with the lengths [N] of prompts and of responses, end token included."""
+    def pack_texts(
+        self, texts: Sequence[str], responses: Sequence[str], max_tokens: int | None = None
+    ) -> tuple[list[Packed], int]:
+        """Demonstrations in micro-batches, and the number of their responses' tokens, end tokens included.
+
+        Raises ValueError for one that is longer than the model's context.
+        """
         prompts = [self.tokenizer.encode_prompt(text) for text in texts]
         wholes = [
             prompt + self.tokenizer.encode(response) + [self.tokenizer.eos]
@@ -111,7 +143,9 @@ class LanguagePolicy(LanguageModel, Policy):
         tokens_NS = torch.zeros(len(wholes), int(lengths_N.max()), dtype=torch.long)
         for row, whole in enumerate(wholes):
             tokens_NS[row, : len(whole)] = torch.tensor(whole)
-        return tokens_NS.to(self.device), prompt_lengths_N, lengths_N - prompt_lengths_N
+        responses_N = lengths_N - prompt_lengths_N
+        packed = self._pack(tokens_NS.to(self.device), prompt_lengths_N, responses_N, max_tokens)
+        return packed, int(responses_N.sum())
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
         tensors = {f"master.{name}": p.detach() for name, p in self.masters.items()}
@@ -142,6 +176,10 @@ class LanguagePolicy(LanguageModel, Policy):
         """Write an HF directory: configuration, weights in the run's dtype, tokenizer."""
         save_model(self.model, folder)
         self.tokenizer.save(folder)
+
+    def _forget_gradients(self) -> None:
+        self.lanes.collect()
+        self.optimizer.zero_grad()
 
     def _steps(self) -> int:
         """The optimizer's own count, which its bias correction needs."""
@@ -175,7 +213,7 @@ def make_policy(context: Context) -> Carried:
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""
     model, tokenizer = open_model(context)
-    return FrozenPolicy(model.requires_grad_(False), tokenizer)
+    return FrozenPolicy(model.requires_grad_(False), tokenizer, context)
 
 
 def language_policy(policy: Policy) -> LanguagePolicy:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
-from penstock.nodes.generate.cache import Cache, Prefix
+from penstock.nodes.generate.cache import Prefix
 from penstock.nodes.generate.group import Group
+from penstock.nodes.generate.memory import Memory, Room
 from penstock.nodes.generate.mismatch import mismatch
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.generate.slots import Slots
@@ -66,20 +67,21 @@ class Staged:
 
 
 class Engine:
-    """State of the node `generate`: a `Stream`. Its memory on the device is taken at the first step."""
+    """State of the node `generate`: a `Stream`. Its memory on the device is taken at the first step.
 
-    cache: Cache
-    tokens_S: Tensor
-    logits_SV: Tensor
-    uniform_TS: Tensor
+    Raises ValueError if there is too little of that memory left.
+    """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, context: Context, sampler: Sampler, samples: int) -> None:
         self.model, self.tokenizer, self.context = model.requires_grad_(False), tokenizer, context
         self.sampler, self.samples = sampler, samples
         self.length = _cache_length(model, context)
+        num_slots, dtype = -(-context.slots // ROW_TILE) * ROW_TILE, model.head_weight().dtype
+        self.room = Room(model.config, num_slots, self.length, context.max_tokens, dtype, context.device)
+        self.room.check()
+        self.memory: Memory | None = None
         stops = np.zeros(model.config.vocab_size, dtype=bool)
         stops[list(tokenizer.stops)] = True
-        num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         self.slots: Slots[tuple[Request, int]] = Slots(num_slots, context.max_tokens, stops)
         self.queue: deque[Request] = deque()
         self.staged: Staged | None = None
@@ -99,19 +101,26 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.queue or self.staged or self.slots.live.any())
 
+    def reset(self) -> None:
+        """Forget all groups. The memory goes with them: a number that is none would outlive its row in a cache."""
+        self.queue.clear()
+        self.slots.clear()
+        self.staged = self.memory = None
+
     def step(self) -> Sequence[tuple[Any, tuple[Rollouts, Metrics]]]:
         """One token for each live slot; the groups that are finished with it."""
         if self.behaviour.version != self.version:
             self._swap()
+        memory = self.memory = self.memory or self.room.take()
         with torch.inference_mode():
             if self.slots.live.any():
-                self.logits_SV = self._decode()
+                memory.logits_SV = self._decode(memory)
             while self.slots.any_free and (self.staged or self.queue):
                 self.staged = self.staged or self._stage()
-                self._place(self.staged)
-            self.tokens_S, logprobs_S = self.sampler(self.logits_SV, self.uniform_TS[self.slots.column])
+                self._place(self.staged, memory)
+            memory.tokens_S, logprobs_S = self.sampler(memory.logits_SV, memory.uniform_TS[self.slots.column])
             # The one wait for the device in a step.
-            self.slots.record(self.tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
+            self.slots.record(memory.tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
         finished = []
         for (request, sample), response in self.slots.release():
             group = request.group
@@ -123,26 +132,16 @@ class Engine:
     def _swap(self) -> None:
         """Go on with the live weights. Prompts that wait for a slot are computed again with them."""
         point_at(self.model, self.behaviour.tensors, f"weights of version {self.behaviour.version}")
-        if self.version < 0:
-            self._allocate()
         self.version = self.behaviour.version
         if self.staged:
             self.queue.extendleft(request for _, request in reversed(self.staged.requests))
             self.staged = None
 
-    def _allocate(self) -> None:
-        num_slots, bound, device = len(self.slots), self.context.max_tokens, self.context.device
-        config, dtype = self.model.config, self.model.head_weight().dtype
-        self.cache = Cache(config, num_slots, self.length, dtype, device)
-        self.tokens_S = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self.logits_SV = torch.zeros(num_slots, config.vocab_size, dtype=dtype, device=device)
-        self.uniform_TS = torch.zeros(bound, num_slots, dtype=torch.float64, device=device)
-
-    def _decode(self) -> Tensor:
+    def _decode(self, memory: Memory) -> Tensor:
         """Logits [S, V] after the last tokens; every slot is computed, used or not."""
         positions_S = self._to_device(self.slots.positions)
-        self.cache.begin(positions_S, self.slots.reach)
-        hidden_S1D = self.model(self.tokens_S[:, None], positions_S[:, None], self.cache.attend)
+        memory.cache.begin(positions_S, self.slots.reach)
+        hidden_S1D = self.model(memory.tokens_S[:, None], positions_S[:, None], memory.cache.attend)
         self.slots.positions += self.slots.live
         return self.model.logits(hidden_S1D[:, 0])
 
@@ -169,7 +168,7 @@ class Engine:
         """A function of the prompt alone, so that its bits are."""
         return min(self.length, max(SHORTEST_PREFIX, 1 << (len(request.tokens) - 1).bit_length()))
 
-    def _place(self, staged: Staged) -> None:
+    def _place(self, staged: Staged, memory: Memory) -> None:
         """Give free slots to samples of staged prompts, in order."""
         slots, rows, keys = [], [], []
         while self.slots.any_free and staged.requests:
@@ -183,13 +182,13 @@ class Engine:
         if not staged.requests:
             self.staged = None
         slots_M, rows_M, keys_M = (self._to_device(np.array(x)) for x in (slots, rows, keys))
-        self.cache.place(staged.prefix, rows_M, slots_M)
-        self.logits_SV.index_copy_(0, slots_M, staged.logits_RV[rows_M])
+        memory.cache.place(staged.prefix, rows_M, slots_M)
+        memory.logits_SV.index_copy_(0, slots_M, staged.logits_RV[rows_M])
         # Uniforms of whole responses; row t of the table is for the step that is t modulo the bound.
         bound = self.context.max_tokens
         steps_T1 = (torch.arange(bound, device=slots_M.device)[:, None] - self.slots.now) % bound
         positions_TM = self._to_device(self.slots.positions[slots]) + steps_T1
-        self.uniform_TS.index_copy_(1, slots_M, keyed_uniform(keys_M, positions_TM))
+        memory.uniform_TS.index_copy_(1, slots_M, keyed_uniform(keys_M, positions_TM))
 
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.context.device)

@@ -3,7 +3,7 @@
 import torch
 
 from penstock.graph.types import Rollouts
-from penstock.nodes.learn.logprobs import token_logprobs
+from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.packing import pack
 from penstock.nodes.model import Llama
 
@@ -16,13 +16,10 @@ def mismatch(model: Llama, rollouts: Rollouts, temperature: float) -> float:
 
     `model` must hold the weights that sampled every token: across versions the difference is drift, not mismatch.
     """
-    head_weight_VD = model.head_weight()
-    tokens_NS = rollouts.tokens_NS.to(head_weight_VD.device)
-    recorded_NT = rollouts.logprobs_NT.to(head_weight_VD.device)
+    device = model.head_weight().device
+    tokens_NS, recorded_NT = rollouts.tokens_NS.to(device), rollouts.logprobs_NT.to(device)
     total = 0.0
     for packed in pack(tokens_NS, rollouts.prompt_lengths_N, rollouts.response_lengths_N, MICRO_TOKENS):
-        hidden_RWD = model.hidden(packed.tokens_RW, packed.positions_RW, packed.segments_RW)
-        hidden_PD = hidden_RWD.flatten(0, 1)[packed.at_P] / temperature
-        logprobs_P, _ = token_logprobs(hidden_PD, head_weight_VD, packed.targets_P)
+        logprobs_P, _ = packed_logprobs(model, packed, temperature=temperature)
         total += float((logprobs_P - recorded_NT[packed.sequence_P, packed.step_P]).abs().sum())
     return total / int(rollouts.response_lengths_N.sum())

@@ -23,11 +23,17 @@ class Slots(Generic[H]):
         self.max_tokens, self.stops, self.now = max_tokens, stops, 0
         self.live = np.zeros(num_slots, dtype=bool)
         self.positions, self._begun = (np.zeros(num_slots, dtype=np.int64) for _ in range(2))
-        self._free = list(range(num_slots))[::-1]
         self._holders: dict[int, H] = {}
         self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int64)
         self._logprobs = np.zeros((num_slots, max_tokens), dtype=np.float32)
         self._versions = np.zeros(max_tokens, dtype=np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all slots from their holders."""
+        self.live[:] = False
+        self._holders.clear()
+        self._free = list(range(len(self)))[::-1]
 
     def __len__(self) -> int:
         return len(self.live)

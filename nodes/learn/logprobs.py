@@ -8,10 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.nodes.learn.packing import Packed
+from penstock.nodes.model import Llama
 from penstock.nodes.model.linear import linear
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits kept at once, in elements: 16 MiB of float32."""
+
+
+def packed_logprobs(model: Llama, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log π of each target of a micro-batch, and the entropy of its distribution; both float32 [P], nats."""
+    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
+    hidden_PD = hidden_PD if temperature == 1.0 else hidden_PD / temperature
+    return token_logprobs(hidden_PD, model.head_weight(), packed.targets_P)
 
 
 def token_logprobs(

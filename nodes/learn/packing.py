@@ -1,12 +1,13 @@
-"""Sequences of different lengths in rows of one width, so that little is computed on padding.
+"""Sequences of different lengths in micro-batches, so that little is computed on padding.
 
-Sequences keep their order: (ordinal, sample) in, (row, place in the row) out, so that equal rollouts make equal
-sums to the bit. A sequence's last token predicts nothing and is left out.
+Sequences of about one length go together: the longest first, those of equal length in the order of the batch. What
+is in which micro-batch is a function of the lengths alone, so that equal rollouts make equal sums to the bit. A
+sequence's last token predicts nothing and is left out.
 
-Shapes: N sequences, S their padded length, R rows, W width of a row, P predicted tokens.
+Shapes: N sequences, S their padded length, R rows (the sequences of a micro-batch), W width of a row, P predicted
+tokens.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,91 +16,71 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch. Row r of `tokens_RW` holds one or more sequences, padded with zeros on the right.
+    """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right.
 
-    `segments_RW` numbers the sequences of the micro-batch, −1 on padding; None if each row holds a single one, where
-    causal attention alone keeps tokens from seeing others. `at_P` is the flat index in R × W of the token that
-    predicts `targets_P`; `sequence_P` and `step_P` say which sequence of the batch, and which token of its response,
-    that target is.
+    `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` and `step_P` say which
+    sequence of the batch, and which token of its response, that target is.
     """
 
     tokens_RW: Tensor
-    positions_RW: Tensor
-    segments_RW: Tensor | None
     at_P: Tensor
     targets_P: Tensor
     sequence_P: Tensor
     step_P: Tensor
 
 
-def pack(tokens_NS: Tensor, prompt_lengths_N: Tensor, response_lengths_N: Tensor, max_tokens: int) -> Iterator[Packed]:
-    """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), in order.
+def pack(
+    tokens_NS: Tensor, prompt_lengths_N: Tensor, response_lengths_N: Tensor, max_tokens: int, multiple: int = 1
+) -> list[Packed]:
+    """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
 
-    The rows are as wide as the longest sequence of the batch. Every prompt needs a token: the first one of a
-    response has to be predicted by something.
+    Their number is a multiple of `multiple` where there are sequences enough. Every prompt needs a token: the first
+    one of a response has to be predicted by something. Raises ValueError for an empty prompt.
     """
     if int(prompt_lengths_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompt_lengths_N.argmin())}, needed one token")
-    lengths = (prompt_lengths_N + response_lengths_N - 1).tolist()
-    width = max(lengths)
-    rows, starts = _next_fit(lengths, width)
-    per_micro = max(1, max_tokens // width)
-    rows_N, starts_N = torch.tensor(rows), torch.tensor(starts)
-    for first in range(0, rows[-1] + 1, per_micro):
-        chosen_M = ((rows_N >= first) & (rows_N < first + per_micro)).nonzero().squeeze(1)
-        flat_M = (rows_N[chosen_M] - first) * width + starts_N[chosen_M]
-        num_rows = int(rows_N[chosen_M[-1]]) - first + 1
-        yield _build(tokens_NS, prompt_lengths_N, response_lengths_N, chosen_M, flat_M, (num_rows, width))
+    lengths_N = (prompt_lengths_N + response_lengths_N - 1).cpu()
+    order_N = torch.argsort(lengths_N, descending=True, stable=True)
+    rows = _balanced(lengths_N[order_N].tolist(), max_tokens, multiple)
+    return [_build(tokens_NS, prompt_lengths_N, response_lengths_N, chosen_R) for chosen_R in order_N.split(rows)]
 
 
-def _next_fit(lengths: list[int], width: int) -> tuple[list[int], list[int]]:
-    """Each sequence's row and place: the current row if it still fits, else the next."""
-    rows, starts, row, used = [], [], 0, 0
-    for length in lengths:
-        if used + length > width:
-            row, used = row + 1, 0
-        rows.append(row)
-        starts.append(used)
-        used += length
-    return rows, starts
+def _balanced(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
+    """Rows of each micro-batch: the smallest bound on its tokens that needs no more of them than `max_tokens` does,
+    rounded up to `multiple`."""
+    count = len(_rows(lengths, max_tokens))
+    count += -count % multiple
+    low, high = 1, max(max_tokens, lengths[0])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_rows(lengths, middle)) <= count else (middle + 1, high)
+    return _rows(lengths, low)
 
 
-def _build(
-    tokens_NS: Tensor,
-    prompt_lengths_N: Tensor,
-    response_lengths_N: Tensor,
-    chosen_M: Tensor,
-    flat_M: Tensor,
-    shape: tuple[int, int],
-) -> Packed:
-    """The micro-batch of the sequences `chosen_M`, the m-th of which begins at flat index `flat_M[m]`."""
+def _rows(lengths: list[int], max_tokens: int) -> list[int]:
+    """Rows of each micro-batch of at most `max_tokens`, each as wide as its first (longest) sequence."""
+    rows, first = [], 0
+    while first < len(lengths):
+        rows.append(min(max(1, max_tokens // lengths[first]), len(lengths) - first))
+        first += rows[-1]
+    return rows
+
+
+def _build(tokens_NS: Tensor, prompt_lengths_N: Tensor, response_lengths_N: Tensor, chosen_R: Tensor) -> Packed:
+    """The micro-batch of the sequences `chosen_R`, the first of which is the longest."""
     device = tokens_NS.device
-    prompts_M, responses_M = prompt_lengths_N[chosen_M].cpu(), response_lengths_N[chosen_M].cpu()
-    which_I, offset_I = _ragged(prompts_M + responses_M - 1)
-    at_I = (flat_M[which_I] + offset_I).to(device)
-    tokens, positions = tokens_NS.new_zeros(shape), tokens_NS.new_zeros(shape)
-    tokens.view(-1)[at_I] = tokens_NS[chosen_M[which_I], offset_I]
-    positions.view(-1)[at_I] = offset_I.to(positions)
-    segments = None
-    if len(chosen_M) > shape[0]:
-        segments = torch.full(shape, -1, dtype=torch.long, device=device)
-        segments.view(-1)[at_I] = which_I.to(device)
-    which_P, step_P = _ragged(responses_M)
-    place_P = prompts_M[which_P] + step_P
-    sequence_P = chosen_M[which_P]
+    prompts_R, responses_R = prompt_lengths_N.cpu()[chosen_R], response_lengths_N.cpu()[chosen_R]
+    lengths_R = prompts_R + responses_R - 1
+    width = int(lengths_R[0])
+    within_RW = torch.arange(width) < lengths_R[:, None]
+    row_P = torch.repeat_interleave(torch.arange(len(chosen_R)), responses_R)
+    step_P = torch.arange(len(row_P)) - (responses_R.cumsum(0) - responses_R)[row_P]
+    place_P = prompts_R[row_P] + step_P
+    sequence_P = chosen_R[row_P].to(device)
     return Packed(
-        tokens,
-        positions,
-        segments,
-        at_P=(flat_M[which_P] + place_P - 1).to(device),
-        targets_P=tokens_NS[sequence_P, place_P].long(),
-        sequence_P=sequence_P.to(device),
+        tokens_RW=tokens_NS[chosen_R.to(device), :width].masked_fill(~within_RW.to(device), 0),
+        at_P=(row_P * width + place_P - 1).to(device),
+        targets_P=tokens_NS[sequence_P, place_P.to(device)].long(),
+        sequence_P=sequence_P,
         step_P=step_P.to(device),
     )
-
-
-def _ragged(lengths_M: Tensor) -> tuple[Tensor, Tensor]:
-    """For each item of M lists laid end to end, its list and its place in it."""
-    which_I = torch.repeat_interleave(torch.arange(len(lengths_M)), lengths_M)
-    begins_M = lengths_M.cumsum(0) - lengths_M
-    return which_I, torch.arange(len(which_I)) - begins_M[which_I]

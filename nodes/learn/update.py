@@ -1,8 +1,7 @@
 """One update of a policy: rollouts in, the next version out, with the figures that say whether it went well.
 
 Sums first, the normaliser last: each micro-batch adds the gradient of its sum of token losses, and the total is
-divided once. Micro-batches hold whole sequences in the order of the rollouts, (ordinal, sample), so equal rollouts
-make equal weights, to the bit for the same number of threads.
+divided once. Equal rollouts make equal weights, to the bit for the same number of threads.
 
 Shapes: N responses, T tokens of a response, S of prompt and response, P response tokens of a micro-batch.
 """
@@ -18,11 +17,8 @@ from penstock.graph import node
 from penstock.graph.types import Advantages, Logprobs, Metrics, Policy, Reference, Rollouts
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.losses import aipo_loss, grpo_loss, ratio, sft_loss
-from penstock.nodes.learn.packing import Packed, pack
+from penstock.nodes.learn.packing import Packed
 from penstock.nodes.policy import LanguagePolicy, Step, language_model, language_policy
-
-MICRO_TOKENS = 2048
-"""Tokens of a micro-batch, padding included: what bounds the activations that the backward pass keeps."""
 
 
 @node(pool="trainer", clock="update")
@@ -36,7 +32,7 @@ def aipo_update(
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
-    micro_tokens: int = MICRO_TOKENS,
+    micro_tokens: int | None = None,
 ) -> tuple[Policy, Metrics]:
     """One AdamW step on the AIPO loss, averaged over response tokens (LlamaRL, arXiv 2505.24034, section 6).
 
@@ -68,7 +64,7 @@ def grpo_update(
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
-    micro_tokens: int = MICRO_TOKENS,
+    micro_tokens: int | None = None,
 ) -> tuple[Policy, Metrics]:
     """One AdamW step on GRPO's loss (DeepSeekMath, arXiv 2402.03300, equation 3).
 
@@ -102,34 +98,34 @@ def sft_update(
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.01,
-    micro_tokens: int = MICRO_TOKENS,
+    micro_tokens: int | None = None,
 ) -> tuple[Policy, Metrics]:
     """One AdamW step on the cross-entropy of the demonstrated responses, averaged over their tokens.
 
     The learning rate rises over `warmup` updates to `lr`, and falls along a cosine to `final` · `lr` at the run's end.
     """
     learner = language_policy(policy)
-    tokens_NS, prompt_lengths_N, response_lengths_N = learner.tokenize(demonstrations.texts, demonstrations.responses)
-    losses = []
-    for packed in pack(tokens_NS, prompt_lengths_N, response_lengths_N, micro_tokens):
-        loss_P = sft_loss(learner.logprobs(packed)[0])
-        losses.append(learner.backward(loss_P.sum()))
-    tokens = int(response_lengths_N.sum())
+
+    def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, Tensor]:
+        total = sft_loss(logprobs_P).sum()
+        return total, total.detach()
+
+    micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, micro_tokens)
+    losses = learner.accumulate(micro_batches, loss)
     rate = lr * _schedule(learner.version, learner.updates, warmup, final)
     grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
-    loss = float(torch.stack(losses).sum()) / tokens
-    return policy, {"loss": loss, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
+    mean = float(torch.stack(losses).sum()) / tokens
+    return policy, {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
 
 
 @node(pool="reference")
-def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens: int = MICRO_TOKENS) -> Logprobs:
+def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
     """log π_ref of each sampled token, float32 [N, T]; zero past a response's end."""
     model = language_model(reference)
-    tokens_NS = rollouts.tokens_NS.to(model.device)
+    micro_batches = model.pack(rollouts, micro_tokens)
     logprobs_NT = torch.zeros(rollouts.logprobs_NT.shape, device=model.device)
-    with torch.no_grad():
-        for packed in pack(tokens_NS, rollouts.prompt_lengths_N, rollouts.response_lengths_N, micro_tokens):
-            logprobs_NT[packed.sequence_P, packed.step_P] = model.logprobs(packed)[0]
+    for packed, logprobs_P in zip(micro_batches, model.logprobs(micro_batches), strict=True):
+        logprobs_NT[packed.sequence_P, packed.step_P] = logprobs_P
     return Logprobs(logprobs_NT.to(rollouts.logprobs_NT.device))
 
 
@@ -164,11 +160,10 @@ class _Batch:
         rollouts: Rollouts,
         advantage: Advantages,
         reference: Logprobs | None,
-        micro_tokens: int,
+        micro_tokens: int | None,
     ) -> None:
         device = learner.device
         self.learner, self.rollouts, self.micro_tokens = learner, rollouts, micro_tokens
-        self.tokens_NS = rollouts.tokens_NS.to(device)
         self.behaviour_NT = rollouts.logprobs_NT.to(device)
         self.versions_NT = rollouts.versions_NT.to(device)
         self.lengths_N = rollouts.response_lengths_N.to(device)
@@ -177,20 +172,21 @@ class _Batch:
 
     def backward(self, loss: _Loss, clipped: _Loss) -> Metrics:
         """Add the gradient of the summed loss to the learner; the sums (and maxima) of the update's figures."""
-        sums, peaks = [], []
-        rollouts, learner = self.rollouts, self.learner
-        for packed in pack(self.tokens_NS, rollouts.prompt_lengths_N, rollouts.response_lengths_N, self.micro_tokens):
+        learner = self.learner
+
+        def micro(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             sampled = self._sampled(packed)
-            logprobs_P, entropy_P = learner.logprobs(packed)
-            total = learner.backward(loss(logprobs_P, sampled).sum())
+            total = loss(logprobs_P, sampled).sum()
             ratio_P = ratio(logprobs_P.detach(), sampled.behaviour_P)
             lag_P = (learner.version - sampled.versions_P).float()
             clipped_P = clipped(ratio_P, sampled).float()
-            sums.append(torch.stack([total, ratio_P.sum(), clipped_P.sum(), lag_P.sum(), entropy_P.sum()]))
-            peaks.append(torch.stack([ratio_P.max(), lag_P.max()]))
-        total, ratios, clips, lags, entropies = torch.stack(sums).sum(0).tolist()
-        ratio_max, lag_max = torch.stack(peaks).amax(0).tolist()
-        tokens = float(rollouts.response_lengths_N.sum())
+            sums = torch.stack([total.detach(), ratio_P.sum(), clipped_P.sum(), lag_P.sum(), entropy_P.sum()])
+            return total, (sums, torch.stack([ratio_P.max(), lag_P.max()]))
+
+        found = learner.accumulate(learner.pack(self.rollouts, self.micro_tokens), micro)
+        total, ratios, clips, lags, entropies = torch.stack([sums for sums, _ in found]).sum(0).tolist()
+        ratio_max, lag_max = torch.stack([peaks for _, peaks in found]).amax(0).tolist()
+        tokens = float(self.rollouts.response_lengths_N.sum())
         return {
             "loss": total,
             "ratio_mean": ratios / tokens,

@@ -1,7 +1,7 @@
 """The Llama decoder: rotary positions, RMS norms, gated MLP, grouped-query attention. One definition for all uses.
 
-Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal,
-block-diagonal for packed sequences, or over a cache. Parameters are named as in Hugging Face's checkpoints. Left out:
+Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal, or over
+a cache. Parameters are named as in Hugging Face's checkpoints. Left out:
 dropout, biases, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
@@ -10,7 +10,6 @@ P positions.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,19 +47,6 @@ class Llama(nn.Module):
         rope = (self.cos_PK[positions_BS].unsqueeze(-2), self.sin_PK[positions_BS].unsqueeze(-2))
         hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal)
         return hidden_BSD
-
-    def hidden(
-        self, tokens_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
-    ) -> Tensor:
-        """Hidden states of whole sequences, [B, S, D].
-
-        With `segments_BS` (any numbers, equal within a sequence) a row holds several sequences, and a token sees only
-        those before it in its own; without, a row is one sequence, and padding stands on the right.
-        """
-        if segments_BS is None:
-            return self(tokens_BS, positions_BS)  # type: ignore[no-any-return]
-        bias = segment_bias(segments_BS, self.cos_PK.dtype)
-        return self(tokens_BS, positions_BS, partial(attend_biased, bias))  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:
         """The matrix that turns hidden states into logits, [V, D]: the embedding's own if they are tied."""
@@ -158,19 +144,6 @@ class _Mlp(nn.Module):
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     """Each token sees itself and the tokens before it in its row."""
     return _sdpa(q_BSHK, k_BSGK, v_BSGK, is_causal=True)
-
-
-def attend_biased(bias_BSS: Tensor, layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-    """Attention with a number added to each score: 0 keeps, −∞ hides."""
-    return _sdpa(q_BSHK, k_BSGK, v_BSGK, attn_mask=bias_BSS.unsqueeze(1))
-
-
-def segment_bias(segments_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the query (second axis) may see the key (last axis): not after it, and of the same segment."""
-    length = segments_BS.shape[1]
-    hidden_BSS = segments_BS.unsqueeze(2) != segments_BS.unsqueeze(1)
-    hidden_BSS |= torch.ones(length, length, dtype=torch.bool, device=segments_BS.device).triu(1)
-    return torch.zeros(hidden_BSS.shape, dtype=dtype, device=segments_BS.device).masked_fill_(hidden_BSS, -math.inf)
 
 
 def _sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **mask: Any) -> Tensor:

@@ -17,10 +17,14 @@ from typing import Any
 import torch
 
 from penstock.runtime.control.config import RunConfig
-from penstock.runtime.control.executor import Executor, Key, Setup
+from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
-from penstock.runtime.control.recorder import RunRecorder, Say
+from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.session import Session
+from penstock.runtime.control.setup import Setup
+from penstock.runtime.control.status import Say
+from penstock.runtime.control.stops import on_stop
+from penstock.runtime.control.values import Key
 from penstock.runtime.control.weights import LocalWays, channels_of
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
@@ -67,8 +71,8 @@ class InProcess:
         return self.session.status
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C: a node in work is never torn. The first one asks for a checkpoint and the end, the next one ends."""
-        if self.interrupted:
+        """A node in work is never torn. The first signal asks for a checkpoint and the end, the next Ctrl-C ends."""
+        if self.interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.interrupted = True
 
@@ -80,12 +84,24 @@ class InProcess:
         """Carry out one order if there is one, else one step of every executor's streams."""
         if pending:
             executor, order = pending.popleft()
+            _take_threads(executor)
             return [result for results in executor.carry_out(order) for result in results]
-        results = [result for ranks in self.executors.values() for executor in ranks for result in executor.step()]
+        results = []
+        for executor in (executor for ranks in self.executors.values() for executor in ranks):
+            _take_threads(executor)
+            results += executor.step()
         if not results and not any(e.busy() for ranks in self.executors.values() for e in ranks):
             awaited = self.session.stage.scheduler.awaited() if self.session.stage else {}
             raise RuntimeError(f"nothing is left to do, and still awaited: {awaited}")
         return results
+
+
+def _take_threads(executor: Executor) -> None:
+    """As many as its rank would have in a process of its own: the bits of a sum can depend on it."""
+    setup = executor.setup
+    threads = setup.plan.replica(setup.replica).ranks[setup.rank].threads
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def run_in_process(folder: RunFolder, say: Say) -> str:
@@ -93,19 +109,18 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
     # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.
     config = replace(config, flags=replace(config.flags, deadline=inf))
-    torch.set_num_threads(max(rank.threads for replica in config.plan.replicas for rank in replica.ranks))
-    recorder = RunRecorder(folder, config, say, monotonic(), cut)
+    recorder = RunRecorder(folder, config, say, monotonic(), cut, config.flags.tensorboard)
     session = Session(config, recorder, cut.cut if cut else None)
     try:
         driver = InProcess(config, session, folder.path, cut.folder if cut else None)
         folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
-        signal.signal(signal.SIGINT, driver.interrupt)
-        status = driver.run()
+        with on_stop(driver.interrupt):
+            status = driver.run()
     except KeyboardInterrupt:
         session.abort("stopped at once by the user, without a checkpoint", monotonic())
         raise
     finally:
         (folder.path / "processes.json").unlink(missing_ok=True)
     if status == "failed":
-        say({"type": "error", "text": session.error})
+        say({"kind": "error", "text": session.error})
     return status

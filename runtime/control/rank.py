@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from penstock.runtime.control.config import RunConfig
-from penstock.runtime.control.executor import Executor, Setup
+from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.weights import BridgeWays, channels_of
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store

@@ -5,33 +5,28 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 """
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
+from penstock.runtime.control.bars import Bars
 from penstock.runtime.control.config import EVALUATION, RunConfig
 from penstock.runtime.control.messages import Result
 from penstock.runtime.control.records import record_bytes
+from penstock.runtime.control.status import QUIET, Say, Status
 from penstock.runtime.record.checkpoint import Checkpoint, write_cut
-from penstock.runtime.record.chrome import chrome_trace
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import MetricsFile, Row, Rows, keep_rows
 from penstock.runtime.record.tensorboard import Board, open_board
-from penstock.runtime.record.timeline import Bar, Idle, Kind
+from penstock.runtime.record.timeline import Idle
 from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
 from penstock.runtime.schedule.replay import Origin
 
-Say = Callable[[dict[str, Any]], None]
-
-MAX_BARS = 200_000
-"""Bars kept for the trace: beyond them it holds the run's first part only, and says so."""
-
-STATUS_EVERY = 0.2
-"""Seconds between two statuses for the display."""
-
 
 class RunRecorder:
-    """Records one process's part of a run. `cut` is the checkpoint that a resumed run starts from."""
+    """Records one process's part of a run. `cut` is the checkpoint that a resumed run starts from.
+
+    What it remembers does not grow with the run, but for the trace's bars up to their bound.
+    """
 
     def __init__(
         self,
@@ -55,7 +50,8 @@ class RunRecorder:
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}
         self.idle = Idle([r.name for r in config.plan.replicas], now)
-        self.bars: list[Bar] = []
+        self.bars = Bars()
+        self.status = Status(say, now, self.bars.live)
         self.stage = ""
         self.accuracy: dict[str, float | None] = dict(cut.accuracy) if cut else {}
         self.groups: dict[str, int] = {}
@@ -63,11 +59,6 @@ class RunRecorder:
         self.version = start
         self.dropped_frames: Mapping[str, int] = {}
         self._evaluated: list[dict[str, float]] = []
-        self._asked: dict[tuple[str, int, str], float] = {}
-        self._published: dict[tuple[str, int], float] = {}
-        self._doing: dict[str, str] = {}
-        self._live: dict[str, int] = {}
-        self._said = 0.0
 
     # What the session tells -------------------------------------------------------------------------------
 
@@ -86,12 +77,12 @@ class RunRecorder:
         for command in commands:
             match command:
                 case Fire(firing, replica, groups):
-                    self._doing[replica] = str(firing)
-                    if len(groups) > 1 or firing.node in self.rows.nodes:
+                    self.status.doing[replica] = str(firing)
+                    if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
-                case Send(channel, version, _, replica):
-                    self._asked[channel, version, replica] = now
-        if now - self._said > STATUS_EVERY:
+                case Send():
+                    self.bars.sends(command, now)
+        if self.status.due(now):
             self._status(now)
 
     def result(self, now: float, result: Result) -> None:
@@ -99,31 +90,26 @@ class RunRecorder:
             case Done():
                 self._done(now, result, result.event)
             case Failed(firing, replica, _, error):
-                self._bar(replica, firing.node, firing.index, result, "group", error)
-            case Arrived(channel, version, replica, _):
-                start = self._asked.pop((channel, version, replica), now)
-                self._add(Bar(replica, channel, version, start, now, "send", version))
-            case Swapped(channel, version, replica, _):
-                self._live[replica] = version
-                self.rows.synced(now - self._published.get((channel, version), now))
+                self.bars.fired(replica, firing, result, "group", error)
+            case Arrived():
+                self.bars.arrived(result.event, now)
+            case Swapped():
+                self.rows.synced(self.bars.swapped(result.event, now))
 
     def _done(self, now: float, result: Result, event: Done) -> None:
         firing, metrics = event.firing, result.metrics
         node = self._node(firing.node)
         if node is None:
-            channel = ">" in firing.node
-            if channel:
-                self._published[firing.node, firing.index] = result.began
-            kind: Kind = "publish" if channel else "source"
-            self._bar(event.replica, firing.node, firing.index, result, kind)
+            if ">" in firing.node:
+                self.bars.publishes(event.replica, firing, result)
         elif firing.node.startswith(EVALUATION):
             if node == "update" and metrics:
                 self._evaluated.append(metrics)
         elif node == "group":
             self.rows.group(firing.index, metrics)
-            self._bar(event.replica, firing.node, firing.index, result, "group")
+            self.bars.fired(event.replica, firing, result, "group")
         else:
-            self._bar(event.replica, firing.node, firing.index, result, "update")
+            self.bars.fired(event.replica, firing, result, "update")
             if self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
                 self._update(firing.index, now)
 
@@ -144,7 +130,7 @@ class RunRecorder:
     def state(self, now: float, replica: str, state: str) -> None:
         self.idle.change(now, replica, state)
         if state != "busy":
-            self._doing[replica] = state
+            self.status.doing[replica] = state
 
     def close_stage(self, name: str, fates: Mapping[str, int]) -> None:
         """A stage has ended by itself."""
@@ -159,7 +145,7 @@ class RunRecorder:
     def tick(self, now: float) -> None:
         """Time passes: what is buffered is written, the display hears of a quiet run too."""
         self.log.tick(now - self.began)
-        if now - self._said > 5 * STATUS_EVERY:
+        if self.status.due(now, QUIET):
             self._status(now)
 
     def finish(self, now: float, status: str, error: str) -> None:
@@ -182,10 +168,7 @@ class RunRecorder:
             "folder": str(self.folder.path),
         }
         self.folder.write_json("summary.json", summary)  # first: a stop's time may run out on a long trace
-        trace = chrome_trace(self.bars, self.config.run)
-        if len(self.bars) >= MAX_BARS:
-            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
-        self.folder.write_json("trace.json", trace)
+        self.bars.write(self.folder, self.config.run)
         self.say({"kind": "summary", **summary})
 
     # Helpers ----------------------------------------------------------------------------------------------
@@ -197,32 +180,13 @@ class RunRecorder:
                 return graph[name].clock
         return None
 
-    def _bar(self, replica: str, name: str, index: int, result: Result, kind: Kind, detail: str = "") -> None:
-        if kind != "source":
-            version = self._live.get(replica)
-            self._add(Bar(replica, name, index, result.began, result.ended, kind, version, detail))
-
-    def _add(self, bar: Bar) -> None:
-        if len(self.bars) < MAX_BARS:
-            self.bars.append(bar)
-
     def _status(self, now: float) -> None:
-        self._said = now
-        pools: dict[str, Any] = {}
-        for replica, doing in self._doing.items():
-            pool = pools.setdefault(replica.rpartition("/")[0], {"doing": [], "version": None})
-            pool["doing"].append(doing)
-            pool["version"] = self._live.get(replica, pool["version"])
-        self.say(
-            {
-                "kind": "status",
-                "time": now - self.began,
-                "stage": self.stage,
-                "update": self.updates,
-                "updates": self.config.flags.updates,
-                "version": self.version,
-                "row": self.row,
-                "pools": pools,
-                "accuracy": self.accuracy,
-            }
-        )
+        facts = {
+            "stage": self.stage,
+            "update": self.updates,
+            "updates": self.config.flags.updates,
+            "version": self.version,
+            "row": self.row,
+            "accuracy": self.accuracy,
+        }
+        self.status.tell(now, facts)

@@ -1,8 +1,8 @@
 """The default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared out. Pure.
 
-What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, half of
-its host's cores. One that decodes with broadcast weights *generates*: as many replicas as asked for, the other cores.
-Any other one does small work: one replica, one thread. Every host is shared out by itself.
+What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
+cores of its host. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
+cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every host is shared out by itself.
 """
 
 from collections.abc import Sequence
@@ -52,6 +52,7 @@ def place(
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
     roles = _roles(graphs, cluster)
     names = [role.name for role in roles]
+    overlapping = any(node.lag for graph in graphs for node in graph.nodes)
     for pool in cluster.pools:
         if pool not in names:
             raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
@@ -63,7 +64,7 @@ def place(
                 tuple(
                     Replica(
                         f"{role.name}/{index}",
-                        (Rank(role.host.name, _device(role, index, device), _threads(role, roles, generators)),),
+                        (Rank(role.host.name, _device(role, index, device), _threads(role, roles, generators, overlapping)),),
                         role.capacity(slots),
                     )
                     for index in range(generators if role.generates else 1)
@@ -116,17 +117,21 @@ def _samples(node: Node) -> int:
     return samples if isinstance(samples, int) else 0
 
 
-def _threads(role: _Role, roles: Sequence[_Role], generators: int) -> int:
-    """CPU threads of each rank of a pool: updates and generators halve their host's cores where they share it."""
+def _threads(role: _Role, roles: Sequence[_Role], generators: int, overlapping: bool) -> int:
+    """CPU threads of each rank of a pool: updates share all of their host's cores, generators what half leaves.
+
+    An update's threads never wait for each other, so they take the time that generators leave over; those of a
+    generator meet at every operation, and would stall where another process has the core. Without a lag the two take
+    turns, and generators have all cores as well.
+    """
     if not (role.updates or role.generates):
         return 1
     here = [r for r in roles if r.host == role.host]
     updating = sum(r.updates for r in here)
-    generating = sum(r.generates for r in here) * generators
-    half = max(1, role.host.cores // 2) if generating else role.host.cores
     if role.updates:
-        return max(1, half // updating)
-    rest = role.host.cores - half if updating else role.host.cores
+        return max(1, role.host.cores // updating)
+    generating = sum(r.generates for r in here) * generators
+    rest = role.host.cores - max(1, role.host.cores // 2) if updating and overlapping else role.host.cores
     return max(1, rest // generating)
 
 

@@ -46,6 +46,9 @@ def _combine(name: str, values: Sequence[float]) -> float:
 class Rows:
     """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
 
+    `groups` are the figures of groups that no update has taken. Updates take groups in ordinal order, so that one
+    that an update has passed over is lost, and its figures count nowhere.
+
     `nodes` are the per-update nodes: an update's row is complete when all of them have reported. `elapsed` is the
     `time_s` of the last row that a resumed run keeps.
     """
@@ -53,7 +56,7 @@ class Rows:
     def __init__(self, nodes: Collection[str], now: float, elapsed: float = 0.0) -> None:
         self.nodes = frozenset(nodes)
         self._start, self._last = now - elapsed, now
-        self._groups: dict[int, list[Metrics]] = {}
+        self.groups: dict[int, list[Metrics]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._sync = 0.0
@@ -65,11 +68,7 @@ class Rows:
     def group(self, ordinal: int, metrics: Metrics) -> None:
         """A per-group node's figures."""
         if metrics:
-            self._groups.setdefault(ordinal, []).append(metrics)
-
-    def lost(self, ordinal: int) -> None:
-        """A group that no update will take."""
-        self._groups.pop(ordinal, None)
+            self.groups.setdefault(ordinal, []).append(metrics)
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
         """The groups that an update takes."""
@@ -90,7 +89,8 @@ class Rows:
         """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`)."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
-        figures = combine([m for ordinal in ordinals for m in self._groups.pop(ordinal, ())])
+        figures = combine([m for ordinal in ordinals for m in self.groups.pop(ordinal, ())])
+        self.groups = {g: parts for g, parts in self.groups.items() if not ordinals or g > ordinals[-1]}
         for metrics, _ in reports.values():
             figures.update(metrics)
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
@@ -129,7 +129,7 @@ class MetricsFile:
             while line:
                 line = line[os.write(self._fd, line) :]
         except OSError as error:
-            raise disk_fault(self.path, error) from error
+            raise disk_fault(self.path, error, len(line)) from error
 
     def close(self) -> None:
         os.close(self._fd)

@@ -1,14 +1,17 @@
 """Programs that go wrong in given ways, and one that learns from its first update on."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Metrics, Policy, Prompts, Rewards, Rollouts
+from penstock.graph.types import Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.nodes.generate import generate
+from penstock.nodes.fake import FakeError, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.nodes.generate import generate, make_engine
+from penstock.nodes.generate.engine import Engine
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
 
@@ -80,3 +83,41 @@ def digits(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, 
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantage = group_advantage(score(rollouts, by=more_digits))
     return aipo_update(policy, rollouts, advantage, lr=lr)
+
+
+class FaultyEngine(Engine):
+    """The real engine, but its step number `bad` spoils what is in its memory, loses what it finished, and raises."""
+
+    bad = -1
+    steps = 0
+
+    def step(self) -> Sequence[tuple[Any, tuple[Rollouts, Metrics]]]:
+        finished = super().step()
+        self.steps += 1
+        if self.steps == self.bad:
+            assert self.memory is not None
+            self.memory.logits_SV.fill_(torch.nan)
+            raise FakeError(f"step {self.bad} was told to raise with {self.slots.live.sum()} responses in it")
+        return finished
+
+
+def make_faulty_engine(context: Context, *, samples: int, bad: int) -> FaultyEngine:
+    real = make_engine(context, samples=samples)
+    engine = FaultyEngine(real.model, real.tokenizer, context, real.sampler, samples)
+    engine.bad = bad
+    return engine
+
+
+@node(pool="generator", init=make_faulty_engine)
+def faulty_generate(
+    engine: FaultyEngine, prompts: Prompts, behaviour: Weights, *, samples: int = 4, bad: int = -1
+) -> tuple[FaultyEngine, Rollouts, Metrics]:
+    raise NotImplementedError("workers drive the engine itself")
+
+
+@program
+def faulty_steps(policy: Policy, prompts: Prompts, *, bad: int = -1, lag: int = 0) -> Policy:
+    """AIPO with an engine one of whose steps raises."""
+    rollouts = faulty_generate(prompts, broadcast(policy, lag=lag), bad=bad)
+    advantage = group_advantage(score(rollouts, by=more_digits))
+    return aipo_update(policy, rollouts, advantage, lr=1e-3)

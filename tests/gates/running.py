@@ -147,11 +147,11 @@ class Running:
 
     @property
     def errors(self) -> str:
-        return "\n".join(line["text"] for line in self.lines if line.get("type") == "error")
+        return "\n".join(line["text"] for line in self.lines if line.get("kind") == "error")
 
     @property
     def notes(self) -> list[str]:
-        return [line["text"] for line in self.lines if "note" in (line.get("kind"), line.get("type"))]
+        return [line["text"] for line in self.lines if line.get("kind") == "note"]
 
 
 def until(look: Callable[[], Any], what: str) -> Any:

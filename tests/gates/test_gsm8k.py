@@ -93,7 +93,7 @@ def compare(exported: Path, model: Path) -> None:
     theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(exported), load_model(exported)
     tokens = torch.arange(96).view(2, 48) * 5
     with torch.no_grad():
-        expected, given = theirs(tokens).logits, ours.logits(ours.hidden(tokens))
+        expected, given = theirs(tokens).logits, ours.logits(ours(tokens))
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
     text = "Natalia sold 48 clips."
     chat = [{"role": "user", "content": text}]

@@ -8,7 +8,18 @@ import pytest
 from penstock.runtime.control.config import Flags
 
 from .replaying import replayed
-from .running import FAULTS, Running, make_run, rows, status_here, summary
+from .running import (
+    FAULTS,
+    Running,
+    assert_equal_bits,
+    final_state,
+    make_run,
+    rows,
+    run_here,
+    run_to_end,
+    status_here,
+    summary,
+)
 
 pytestmark = pytest.mark.timeout(120)
 UPDATES, BATCH = 4, 3
@@ -58,3 +69,28 @@ def test_a_group_that_is_replaced_is_counted_as_failed(tmp_path: Path, retries: 
     assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
     assert all(row["reward_mean"] != 0 for row in rows(folder))
     assert replayed(folder)[0].fates["failed"] == 1
+
+
+def engine_flags(**others: Any) -> Flags:
+    return flags(max_tokens=6, data="arithmetic", **others)
+
+
+@pytest.mark.parametrize("bad", [1, 4])
+def test_groups_of_a_step_that_raises_are_tried_again_to_the_same_bits(tmp_path: Path, bad: int) -> None:
+    whole = make_run(tmp_path / "w", f"{FAULTS}faulty_steps", {}, engine_flags())
+    folder = make_run(tmp_path / "r", f"{FAULTS}faulty_steps", {"bad": bad}, engine_flags(retries=1))
+    assert_equal_bits(final_state(run_here(folder), UPDATES), final_state(run_here(whole), UPDATES))
+    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+
+
+def test_groups_of_a_step_that_raises_are_replaced_and_never_answered(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}faulty_steps", {"bad": 2}, engine_flags(on_failure="replace"))
+    fates = summary(run_here(folder))["fates"]
+    assert fates["consumed"] == UPDATES * BATCH
+    assert 1 <= fates["failed"] <= BATCH
+    assert replayed(folder)[0].fates == fates
+
+
+def test_a_rank_goes_on_after_a_step_that_raised(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}faulty_steps", {"bad": 2, "lag": 1}, engine_flags(retries=1))
+    assert summary(run_to_end(folder))["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}

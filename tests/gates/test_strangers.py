@@ -69,7 +69,7 @@ def test_an_agent_of_another_host_joins_over_tcp_and_a_wrong_key_is_refused(tmp_
     flags = Flags(updates=3, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", QUICK, flags, generators=2, cluster=TWO_HOSTS)
     with Running(folder) as running:
-        line = running.until_line(lambda line: line.get("type") == "external", "a host's agent was asked for")
+        line = running.until_line(lambda line: line.get("kind") == "external", "a host's agent was asked for")
         assert line["host"] == "b"
         assert line["endpoint"].startswith("tcp://127.0.0.1:")
         stranger = agent(with_another_key(Path(line["join"])))
@@ -100,7 +100,7 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
     flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", f"{FAULTS}raises", {}, flags, cluster=TWO_HOSTS)
     with Running(folder) as running:
-        join = running.until_line(lambda line: line.get("type") == "external", "an agent was asked for")["join"]
+        join = running.until_line(lambda line: line.get("kind") == "external", "an agent was asked for")["join"]
         joined = agent(Path(join))
         running.until_update(2)
         processes = tree(running.process.pid) + tree(joined.pid)
@@ -121,7 +121,7 @@ def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None
     flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", QUICK, flags, cluster=TWO_HOSTS)
     with Running(folder) as running:
-        join = running.until_line(lambda line: line.get("type") == "external", "an agent was asked for")["join"]
+        join = running.until_line(lambda line: line.get("kind") == "external", "an agent was asked for")["join"]
         joined = agent(Path(join))
         running.until_update(1)
         joined.kill()

@@ -41,6 +41,8 @@ class Engine:
     def busy(self) -> bool:
         return False
 
+    def reset(self) -> None: ...
+
 
 def make_engine(context: Context, *, samples: int) -> Engine:
     return Engine(samples)

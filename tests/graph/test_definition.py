@@ -35,6 +35,8 @@ class Slots:
     def busy(self) -> bool:
         return False
 
+    def reset(self) -> None: ...
+
 
 def start(context: Context, *, at: int) -> Tally:
     return Tally(at)

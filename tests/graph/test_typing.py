@@ -46,7 +46,7 @@ def score(rollouts: Rollouts, hints: Rewards | None = None) -> tuple[Rewards, Me
 
 @node
 def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:
-    return Rewards(rewards.values_N - weight * rollouts.lengths())
+    return rewards - weight * rollouts.lengths()
 
 
 @node(pool="scorer")
@@ -102,13 +102,37 @@ def wrong(policy: Policy, rollouts: Rollouts) -> Policy:
 """
 
 
-def test_mistyped_calls_are_found_by_the_type_checker(tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG)
+RIGHT = """
+from penstock.graph import Metrics, Rewards, Rollouts, node
+
+@node(pool="scorer")
+def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:
+    return rewards - weight * rollouts.lengths()
+
+@node(pool="scorer")
+def price(rollouts: Rollouts, rewards: Rewards, *, each: float = 0.01) -> tuple[Rewards, Metrics]:
+    cost = 1 - each * rollouts.lengths() / 2
+    return rewards * cost + cost, {"cost": float(cost.mean())}
+"""
+
+
+def mistakes(text: str, folder: Path) -> str:
+    """What mypy says of a user's file, in strict mode."""
+    (folder / "user.py").write_text(text)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(root / ".mypy_cache")]
-    done = subprocess.run([*command, str(tmp_path / "wrong.py")], cwd=root, capture_output=True, text=True, timeout=250)
-    errors = [text.split(": ", 2)[0].rpartition(":")[2] for text in done.stdout.splitlines() if ": error: " in text]
-    assert errors == ["10", "11", "12", "13", "14"], done.stdout
+    command.append(str(folder / "user.py"))
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250).stdout
+
+
+def test_mistyped_calls_are_found_by_the_type_checker(tmp_path: Path) -> None:
+    said = mistakes(WRONG, tmp_path)
+    errors = [text.split(": ", 2)[0].rpartition(":")[2] for text in said.splitlines() if ": error: " in text]
+    assert errors == ["10", "11", "12", "13", "14"], said
+
+
+def test_arithmetic_on_rewards_and_lengths_has_the_type_of_rewards(tmp_path: Path) -> None:
+    assert mistakes(RIGHT, tmp_path) == ""
 
 
 def test_the_program_above_can_be_traced() -> None:

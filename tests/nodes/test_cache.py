@@ -63,7 +63,7 @@ def test_decoding_on_a_cache_equals_the_whole_forward(dtype: torch.dtype) -> Non
     tokens_SC = torch.randint(0, 40, (SLOTS, 30), generator=torch.Generator().manual_seed(1))
     cache, prefix = Cache(CONFIG, SLOTS, 64, dtype, "cpu"), Prefix()
     with torch.no_grad():
-        whole_SCD = model.hidden(tokens_SC)
+        whole_SCD = model(tokens_SC)
         model(tokens_SC[:, :10], None, prefix.attend)
         order = torch.randperm(SLOTS)
         cache.place(prefix, order, order)

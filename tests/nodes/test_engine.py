@@ -77,7 +77,7 @@ def full_logits(row: Tensor, seed: int = 1) -> Tensor:
     """Logits of every position by the plain forward, without any cache."""
     whole = model(seed)
     with torch.no_grad():
-        return whole.logits(whole.hidden(row[None]))[0]
+        return whole.logits(whole(row[None]))[0]
 
 
 def test_greedy_responses_are_the_likeliest_tokens_of_the_plain_forward(context: Context) -> None:
@@ -128,6 +128,28 @@ def test_groups_that_arrive_between_steps_change_nothing(context: Context) -> No
         results |= dict(engine.step())
     results |= drain(engine)
     assert all(equal(together[ordinal][0], results[ordinal][0]) for ordinal in range(12))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_after_a_failed_step_and_a_reset_groups_are_the_bits_they_would_have_been(context: Context, steps: int) -> None:
+    """The failure leaves groups in slots, staged and queued, and a cache and logits full of what is no number."""
+    expected = run(make_engine(context, samples=5), range(12), weights())
+    engine, behaviour = make_engine(context, samples=5), weights()
+    for ordinal in range(12):
+        engine.submit(("failed", ordinal), {"prompts": prompts(ordinal), "behaviour": behaviour})
+    for _ in range(steps):
+        engine.step()
+    assert engine.memory is not None
+    for tensors in engine.memory.cache.blocks(0):
+        for tensor in tensors:
+            tensor.fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        engine.step()
+    engine.reset()
+    assert not engine.busy()
+    again = run(engine, range(12), behaviour)
+    assert again.keys() == expected.keys()
+    assert all(equal(again[ordinal][0], expected[ordinal][0]) for ordinal in range(12))
 
 
 def test_samples_may_outnumber_the_slots(context: Context) -> None:
@@ -291,6 +313,11 @@ def test_a_prompt_longer_than_the_context_is_an_error(context: Context) -> None:
         short.submit("x", {"prompts": prompts(9, "1" * 11), "behaviour": weights()})
     with pytest.raises(ValueError, match="given a prompt of 0 tokens, needed at least one"):
         engine.submit("x", {"prompts": prompts(9, ""), "behaviour": weights()})
+
+
+def test_an_engine_whose_cache_no_memory_holds_is_not_made(context: Context) -> None:
+    with pytest.raises(ValueError, match=r"given 10000000000 slots of 72 positions.* --slots .* max_prompt .*"):
+        make_engine(replace(context, slots=10**10))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,21 @@ def test_several_groups_are_in_work_at_once_and_come_out_as_if_alone() -> None:
     assert set(finished) == set(range(5))
 
 
+def test_a_reset_engine_has_forgotten_its_groups() -> None:
+    engine, behaviour = FakeEngine(samples=4, ms=1.0), weights(policy())
+    engine.submit("lost", {"prompts": prompt(0), "behaviour": behaviour})
+    engine.step()
+    engine.reset()
+    assert not engine.busy()
+    engine.submit("kept", {"prompts": prompt(0), "behaviour": behaviour})
+    finished: list[Any] = []
+    while engine.busy():
+        finished += engine.step()
+    ((tag, rollouts),) = finished
+    assert tag == "kept"
+    assert torch.equal(rollouts.tokens_NS, generate(0, behaviour).tokens_NS)
+
+
 def test_metrics_report_the_lag() -> None:
     learner = policy()
     rollouts = generate(0, weights(learner))

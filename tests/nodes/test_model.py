@@ -61,21 +61,8 @@ def test_logits_equal_the_reference(shape: dict[str, Any]) -> None:
     model = tiny(**shape)
     tokens_BS = tokens(3, 40)
     with torch.no_grad():
-        logits_BSV = model.logits(model.hidden(tokens_BS))
+        logits_BSV = model.logits(model(tokens_BS))
     torch.testing.assert_close(logits_BSV, reference_logits(model, tokens_BS), rtol=1e-5, atol=1e-6)
-
-
-def test_packed_sequences_do_not_see_each_other() -> None:
-    model = tiny()
-    first, second = tokens(2, 12)[0][None], tokens(2, 12)[1][None, :7]
-    packed = torch.cat((first, second, torch.zeros(1, 3, dtype=torch.long)), dim=1)
-    positions = torch.cat((torch.arange(12), torch.arange(7), torch.arange(3)))[None]
-    segments = torch.tensor([[0] * 12 + [1] * 7 + [-1] * 3])
-    with torch.no_grad():
-        alone = torch.cat((model.hidden(first), model.hidden(second)), dim=1)
-        together = model.hidden(packed, positions, segments)
-    assert together.isfinite().all()
-    torch.testing.assert_close(together[:, :19], alone, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
@@ -83,7 +70,7 @@ def test_padding_on_the_right_changes_nothing_before_it() -> None:
     changed = tokens_BS.clone()
     changed[:, 9:] = 0
     with torch.no_grad():
-        assert torch.equal(model.hidden(tokens_BS)[:, :9], model.hidden(changed)[:, :9])
+        assert torch.equal(model(tokens_BS)[:, :9], model(changed)[:, :9])
 
 
 def test_gradients_equal_the_reference() -> None:
@@ -91,7 +78,7 @@ def test_gradients_equal_the_reference() -> None:
     model, tokens_BS = tiny(), tokens(2, 20)
     reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.config.to_json()))
     reference.load_state_dict(dict(model.named_parameters()), strict=False)
-    model.logits(model.hidden(tokens_BS)).square().sum().backward()  # type: ignore[no-untyped-call]
+    model.logits(model(tokens_BS)).square().sum().backward()  # type: ignore[no-untyped-call]
     reference(tokens_BS).logits.square().sum().backward()
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -124,7 +111,7 @@ def test_bfloat16_is_near_float32() -> None:
     rounded = Llama(exact.config, torch.bfloat16)
     rounded.load_state_dict(exact.state_dict())
     with torch.no_grad():
-        expected, given = exact.logits(exact.hidden(tokens(2, 30))), rounded.logits(rounded.hidden(tokens(2, 30)))
+        expected, given = exact.logits(exact(tokens(2, 30))), rounded.logits(rounded(tokens(2, 30)))
     assert (given.float() - expected).abs().max() < 0.03 * expected.abs().max()
 
 

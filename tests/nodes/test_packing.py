@@ -1,4 +1,4 @@
-"""Packing loses no token, keeps the order, and fills rows."""
+"""Packing loses no token, puts sequences of about one length together, and shares them out evenly."""
 
 import pytest
 import torch
@@ -23,48 +23,50 @@ def batch(lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, prompts, responses
 
 
-def packs(lengths: Lengths, max_tokens: int) -> tuple[Tensor, Tensor, list[Packed]]:
+def packs(lengths: Lengths, max_tokens: int, multiple: int) -> tuple[Tensor, Tensor, list[Packed]]:
     tokens, prompts, responses = batch(lengths)
-    return tokens, prompts, list(pack(tokens, prompts, responses, max_tokens))
+    return tokens, prompts, pack(tokens, prompts, responses, max_tokens, multiple)
 
 
-@given(LENGTHS, st.integers(1, 60))
-def test_every_response_token_is_predicted_once_in_order_by_the_token_before_it(lengths: Lengths, size: int) -> None:
-    tokens, prompts, micros = packs(lengths, size)
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 3))
+def test_every_response_token_is_predicted_once_by_the_token_before_it(
+    lengths: Lengths, size: int, multiple: int
+) -> None:
+    tokens, prompts, micros = packs(lengths, size, multiple)
     places = [(s, t) for m in micros for s, t in zip(m.sequence_P.tolist(), m.step_P.tolist(), strict=True)]
-    assert places == [(s, t) for s, (_, response) in enumerate(lengths) for t in range(response)]
+    assert sorted(places) == [(s, t) for s, (_, response) in enumerate(lengths) for t in range(response)]
     for m in micros:
         at = prompts[m.sequence_P] + m.step_P
         assert torch.equal(m.targets_P, tokens[m.sequence_P, at])
         assert torch.equal(m.tokens_RW.flatten()[m.at_P], tokens[m.sequence_P, at - 1])
+        assert torch.equal(m.at_P % m.tokens_RW.shape[1], at - 1)
 
 
-@given(LENGTHS, st.integers(1, 60))
-def test_positions_count_from_the_start_of_each_sequence(lengths: Lengths, size: int) -> None:
-    _, prompts, micros = packs(lengths, size)
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 3))
+def test_micro_batches_keep_their_bound_and_hold_the_longest_sequences_first(
+    lengths: Lengths, size: int, multiple: int
+) -> None:
+    micros = packs(lengths, size, multiple)[2]
     for m in micros:
-        expected = prompts[m.sequence_P] + m.step_P - 1
-        assert torch.equal(m.positions_RW.flatten()[m.at_P], expected)
-
-
-@given(LENGTHS, st.integers(1, 60))
-def test_micro_batches_keep_their_bound_and_share_rows_only_with_segments(lengths: Lengths, size: int) -> None:
-    for m in packs(lengths, size)[2]:
         assert m.tokens_RW.numel() <= size or m.tokens_RW.shape[0] == 1
-        if m.segments_RW is None:
-            rows = m.at_P // m.tokens_RW.shape[1]
-            assert len(set(zip(rows.tolist(), m.sequence_P.tolist(), strict=True))) == m.tokens_RW.shape[0]
-        else:
-            assert ((m.segments_RW >= 0) == (m.tokens_RW > 0)).all()
+        assert int((m.tokens_RW > 0).sum(1).max()) == m.tokens_RW.shape[1]
+    order = list(dict.fromkeys(s for m in micros for s in m.sequence_P.tolist()))
+    assert order == sorted(range(len(lengths)), key=lambda s: (-sum(lengths[s]), s))
 
 
-def test_short_sequences_share_a_row() -> None:
-    (micro,) = packs([(2, 7), (1, 3), (2, 3)], 100)[2]
-    assert micro.tokens_RW.shape == (2, 8)
-    assert micro.segments_RW is not None
-    assert micro.segments_RW[1].tolist() == [1, 1, 1, 2, 2, 2, 2, -1]
+def test_lanes_get_equal_shares() -> None:
+    shapes = [tuple(m.tokens_RW.shape) for m in packs([(3, 8)] * 10, 40, multiple=2)[2]]
+    assert shapes == [(3, 10), (3, 10), (3, 10), (1, 10)]
+    shapes = [tuple(m.tokens_RW.shape) for m in packs([(3, 8)] * 10, 1000, multiple=2)[2]]
+    assert shapes == [(5, 10), (5, 10)]
+
+
+def test_what_is_in_a_row_after_a_sequence_does_not_count() -> None:
+    tokens = torch.full((2, 9), 7)
+    (micro,) = pack(tokens, torch.tensor([2, 1]), torch.tensor([4, 2]), 100)
+    assert micro.tokens_RW.tolist() == [[7] * 5, [7] * 2 + [0] * 3]
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt in row 1"):
-        list(pack(torch.ones(2, 3, dtype=torch.long), torch.tensor([1, 0]), torch.tensor([2, 3]), 10))
+        pack(torch.ones(2, 3, dtype=torch.long), torch.tensor([1, 0]), torch.tensor([2, 3]), 10)

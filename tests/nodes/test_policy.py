@@ -102,7 +102,7 @@ def test_an_exported_policy_loads_into_transformers_with_equal_logits(tmp_path: 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = torch.tensor([learner.tokenizer.encode("12+34=")])
     with torch.no_grad():
-        ours = learner.model.logits(learner.model.hidden(tokens))
+        ours = learner.model.logits(learner.model(tokens))
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
     text = transformers.AutoTokenizer.from_pretrained(tmp_path)("12+34=", add_special_tokens=False)
     assert text["input_ids"] == tokens[0].tolist()

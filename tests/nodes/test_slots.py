@@ -46,6 +46,19 @@ def test_a_slot_taken_again_holds_nothing_of_its_last_holder() -> None:
         assert step(slots, [STOP], start) == {f"b{start}": ([2, 3, STOP], [start] * 3, True)}
 
 
+def test_cleared_slots_are_free_and_end_nothing() -> None:
+    slots = make()
+    slots.take("a", 5)
+    slots.take("b", 6)
+    step(slots, [1, 2, 3])
+    slots.clear()
+    assert not slots.live.any()
+    assert step(slots, [STOP, STOP, STOP]) == {}
+    assert [slots.take(holder, 0) for holder in "cde"] == [0, 1, 2]
+    assert not slots.any_free
+    assert step(slots, [4, STOP, 5]) == {"d": ([STOP], [0], True)}
+
+
 def test_reach_is_that_of_live_slots() -> None:
     slots = make()
     slots.take("a", 40)

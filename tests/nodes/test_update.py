@@ -53,7 +53,7 @@ def unpacked(learner: LanguagePolicy, rollouts: Rollouts) -> list[Tensor]:
     found = []
     for row, (prompt, response) in enumerate(LENGTHS):
         tokens = rollouts.tokens_NS[row, : prompt + response]
-        logprobs = learner.model.logits(learner.model.hidden(tokens[None, :-1]))[0].log_softmax(-1)
+        logprobs = learner.model.logits(learner.model(tokens[None, :-1]))[0].log_softmax(-1)
         found.append(logprobs[range(prompt + response - 1), tokens[1:]][prompt - 1 :])
     return found
 

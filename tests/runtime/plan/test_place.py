@@ -1,5 +1,7 @@
 """The default plan: pools by label, replicas for generators, every host's cores and devices shared out."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.graph.ir import Argument, Graph, Input, Node, Output, Ref
@@ -87,13 +89,22 @@ def test_a_generator_takes_the_groups_that_fill_its_slots_and_some_ahead() -> No
 
 @pytest.mark.parametrize(
     ("cores", "generators", "threads"),
-    [(1, 1, (1, 1)), (2, 1, (1, 1)), (2, 3, (1, 1)), (8, 1, (4, 4)), (9, 2, (4, 2)), (64, 4, (32, 8))],
+    [(1, 1, (1, 1)), (2, 1, (2, 1)), (2, 3, (2, 1)), (8, 1, (8, 4)), (9, 2, (9, 2)), (64, 4, (64, 8))],
 )
-def test_the_trainer_has_half_the_cores_and_generators_share_the_rest(
+def test_the_trainer_has_all_cores_and_generators_share_half_of_them(
     cores: int, generators: int, threads: tuple[int, int]
 ) -> None:
     found = _threads(place([TRAIN], _cluster(cores), generators=generators))
     assert (found["trainer/0"], found["generator/0"], found["scorer/0"]) == (*threads, 1)
+
+
+def test_without_a_lag_generators_take_turns_with_the_trainer_and_have_all_cores_too() -> None:
+    def at_once(node: Node) -> Node:
+        return replace(node, lag=0) if node.construct == "broadcast" else node
+
+    graph = TRAIN.replace(nodes=tuple(map(at_once, TRAIN.nodes)))
+    assert _threads(place([graph], _cluster(8))) == {"trainer/0": 8, "generator/0": 8, "scorer/0": 1}
+    assert _threads(place([graph], _cluster(8), generators=2))["generator/1"] == 4
 
 
 def test_a_host_is_shared_out_by_itself() -> None:

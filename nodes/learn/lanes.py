@@ -1,0 +1,85 @@
+"""Several threads that work on micro-batches at once, on the same weights, each with gradients of its own.
+
+One micro-batch after the other with all threads in each matrix product waits for the slowest thread at every
+operation, and stalls where another process wants a core; threads that each have micro-batches of their own meet once
+per update (two cores, a model of 3 million parameters: 1.9 times one thread, against 1.6).
+
+Micro-batch i belongs to lane i modulo the number of lanes, and the lanes' gradients are added in their order: equal
+micro-batches make equal sums to the bit, for a given number of lanes.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import deepcopy
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nodes.model import Llama
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+MAX_LANES = 4
+"""Each has a gradient as large as the model; threads beyond these work inside the lanes' operations."""
+
+
+class Lanes:
+    """Lanes for `threads` threads, each with a model on the storage of `model`'s weights; `model` is the first."""
+
+    def __init__(self, model: Llama, threads: int) -> None:
+        count = min(threads, MAX_LANES)
+        self._inner = threads // count
+        self.models = [model, *(_alias(model) for _ in range(count - 1))]
+        self._threads: ThreadPoolExecutor | None = None
+        self._gradients: list[dict[str, Tensor]] = [{} for _ in self.models]
+        for lane, gradients in zip(self.models, self._gradients, strict=True):
+            for name, parameter in lane.named_parameters():
+                if parameter.requires_grad:
+                    add = partial(_add_gradient, gradients, name)
+                    parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def map(self, work: Callable[[Llama, Item], Result], items: Sequence[Item]) -> list[Result]:
+        """`work(model, item)` of each item, in order. What one raises is raised here once all lanes are done."""
+        count = len(self.models)
+        if count == 1:
+            return [work(self.models[0], item) for item in items]
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (self._inner,))
+        grad = torch.is_grad_enabled()
+
+        def share(lane: int) -> list[Result]:
+            with torch.set_grad_enabled(grad):
+                return [work(self.models[lane], item) for item in items[lane::count]]
+
+        lanes = [self._threads.submit(share, lane) for lane in range(count)]
+        wait(lanes)
+        found = [lane.result() for lane in lanes]
+        return [found[index % count][index // count] for index in range(len(items))]
+
+    def collect(self) -> dict[str, Tensor]:
+        """The sum of all gradients since the last call, float32, by the parameter's name."""
+        total = self._gradients[0].copy()
+        for gradients in self._gradients[1:]:
+            for name, gradient in gradients.items():
+                total[name] = total[name].add_(gradient) if name in total else gradient
+        for gradients in self._gradients:
+            gradients.clear()
+        return total
+
+
+def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    """Sum in float32, whatever the weights' type: micro-batches are many, and bfloat16 has 8 bits."""
+    assert parameter.grad is not None
+    gradient, parameter.grad = parameter.grad, None
+    gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient.float()
+
+
+def _alias(model: Llama) -> Llama:
+    """A model of its own with parameters of its own on the same storage."""
+    shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    shared |= {id(buffer): buffer for buffer in model.buffers()}
+    return deepcopy(model, shared)

@@ -1,0 +1,34 @@
+"""A rank's part of a checkpoint: what it holds, and those of its values that unfinished groups need."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control.holdings import Holdings
+from penstock.runtime.control.values import Values
+from penstock.runtime.tensor.checkpoint import read_part, value_name, write_part
+from penstock.runtime.tensor.handle import Handle
+
+
+def save(update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:
+    """Write this rank's part of the cut before `update`: carried values, states, and the outputs of `firings`."""
+    setup = holdings.setup
+    folder = setup.folder / "checkpoints" / f"{update:08d}"
+    states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
+    write_part(folder, setup.replica, setup.rank, holdings.carried, states, values.of(firings))
+
+
+def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:
+    """Take up this rank's part of a cut; the handles of its values that other processes read."""
+    setup = holdings.setup
+    part = read_part(folder, setup.replica, setup.rank)
+    for name, value in holdings.carried.items():
+        value.restore(*part.carried(name))
+    for name, held in holdings.nodes.items():
+        if held.node.stateful:
+            held.state = part.value(f"state/{name}", type(held.state))
+    restored = []
+    for firing, output in part.made:
+        value = part.value(value_name(firing, output), setup.declared(firing, output))
+        restored += [(firing, name, handle) for name, handle in values.keep(firing, {output: value}).items()]
+    return restored

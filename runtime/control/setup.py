@@ -1,0 +1,75 @@
+"""What a rank needs to know before it makes anything, and what graphs and plan say about the names in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from penstock.graph.ir import Firing, Graph
+from penstock.graph.paths import load
+from penstock.graph.types import Context
+from penstock.runtime.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder."""
+
+    graphs: tuple[Graph, ...]
+    plan: Plan
+    replica: str
+    rank: int
+    contexts: Mapping[str, Context]
+    folder: Path
+    restore: Path | None = None
+
+    @property
+    def pool(self) -> str:
+        return self.replica.rpartition("/")[0]
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        return next(p.holds for p in self.plan.pools if p.name == self.pool)
+
+    @cached_property
+    def outputs(self) -> Mapping[str, Mapping[str, str]]:
+        """For each node and argument its outputs by name, with the path of the class that the graph declares."""
+        found: dict[str, Mapping[str, str]] = {}
+        for graph in self.graphs:
+            found |= {a.name: {"out": a.type} for a in graph.arguments}
+            found |= {n.name: {o.name: o.type for o in n.outputs} for n in graph.nodes}
+        return found
+
+    @cached_property
+    def clocks(self) -> Mapping[str, str]:
+        """How often a node or a source fires: "group" or "update"."""
+        found: dict[str, str] = {n.name: n.clock for g in self.graphs for n in g.nodes}
+        return found | {a.name: "group" for g in self.graphs for a in g.sources}
+
+    @cached_property
+    def makes(self) -> Mapping[str, Mapping[str, str]]:
+        """For each node that makes a carried value's next value: which value, of which output."""
+        found: dict[str, dict[str, str]] = {}
+        for graph in self.graphs:
+            for name, ref in graph.results:
+                found.setdefault(ref.node, {})[name] = ref.output
+        return found
+
+    @cached_property
+    def exported(self) -> frozenset[str]:
+        """Nodes and sources here whose outputs are read in another process."""
+        several = len(next(p.replicas for p in self.plan.pools if p.name == self.pool)) > 1
+        names = set()
+        for graph in self.graphs:
+            for node in graph.nodes:
+                read_elsewhere = node.construct == "call" and (several or node.name not in self.holds)
+                names |= {i.ref.node for i in node.inputs if read_elsewhere and i.ref.node in self.holds}
+        return frozenset(names)
+
+    def declared(self, firing: Firing, output: str) -> type:
+        """The class that the graph declares for a value. Classes come from the graph, never from a message."""
+        path = self.outputs[firing.node][output]
+        found = load(path)
+        if not isinstance(found, type):
+            raise TypeError(f"{path}: given a {type(found).__name__}, needed the class of an edge")
+        return found

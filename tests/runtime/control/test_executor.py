@@ -1,0 +1,123 @@
+"""A rank carries out commands. What a node raises fails its firings, each of them once, and the rank goes on."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from penstock.graph.ir import Firing
+from penstock.nodes.fake import FakePolicy
+from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.weights import LocalWays
+from penstock.runtime.schedule.events import Command, Done, Failed, Fire, Free, Save, Saved
+
+from .nodes_for_tests import make_setup
+
+Answers = list[tuple[str, Firing]]
+
+
+def make(folder: Path, restore: Path | None = None, **options: int) -> Executor:
+    return Executor(make_setup(folder, restore=restore, **options), LocalWays({}, "worker/0", 0, "cpu", {}), {})
+
+
+def order(executor: Executor, *commands: Command) -> list[Result]:
+    return [result for results in executor.carry_out(Order(commands, ())) for result in results]
+
+
+def fire(executor: Executor, node: str, groups: Iterable[int]) -> list[Result]:
+    return order(executor, *(Fire(Firing(node, group), "worker/0", (group,)) for group in groups))
+
+
+def answers(results: Iterable[Result]) -> Answers:
+    found = []
+    for result in results:
+        assert isinstance(result.event, Done | Failed)
+        assert 0 < result.began <= result.ended
+        found.append((type(result.event).__name__, result.event.firing))
+    return found
+
+
+def of(kind: str, node: str, *groups: int) -> Answers:
+    return [(kind, Firing(node, group)) for group in groups]
+
+
+def test_a_group_goes_from_its_source_to_its_update(tmp_path: Path) -> None:
+    executor = make(tmp_path)
+    assert answers(fire(executor, "prompts", [3, 4])) == of("Done", "prompts", 3, 4)
+    assert fire(executor, "basket", [3, 4]) == []
+    assert executor.busy()
+    assert answers(executor.step()) == of("Done", "basket", 3, 4)
+    assert not executor.busy()
+    results = fire(executor, "doubled", [3, 4])
+    assert [result.metrics for result in results] == [{"reward_mean": 3.0}, {"reward_mean": 4.0}]
+    (learnt,) = order(executor, Fire(Firing("learn", 0), "worker/0", (3, 4)))
+    assert learnt.metrics == {"reward_sum": 14.0}
+    policy = executor.held.carried["policy"]
+    assert isinstance(policy, FakePolicy)
+    assert policy.version == 1
+
+
+def test_firings_of_a_step_that_raises_fail_once_and_may_be_submitted_again(tmp_path: Path) -> None:
+    executor = make(tmp_path, bad=1)
+    fire(executor, "prompts", range(4))
+    fire(executor, "basket", range(3))
+    failures = executor.step()
+    assert answers(failures) == of("Failed", "basket", 0, 1, 2)
+    for failure in failures:
+        assert isinstance(failure.event, Failed)
+        assert f"{failure.event.firing} on worker/0 rank 0" in failure.event.error
+        assert "ZeroDivisionError: the basket fell" in failure.event.error
+    assert not executor.busy()
+    assert executor.step() == []
+    assert executor.doing == ""
+    fire(executor, "basket", [2, 0, 1, 3])
+    assert answers(executor.step()) == of("Done", "basket", 2, 0, 1, 3)
+    assert executor.step() == []
+
+
+def test_groups_given_up_in_a_step_that_raised_are_never_answered(tmp_path: Path) -> None:
+    executor = make(tmp_path, bad=1)
+    fire(executor, "prompts", range(4))
+    fire(executor, "basket", range(3))
+    executor.step()
+    order(executor, Free(tuple(Firing("prompts", group) for group in range(3)), "worker/0"))
+    fire(executor, "basket", [3])
+    assert answers(executor.step()) == of("Done", "basket", 3)
+
+
+def test_an_output_that_does_not_fit_fails_its_own_firing(tmp_path: Path) -> None:
+    executor = make(tmp_path, odd=1)
+    fire(executor, "prompts", range(3))
+    fire(executor, "basket", range(3))
+    done, failed, other = executor.step()
+    assert answers([done, other]) == of("Done", "basket", 0, 2)
+    assert isinstance(failed.event, Failed)
+    assert failed.event.firing == Firing("basket", 1)
+    assert "basket returned str, needed tuple[" in failed.event.error
+
+
+def test_an_input_that_is_not_there_fails_the_firing(tmp_path: Path) -> None:
+    (failed,) = fire(make(tmp_path), "doubled", [5])
+    assert isinstance(failed.event, Failed)
+    assert "worker/0: no value basket[5].out, and no handle of it" in failed.event.error
+
+
+def test_what_is_saved_is_taken_up_again(tmp_path: Path) -> None:
+    executor = make(tmp_path)
+    fire(executor, "prompts", [0, 1])
+    fire(executor, "basket", [0, 1])
+    executor.step()
+    (saved,) = order(executor, Save(0, "worker/0", (Firing("basket", 1), Firing("prompts", 0))))
+    assert saved.event == Saved(0, "worker/0")
+    resumed = make(tmp_path, restore=tmp_path / "checkpoints" / "00000000")
+    assert resumed.values.kept.keys() == {(Firing("basket", 1), "out"), (Firing("prompts", 0), "out")}
+    assert resumed.restored == []  # nobody else reads them
+    assert answers(fire(resumed, "doubled", [1])) == of("Done", "doubled", 1)
+
+
+def test_what_is_no_rank_s_command_is_refused(tmp_path: Path) -> None:
+    from penstock.runtime.schedule.events import Finish
+
+    with pytest.raises(TypeError, match="given Finish, needed a command for a rank"):
+        order(make(tmp_path), Finish("done"))
