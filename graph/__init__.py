@@ -11,8 +11,9 @@
 `trace` makes a graph of it: a frozen value to print, check, plan, simulate and run. Nothing here imports torch.
 """
 
-from penstock.graph.build import Program, broadcast, program, trace
+from penstock.graph.build import Program, program, trace
 from penstock.graph.check import check
+from penstock.graph.constructs import alternate, broadcast, delay, keep
 from penstock.graph.definition import NodeDef, node
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Firing, Graph
@@ -35,8 +36,11 @@ __all__ = [
     "Rewards",
     "Rollouts",
     "Weights",
+    "alternate",
     "broadcast",
     "check",
+    "delay",
+    "keep",
     "load",
     "node",
     "program",

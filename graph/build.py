@@ -6,14 +6,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from penstock.graph.faults import defined, fault, nearest
 from penstock.graph.interface import REQUIRED, signature, type_of
 from penstock.graph.ir import Argument, Graph, Input, Node, Ref
 from penstock.graph.paths import encode, path_of, resolve
 from penstock.graph.recorder import ANY, Handle, Recorder, current
-from penstock.graph.types import Policy, Weights
+from penstock.graph.types import Policy
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -134,14 +134,6 @@ def program(
     return lambda fn: Program(fn, evaluation, defaults)
 
 
-def broadcast(value: Any, *, lag: int = 0) -> Weights:
-    """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program."""
-    recorder = current.get()
-    if recorder is None:
-        raise fault("broadcast", "a call outside of a program", "a call in a function with @program")
-    return cast(Weights, recorder.broadcast(value, lag))
-
-
 def trace(program: Program[..., Any], options: Mapping[str, Any] | None = None, prefix: str = "") -> Graph:
     """The graph of a program, by calling it once with handles.
 
@@ -153,7 +145,7 @@ def trace(program: Program[..., Any], options: Mapping[str, Any] | None = None, 
     if not isinstance(program, Program):
         raise fault("trace", repr(program), "a function with @program")
     values = program.options(options or {})
-    recorder = Recorder(tuple(program.arguments), prefix)
+    recorder = Recorder(program.arguments, prefix)
     handles = [Handle(recorder, Ref(name)) for name in program.arguments]
     token = current.set(recorder)
     try:
@@ -227,13 +219,22 @@ class _Assembly:
                 return pool
         return None
 
+    def _pool_of_value(self, name: str) -> str:
+        """Where a value is made: a filter stays there, so that what it drops never travels."""
+        made = next((n for n in self.recorder.nodes if n.name == name), None)
+        if made is None:
+            return self._argument(name).pool
+        return self._pool_of_value(made.inputs[0].ref.node) if made.construct == "keep" else made.pool
+
     def _node(self, node: Node) -> Node:
         inputs = tuple(
             dataclasses.replace(i, ref=Ref(self.renamed.get(i.ref.node, i.ref.node), i.ref.output)) for i in node.inputs
         )
         pool = node.pool
-        if node.construct == "broadcast":
+        if not node.fires:
             pool = self._pool_of_reader(node.name) or "default"
+        elif node.construct == "keep":
+            pool = self._pool_of_value(node.inputs[0].ref.node)
         return dataclasses.replace(node, inputs=inputs, pool=pool)
 
     def _argument(self, name: str) -> Argument:
@@ -242,7 +243,7 @@ class _Assembly:
         pool = getattr(type_, "pool", None)
         if name in self.results:
             producer = next((n for n in self.recorder.nodes if n.name == self.results[name].node), None)
-            direct = [n.pool for n, _ in self._readers(name) if n.construct == "call"]
+            direct = [n.pool for n, _ in self._readers(name) if n.fires]
             pool = producer.pool if producer is not None else next(iter(direct), pool)
         else:
             pool = self._pool_of_reader(name) or pool

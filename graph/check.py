@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from penstock.graph.construct_rules import CONSTRUCT_RULES
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Graph
 from penstock.graph.rules import RULES
@@ -15,7 +16,7 @@ def check(graph: Graph, *, batch: int | None = None, pools: Mapping[str, str] | 
     arguments, if not where their labels say.
     """
     view = View(graph, batch, dict(pools or {}))
-    faults = [fault for rule in RULES for fault in rule(view)]
+    faults = [fault for rule in (*RULES, *CONSTRUCT_RULES) for fault in rule(view)]
     return sorted(faults, key=_place)
 
 

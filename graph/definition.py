@@ -1,8 +1,9 @@
 """`@node`: a function with a typed signature that a program can call."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, TypeVarTuple, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
 
 from penstock.graph.faults import defined, fault
 from penstock.graph.interface import Interface, interface
@@ -32,6 +33,7 @@ class NodeDef(Generic[P, T]):
         functools.update_wrapper(self, fn)
         self.fn, self.pool, self.init = fn, pool, init
         self.clock: Clock = clock
+        self.beat = 1
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current.get()
@@ -46,6 +48,27 @@ class NodeDef(Generic[P, T]):
 
     def __repr__(self) -> str:
         return f"<node {self.path}>"
+
+    @property
+    def per_update(self) -> Self:
+        """This node, fired once per update on the whole batch, its per-group inputs joined."""
+        return self._changed(clock="update")
+
+    def on(self, pool: str) -> Self:
+        """This node, in another pool."""
+        return self._changed(pool=pool)
+
+    def every(self, updates: int) -> Self:
+        """This per-update node, fired at every so-manieth update only. What it makes stays as it is in between."""
+        if self.clock != "update":
+            needed = f"one that fires per update: {self.__name__}.per_update.every({updates!r})"
+            raise fault(f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
+        return self._changed(beat=updates)
+
+    def _changed(self, **changes: Any) -> Self:
+        made = copy.copy(self)
+        made.__dict__.update(changes)
+        return made
 
     @property
     def path(self) -> str:

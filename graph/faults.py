@@ -34,10 +34,13 @@ def fault(what: str, given: str, needed: str, where: str | None = None) -> Graph
     return GraphError(Fault(what, given, needed, caller() if where is None else where))
 
 
+_LIBRARY = (f"{__package__}.", "penstock.nodes.")
+
+
 def caller() -> str:
-    """ "file:line" of the innermost frame outside this package: the line of the program that is being traced."""
+    """ "file:line" of the program that is being traced: the innermost frame outside this package and the nodes."""
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith(f"{__package__}.") and frame.f_back is not None:
+    while frame.f_globals.get("__name__", "").startswith(_LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

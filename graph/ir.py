@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 Json = Any
 Clock = Literal["group", "update"]
+Construct = Literal["call", "keep", "broadcast", "delay"]
 
 
 class Firing(NamedTuple):
@@ -57,11 +58,15 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a node: the parameter's name, the type it declares, and what is passed."""
+    """One input of a node: the parameter's name, the type it declares, and what is passed.
+
+    `back`: the value that the group's turn before made; at the first turn there is none.
+    """
 
     name: str
     type: str
     ref: Ref
+    back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,10 @@ class Node:
     call's keyword arguments, defaults included, JSON-able, sorted by name; a function passed as an option is
     `{"path": "package.module:name"}`. `stateful` nodes own a state that one replica keeps and that
     their firings pass on in order (a `Stream` is none: its firings do not depend on each other).
-    `lag` is set on constructs that read a carried value as it was up to `lag` updates ago. `given` names the options
-    that the call wrote, in its order; the others have their defaults.
+    `lag` is set on constructs that read a carried value as it was up to (broadcast) or exactly (delay) `lag` updates
+    ago. `every`: a per-update node fires, and a broadcast sends, at each `every`th update only. `turns` is set on the
+    nodes of a bounded cycle within a group (`alternate`): the most often that they fire for one group. `given` names
+    the options that the call wrote, in its order; the others have their defaults.
     """
 
     name: str
@@ -90,12 +97,27 @@ class Node:
     options: tuple[tuple[str, Json], ...] = ()
     pool: str = "default"
     clock: Clock = "group"
-    construct: Literal["call", "broadcast"] = "call"
+    construct: Construct = "call"
     stateful: bool = False
     lag: int | None = None
     every: int = 1
+    turns: int | None = None
     where: str = ""
     given: tuple[str, ...] = ()
+
+    @property
+    def fires(self) -> bool:
+        """Is it something to do? A broadcast or a delay is a way in which a value is read."""
+        return self.construct not in ("broadcast", "delay")
+
+    @property
+    def answers(self) -> bool:
+        """Of the nodes of a bounded cycle: does it say whether there is another turn?"""
+        return self.turns is not None and not any(i.back for i in self.inputs)
+
+    def due(self, update: int) -> bool:
+        """Does a per-update node fire at this update? With every=k: at the k-th, and so on."""
+        return (update + 1) % self.every == 0
 
     def option(self, name: str) -> Json:
         return dict(self.options)[name]
@@ -208,7 +230,7 @@ def _options(options: Mapping[str, Json]) -> tuple[tuple[str, Json], ...]:
 
 def _node_to_json(node: Node) -> dict[str, Json]:
     data = {slot: getattr(node, slot) for slot in Node.__slots__}
-    data["inputs"] = [[i.name, i.type, i.ref.node, i.ref.output] for i in node.inputs]
+    data["inputs"] = [[i.name, i.type, i.ref.node, i.ref.output, *([True] if i.back else [])] for i in node.inputs]
     data["outputs"] = [[o.name, o.type] for o in node.outputs]
     data["options"] = dict(node.options)
     data["given"] = list(node.given)
@@ -216,7 +238,7 @@ def _node_to_json(node: Node) -> dict[str, Json]:
 
 
 def _node_from_json(data: Mapping[str, Json]) -> Node:
-    inputs = tuple(Input(name, type_, Ref(node, output)) for name, type_, node, output in data["inputs"])
+    inputs = tuple(Input(name, type_, Ref(node, output), *back) for name, type_, node, output, *back in data["inputs"])
     outputs = tuple(Output(*o) for o in data["outputs"])
     given, options = tuple(data.get("given", ())), _options(data["options"])
     return Node(**{**data, "inputs": inputs, "outputs": outputs, "options": options, "given": given})

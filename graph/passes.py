@@ -26,8 +26,8 @@ class Edge(NamedTuple):
 
 
 def edges(graph: Graph) -> list[Edge]:
-    """All edges in program order."""
-    return [Edge(i.ref, n.name, i.name) for n in graph.nodes for i in n.inputs]
+    """All edges in program order, but for those from one turn of a group to its next."""
+    return [Edge(i.ref, n.name, i.name) for n in graph.nodes for i in n.inputs if not i.back]
 
 
 def dataflow(graph: Graph) -> "nx.DiGraph[str]":
@@ -46,18 +46,18 @@ def donations(graph: Graph) -> list[tuple[str, str]]:
         (n.name, makers[i.ref.node])
         for n in graph.nodes
         for i in n.inputs
-        if n.construct == "call" and i.ref.node in makers and n.name != makers[i.ref.node]
+        if n.fires and i.ref.node in makers and n.name != makers[i.ref.node]
     ]
 
 
 def feedback(graph: Graph) -> "nx.DiGraph[str]":
     """The data flow closed over updates. An edge's `span` is the number of updates between its two ends: 1 from the
-    node that makes a carried value to that value, `lag` into a broadcast."""
+    node that makes a carried value to that value, `lag` into a broadcast or a delay."""
     flow = dataflow(graph)
     nx.set_edge_attributes(flow, 0, "span")
     flow.add_edges_from(donations(graph), span=0)
     for node in graph.nodes:
-        if node.construct == "broadcast":
+        if not node.fires:
             flow.edges[node.inputs[0].ref.node, node.name]["span"] = node.lag
     for carried in graph.carried:
         if maker := graph.producer(carried.name):
@@ -142,16 +142,18 @@ def period_bound(
 
     The bound is exact, for durations that do not vary, where each pool runs one node, one carried value changes,
     transfers take less than the bound, and free servers are given the next group in order. Where several nodes share
-    a pool their firings queue for each other, which no cycle shows: the simulator decides.
+    a pool their firings queue for each other, which no cycle shows: the simulator decides. Groups that a filter drops
+    and turns after the first only add to it, and so does a node that fires at some updates only, in a cycle.
     """
     seconds, held, capacity = _durations(graph, durations), dict(pools or {}), dict(servers or {})
     pool_of = {n.name: held.get(n.name, n.pool) for n in graph.nodes}
     # A node that keeps a state does one firing at a time.
     free = {n.name: 1 if n.stateful else capacity.get(pool_of[n.name], 1) for n in graph.nodes}
-    bounds = [_cycle_bound(graph, span, cycle, batch, seconds, free) for cycle, span in _cycles(graph)]
+    always = {name: 0.0 if name in graph and graph[name].every > 1 else took for name, took in seconds.items()}
+    bounds = [_cycle_bound(graph, span, cycle, batch, always, free) for cycle, span in _cycles(graph)]
     work: dict[str, float] = {}
     for node in graph.nodes:
-        if node.construct == "call":
+        if node.fires:
             firings = batch if node.clock == "group" else 1 / node.every
             work[pool_of[node.name]] = work.get(pool_of[node.name], 0.0) + seconds[node.name] * firings
     bounds += [Bound(total / capacity.get(pool, 1), pool=pool) for pool, total in work.items()]
@@ -203,6 +205,6 @@ def _durations(graph: Graph, given: Mapping[str, float]) -> dict[str, float]:
     names = [n.name for n in graph.nodes]
     for name in given.keys() - names - {a.name for a in graph.arguments}:
         raise GraphError(Fault(f"{graph.name}: durations", f"{name!r}", f"names of nodes{nearest(name, names)}"))
-    if missing := [n.name for n in graph.nodes if n.construct == "call" and n.name not in given]:
+    if missing := [n.name for n in graph.nodes if n.fires and n.name not in given]:
         raise GraphError(Fault(f"{graph.name}: durations", f"none of {', '.join(missing)}", "one for each node"))
     return {name: float(given.get(name, 0.0)) for name in names}

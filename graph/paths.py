@@ -11,6 +11,7 @@ import math
 import os
 import pkgutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -120,13 +121,18 @@ def _built_in() -> list[str]:
 
 
 def encode(value: Any, what: str) -> Json:
-    """An option as JSON; a node, function or class as `{"path": …}`. `what` names the option in the error."""
+    """An option as JSON; a node, function or class as `{"path": …}`, a `functools.partial` of one with its keyword
+    arguments as `{"path": …, "options": {…}}`. `what` names the option in the error."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
     if isinstance(value, list | tuple):
         return [encode(item, what) for item in value]
-    if isinstance(value, dict) and all(type(key) is str for key in value) and set(value) != {"path"}:
+    if isinstance(value, dict) and all(type(key) is str for key in value) and not names_function(value):
         return {key: encode(item, what) for key, item in value.items()}
+    if isinstance(value, partial):
+        if value.args:
+            raise fault(what, f"{value!r}, with arguments by place", "a functools.partial with keyword arguments only")
+        return {**encode(value.func, what), "options": encode(value.keywords, what)}
     if isinstance(value, FunctionType | BuiltinFunctionType | type) or hasattr(value, "__wrapped__"):
         path = path_of(value)
         if "<" not in path:
@@ -137,12 +143,18 @@ def encode(value: Any, what: str) -> Json:
     raise fault(what, f"{value!r} ({type(value).__name__})", needed)
 
 
+def names_function(option: Json) -> bool:
+    """Is an encoded option a function?"""
+    return isinstance(option, dict) and set(option) in ({"path"}, {"path", "options"})
+
+
 def resolve(option: Json) -> Any:
     """The inverse of `encode`, but for tuples, which stay lists."""
     if isinstance(option, list):
         return [resolve(item) for item in option]
     if isinstance(option, dict):
-        if set(option) == {"path"}:
-            return load(option["path"])
+        if names_function(option):
+            function = load(option["path"])
+            return partial(function, **resolve(option["options"])) if "options" in option else function
         return {key: resolve(item) for key, item in option.items()}
     return option

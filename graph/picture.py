@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.graph.ir import Argument, Graph, Json, Node, Ref
-from penstock.graph.paths import short
+from penstock.graph.paths import names_function, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,17 @@ def picture(graph: Graph) -> tuple[list[Box], list[Link]]:
     """The boxes in program order and the links between them. Arguments that updates change have no box of their own:
     the node that makes their next value stands for them."""
     boxes = [_argument(a) for a in graph.arguments if graph.producer(a.name) is None]
-    boxes += [_node(n) for n in graph.nodes if n.construct == "call"]
+    boxes += [_node(n) for n in graph.nodes if n.fires]
     known = {box.name for box in boxes}
-    links = [_link(graph, item.ref, n) for n in graph.nodes if n.construct == "call" for item in n.inputs]
+    links = [_link(graph, item.ref, n, item.back) for n in graph.nodes if n.fires for item in n.inputs]
     return boxes, [link for link in links if link.tail in known]
 
 
 def value(option: Json) -> str:
     """An option as the program would write it."""
-    if isinstance(option, dict) and set(option) == {"path"}:
-        return short(str(option["path"]))
+    if names_function(option):
+        name, bound = short(str(option["path"])), option.get("options", {})
+        return f"partial({', '.join([name, *(f'{k}={value(v)}' for k, v in bound.items())])})" if bound else name
     if isinstance(option, list):
         return f"({', '.join(map(value, option))}{',' if len(option) == 1 else ''})"
     return repr(option)
@@ -58,7 +59,7 @@ def told(node: Node) -> list[str]:
 def clock(node: Node) -> str:
     if node.clock == "update" and node.every > 1:
         return f"every {node.every} updates"
-    return f"per {node.clock}"
+    return f"per {node.clock}" + (f", at most {node.turns} turns" if node.turns is not None else "")
 
 
 def _argument(argument: Argument) -> Box:
@@ -70,20 +71,28 @@ def _argument(argument: Argument) -> Box:
 def _node(node: Node) -> Box:
     """The note tells the clock, if it is not plain, and the first options that the call wrote."""
     words = told(node)[:2]
-    beat = [] if words and node.clock == "group" else [clock(node)]
+    beat = [] if words and node.clock == "group" and node.turns is None else [clock(node)]
     return Box(node.name, node.name, ", ".join([*beat, *words]), node.pool, "node")
 
 
-def _link(graph: Graph, ref: Ref, head: Node) -> Link:
+def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
     lag = ""
-    if ref.node in graph and graph[ref.node].construct == "broadcast":
+    if ref.node in graph and not graph[ref.node].fires:
         node = graph[ref.node]
-        lag, ref = f", lag={node.lag}", node.inputs[0].ref
+        lag, ref = f", {_way(node)}", node.inputs[0].ref
     maker = graph.producer(ref.node)
     if maker is not None:
         kind: Literal["own", "feedback"] = "own" if maker == head.name and not lag else "feedback"
         return Link(maker, dict(graph.results)[ref.node].output, head.name, ref.node + lag, kind)
+    if back:
+        return Link(ref.node, ref.output, head.name, "next turn", "own" if ref.node == head.name else "feedback")
     return Link(ref.node, ref.output, head.name, "Weights" if lag else _type(graph, ref), "data")
+
+
+def _way(node: Node) -> str:
+    """How a carried value is read."""
+    exactly = "delay" if node.construct == "delay" else "lag"
+    return f"{exactly}={node.lag}" + (f", every {node.every} updates" if node.every > 1 else "")
 
 
 def _type(graph: Graph, ref: Ref) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from penstock.graph.faults import caller, fault, nearest
 from penstock.graph.interface import REQUIRED
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from penstock.graph.definition import NodeDef
 
 ANY = "typing:Any"
+BACK = ("conversation", "replies")
+"""The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before."""
 
 
 class Handle:
@@ -56,10 +59,12 @@ Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
 class Recorder:
     """The nodes of one trace in program order, and the types that they and the arguments name."""
 
-    def __init__(self, arguments: Sequence[str], prefix: str) -> None:
+    def __init__(self, arguments: Mapping[str, Any], prefix: str) -> None:
+        """`arguments` are the program's, with their types."""
         self.prefix = prefix
         self.nodes: list[Node] = []
         self.types: dict[str, type] = {}
+        self._arguments = arguments
         self._taken = {*arguments, *(prefix + a for a in arguments)}
 
     def declare(self, type_: Any) -> str:
@@ -80,8 +85,13 @@ class Recorder:
 
     def call(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record one call of a node; its outputs' handles, bundled as the node returns them."""
+        node = self._node(definition, args, kwargs)
+        self.nodes.append(node)
+        return self._outputs(definition, node)
+
+    def _node(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
         interface = definition.interface
-        node = Node(
+        return Node(
             name=self._name(definition.__name__),
             op=definition.path,
             inputs=self._inputs(definition, args, kwargs),
@@ -90,26 +100,95 @@ class Recorder:
             pool=definition.pool,
             clock=definition.clock,
             stateful=definition.init is not None and not interface.stream,
+            every=encode(definition.beat, f"{definition.__name__}.every"),
             where=caller(),
             given=tuple(key for key in kwargs if key in interface.options),
         )
-        self.nodes.append(node)
-        return interface.bundle(*(Handle(self, Ref(node.name, o.name)) for o in node.outputs))
 
-    def broadcast(self, value: Any, lag: Any) -> Handle:
-        ref = self.ref(value, "broadcast", ANY)
+    def _outputs(self, definition: "NodeDef[..., Any]", node: Node) -> Any:
+        return definition.interface.bundle(*(Handle(self, Ref(node.name, o.name)) for o in node.outputs))
+
+    def broadcast(self, value: Any, lag: Any, every: Any) -> Handle:
+        return self._edge("broadcast", value, self.declare(Weights), lag, encode(every, "broadcast: option 'every'"))
+
+    def delay(self, value: Any, lag: Any) -> Handle:
+        return self._edge("delay", value, self._type(self.ref(value, "delay", ANY)), lag, 1)
+
+    def _edge(self, construct: Literal["broadcast", "delay"], value: Any, type_: str, lag: Any, every: Any) -> Handle:
+        """A way in which a carried value is read."""
         node = Node(
-            name=self._name("broadcast"),
-            op="broadcast",
-            inputs=(Input("value", ANY, ref),),
-            outputs=(Output("out", self.declare(Weights)),),
+            name=self._name(construct),
+            op=construct,
+            inputs=(Input("value", ANY, self.ref(value, construct, ANY)),),
+            outputs=(Output("out", type_),),
             clock="update",
-            construct="broadcast",
-            lag=encode(lag, "broadcast: option 'lag'"),
+            construct=construct,
+            lag=encode(lag, f"{construct}: option 'lag'"),
+            every=every,
             where=caller(),
         )
         self.nodes.append(node)
         return Handle(self, Ref(node.name))
+
+    def keep(self, values: Sequence[Any], when: Any) -> Any:
+        """Record a filter; handles of what it lets through, one alone for one value."""
+        if not values:
+            raise fault("keep", "no value", "the values of a group, the last of them often its rewards")
+        if not callable(when) or isinstance(when, Handle):
+            raise fault("keep: option 'when'", repr(when), "a function of the values that returns True or False")
+        refs = [self.ref(value, f"keep: value {index}", ANY) for index, value in enumerate(values)]
+        node = Node(
+            name=self._name("keep"),
+            op="keep",
+            inputs=tuple(Input(str(index), self._type(ref), ref) for index, ref in enumerate(refs)),
+            outputs=tuple(Output(str(index), self._type(ref)) for index, ref in enumerate(refs)),
+            options=(("when", encode(when, "keep: option 'when'")),),
+            construct="keep",
+            where=caller(),
+            given=("when",),
+        )
+        self.nodes.append(node)
+        kept = tuple(Handle(self, Ref(node.name, o.name)) for o in node.outputs)
+        return kept if len(kept) > 1 else kept[0]
+
+    def alternate(
+        self,
+        speak: "NodeDef[..., Any]",
+        answer: "NodeDef[..., Any]",
+        inputs: Sequence[Any],
+        turns: Any,
+        options: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """Record two nodes that take turns on a group; the outputs of both, as each returns them."""
+        ports = {port.name: port for port in speak.interface.inputs}
+        if not all(name in ports and ports[name].optional for name in BACK):
+            needed = f"one with the optional inputs {' and '.join(BACK)}: what both made in the turn before"
+            raise fault("alternate: the node that speaks", f"{speak.__name__}({', '.join(ports)})", needed)
+        known = {*speak.interface.options, *answer.interface.options}
+        for name in options.keys() - known:
+            needed = f"an option of {speak.__name__} or {answer.__name__}{nearest(name, known)}"
+            raise fault(f"alternate: option {name!r}", repr(options[name]), needed)
+        said = self._node(speak, inputs, {k: v for k, v in options.items() if k in speak.interface.options})
+        first = [Handle(self, Ref(said.name, said.outputs[0].name))] if said.outputs else []
+        heard = self._node(answer, first, {k: v for k, v in options.items() if k in answer.interface.options})
+        if not said.outputs or not heard.outputs:
+            silent = speak if not said.outputs else answer
+            raise fault(f"alternate: {silent.__name__}", "a node without an output", "one for the other to read")
+        back = tuple(
+            Input(name, self.declare(ports[name].type), Ref(node.name, node.outputs[0].name), back=True)
+            for name, node in zip(BACK, (said, heard), strict=True)
+        )
+        bound = encode(turns, "alternate: option 'turns'")
+        bound = 0 if bound is None else bound
+        self.nodes += [replace(said, inputs=said.inputs + back, turns=bound), replace(heard, turns=bound)]
+        return self._outputs(speak, said), self._outputs(answer, heard)
+
+    def _type(self, ref: Ref) -> str:
+        """The type of a value of this program, as far as it is known."""
+        for node in self.nodes:
+            if node.name == ref.node:
+                return next(o.type for o in node.outputs if o.name == ref.output)
+        return self.declare(self._arguments[ref.node])
 
     def _name(self, function: str) -> str:
         stem = name = self.prefix + function

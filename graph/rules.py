@@ -5,15 +5,15 @@ all rules run on every graph.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from penstock.graph.faults import Fault, nearest
-from penstock.graph.ir import Argument, Input, Node, Ref
+from penstock.graph.ir import Argument, Construct, Input, Node, Ref
 from penstock.graph.paths import short
 from penstock.graph.view import View
 
 
-def _say(what: Node | Argument, item: Input | None = None) -> str:
+def say(what: Node | Argument, item: Input | None = None) -> str:
     if item is not None:
         return f"{what.name}: input {item.name!r}"
     return what.name if isinstance(what, Node) else f"{what.kind} {what.name!r}"
@@ -30,7 +30,7 @@ def _names(view: View) -> Iterator[Fault]:
     for thing in view.things:
         if thing.name in seen:
             given = f"the name a second time; the first is at {seen[thing.name].where or 'the same place'}"
-            yield Fault(_say(thing), given, "a name of its own: two producers of one value", thing.where)
+            yield Fault(say(thing), given, "a name of its own: two producers of one value", thing.where)
         seen.setdefault(thing.name, thing)
 
 
@@ -39,13 +39,17 @@ def _forms(view: View) -> Iterator[Fault]:
     for node in view.graph.nodes:
         if node.clock not in ("group", "update"):
             yield Fault(f"{node.name}: clock", repr(node.clock), '"group" or "update"', node.where)
-        if node.construct not in ("call", "broadcast"):
-            yield Fault(f"{node.name}: construct", repr(node.construct), '"call" or "broadcast"', node.where)
-        elif node.construct == "call" and node.lag is not None:
-            yield Fault(f"{node.name}: lag", repr(node.lag), "none: a lag belongs to a broadcast", node.where)
-        elif node.construct == "broadcast" and (len(node.inputs) != 1 or node.clock != "update"):
+        if node.construct not in get_args(Construct):
+            needed = " or ".join(f'"{name}"' for name in get_args(Construct))
+            yield Fault(f"{node.name}: construct", repr(node.construct), needed, node.where)
+        elif node.fires and node.lag is not None:
+            yield Fault(f"{node.name}: lag", repr(node.lag), "none: a lag belongs to a broadcast or delay", node.where)
+        elif not node.fires and (len(node.inputs) != 1 or node.clock != "update"):
             given = f"{len(node.inputs)} inputs, clock {node.clock!r}"
-            yield Fault(node.name, given, "a broadcast of one value, once per update", node.where)
+            yield Fault(node.name, given, f"a {node.construct} of one value, once per update", node.where)
+        elif node.construct == "keep" and (len(node.inputs) != len(node.outputs) or node.clock != "group"):
+            given = f"{len(node.inputs)} inputs, {len(node.outputs)} outputs, clock {node.clock!r}"
+            yield Fault(node.name, given, "per group, an output for each value", node.where)
 
 
 def _references(view: View) -> Iterator[Fault]:
@@ -62,7 +66,7 @@ def _references(view: View) -> Iterator[Fault]:
 
     for node, item in view.inputs():
         if said := missing(item.ref):
-            yield Fault(_say(node, item), *said, node.where)
+            yield Fault(say(node, item), *said, node.where)
     for name, ref in view.graph.results:
         if said := missing(ref):
             yield Fault(f"the next {name!r}", *said, view.graph.where)
@@ -73,7 +77,7 @@ def _types(view: View) -> Iterator[Fault]:
         given = view.type_of(item.ref)
         if given is not None and not view.fits(given, item.type):
             yield Fault(
-                _say(node, item), f"{_short(given, item.type)} (from {item.ref})", _short(item.type, given), node.where
+                say(node, item), f"{_short(given, item.type)} (from {item.ref})", _short(item.type, given), node.where
             )
     for name, ref in view.graph.results:
         given, argument = view.type_of(ref), view.arguments.get(name)
@@ -90,7 +94,7 @@ def _types(view: View) -> Iterator[Fault]:
 def _clocks(view: View) -> Iterator[Fault]:
     """What may be read by a node that fires per group, per update, or by a broadcast."""
     for node in view.graph.nodes:
-        if node.construct == "broadcast":
+        if not node.fires:
             for item in node.inputs:
                 argument = view.arguments.get(item.ref.node)
                 if view.type_of(item.ref) is not None and (argument is None or argument.kind != "carried"):
@@ -99,10 +103,10 @@ def _clocks(view: View) -> Iterator[Fault]:
         elif node.clock == "group":
             for item in node.inputs:
                 maker = view.nodes.get(item.ref.node)
-                if maker is not None and maker.clock == "update" and maker.construct == "call":
+                if maker is not None and maker.clock == "update" and maker.fires:
                     needed = "a per-group value, or a carried value through broadcast(…, lag=k)"
                     given = f"{str(item.ref)!r}, which {maker.name} makes once per update"
-                    yield Fault(f"{_say(node, item)} of a per-group node", given, needed, node.where)
+                    yield Fault(f"{say(node, item)} of a per-group node", given, needed, node.where)
             if not any(view.per_group(i.ref) or view.type_of(i.ref) is None for i in node.inputs):
                 reads = ", ".join(str(i.ref) for i in node.inputs) or "no input"
                 needed = "at least one input per group (a source, or what a per-group node makes)"
@@ -128,8 +132,8 @@ def _carried(view: View) -> Iterator[Fault]:
         elif node is None and ref != Ref(name) and view.type_of(ref) is not None:
             needed = f"{name!r} itself, or what a node makes (a copy needs a node)"
             yield Fault(what, f"another argument, {str(ref)!r}", needed, where)
-        elif node is not None and (node.clock != "update" or node.construct != "call"):
-            kind = "a broadcast" if node.construct == "broadcast" else "made once per group"
+        elif node is not None and (node.clock != "update" or not node.fires):
+            kind = f"a {node.construct}" if not node.fires else "made once per group"
             yield Fault(what, f"{str(ref)!r}, which is {kind}", 'what a node with clock="update" makes', where)
         elif node is not None and (other := next((n for n, r in graph.results if r == ref and n in seen), None)):
             needed = "a value of its own (an update may change it in place)"
@@ -138,10 +142,10 @@ def _carried(view: View) -> Iterator[Fault]:
     for argument in graph.arguments:
         if argument.kind == "carried" and argument.name not in names:
             needed = "its next value among the program's results (itself, if it never changes)"
-            yield Fault(_say(argument), "no next value", needed, argument.where)
+            yield Fault(say(argument), "no next value", needed, argument.where)
         if not argument.maker and view.readers(argument.name):
             needed = "a type with the class attribute `maker`, the import path of what makes the value in a worker"
-            yield Fault(_say(argument), f"{_short(argument.type)}, without a maker", needed, argument.where)
+            yield Fault(say(argument), f"{_short(argument.type)}, without a maker", needed, argument.where)
 
 
 def _donations(view: View) -> Iterator[Fault]:
@@ -157,7 +161,7 @@ def _donations(view: View) -> Iterator[Fault]:
 def _taken(view: View, node: Node) -> set[str]:
     """The carried values that a node updates: those it makes; else, if it makes something of the same type, the one
     that is its first input, which is where the value to update stands."""
-    if node.clock != "update" or node.construct != "call":
+    if node.clock != "update" or not node.fires:
         return set()
     reads = {i.ref.node for i in node.inputs}
     made = {c for c, maker in view.makers.items() if maker == node.name}
@@ -171,10 +175,10 @@ def _cycles(view: View) -> Iterator[Fault]:
     """Feedback goes through updates: a per-group node reads what changes through a broadcast only."""
     import networkx as nx  # type: ignore[import-untyped]  # late: it takes longer to import than a graph to check
 
-    flow = nx.DiGraph([(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes])
+    flow = nx.DiGraph([(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes and not i.back])
     flow.add_nodes_from(view.nodes)
     for node, item in view.inputs():
-        if node.clock == "group" and node.construct == "call" and view.changing(item.ref):
+        if node.clock == "group" and view.changing(item.ref):
             maker, name = view.makers[item.ref.node], item.ref.node
             back = (
                 nx.shortest_path(flow, node.name, maker)
@@ -182,11 +186,11 @@ def _cycles(view: View) -> Iterator[Fault]:
                 else []
             )
             given = f"the cycle without a lag {' → '.join([name, *back, name])}" if back else f"{name!r}, which changes"
-            yield Fault(_say(node, item), given, f"broadcast({name}, lag=k)", node.where)
+            yield Fault(say(node, item), given, f"broadcast({name}, lag=k)", node.where)
     waits = [
         (n.name, view.makers[i.ref.node])
         for n, i in view.inputs()
-        if n.construct == "call" and n.clock == "update" and view.changing(i.ref) and n.name != view.makers[i.ref.node]
+        if n.fires and n.clock == "update" and view.changing(i.ref) and n.name != view.makers[i.ref.node]
     ]
     flow.add_edges_from((reader, maker) for reader, maker in waits if maker in flow)
     for names in nx.strongly_connected_components(flow):
@@ -214,7 +218,8 @@ def _unused(view: View) -> Iterator[Fault]:
     used = {i.ref for _, i in view.inputs()} | {ref for _, ref in view.graph.results}
     for node in view.graph.nodes:
         for output in node.outputs:
-            if Ref(node.name, output.name) not in used:
+            silent = node.construct == "keep" and any(Ref(node.name, o.name) in used for o in node.outputs)
+            if Ref(node.name, output.name) not in used and not silent and not node.answers:
                 given = f"nobody who uses it: {Ref(node.name, output.name)} ({_short(output.type)})"
                 yield Fault(
                     f"{node.name}: output {output.name!r}", given, "a node that reads it, or no call", node.where
@@ -222,7 +227,7 @@ def _unused(view: View) -> Iterator[Fault]:
     for argument in view.graph.arguments:
         if not view.readers(argument.name):
             needed = "a node that reads it, or no such argument"
-            yield Fault(_say(argument), "nobody who reads it", needed, argument.where)
+            yield Fault(say(argument), "nobody who reads it", needed, argument.where)
 
 
 def _numbers(view: View) -> Iterator[Fault]:
@@ -234,7 +239,7 @@ def _numbers(view: View) -> Iterator[Fault]:
             "batch", repr(view.batch), "a whole number of prompt groups per update, at least 1", view.graph.where
         )
     for node in view.graph.nodes:
-        if node.construct == "broadcast" and wrong(node.lag, 0):
+        if not node.fires and wrong(node.lag, 0):
             needed = "a whole number of updates, at least 0 (0 is synchronous)"
             yield Fault(f"{node.name}: lag", repr(node.lag), needed, node.where)
         if wrong(node.every, 1):
@@ -249,14 +254,14 @@ def _places(view: View) -> Iterator[Fault]:
     """A carried value stays in its pool."""
     for node, item in view.inputs():
         argument = view.arguments.get(item.ref.node)
-        if argument is None or argument.kind != "carried" or node.construct == "broadcast":
+        if argument is None or argument.kind != "carried" or not node.fires:
             continue
         if view.pools[node.name] != view.pools[argument.name] and not (
             node.clock == "group" and view.changing(item.ref)
         ):
             given = f"{argument.name!r}, which pool {view.pools[argument.name]!r} holds"
             needed = f"a value of its own pool {view.pools[node.name]!r}, or broadcast({argument.name}, lag=k)"
-            yield Fault(_say(node, item), given, needed, node.where)
+            yield Fault(say(node, item), given, needed, node.where)
 
 
 RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (

@@ -23,7 +23,8 @@ def text(graph: Graph) -> str:
         summary = graph.doc.splitlines()[0]
         lines.append(f'    """{summary}"""')
     inline = _returned_call(graph)
-    calls = [(_statement(n, names, returned=n is inline), _comment(n)) for n in graph.nodes]
+    calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in graph.nodes]
+    calls = [call for node, call in zip(graph.nodes, calls, strict=True) if not node.answers]
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
     for (first, *rest), comment in calls:
         lines += [f"{first:<{column}}# {comment}", *rest]
@@ -90,7 +91,8 @@ def _names(graph: Graph) -> dict[Ref, str]:
         for output in node.outputs:
             ref = Ref(node.name, output.name)
             own = f"{_local(node.name)}_{output.name}"
-            wishes = (results.get(ref), called.get(ref), short(output.type).lower(), own)
+            kept = f"kept_{names.get(node.inputs[int(output.name)].ref)}" if node.construct == "keep" else None
+            wishes = (results.get(ref), kept, called.get(ref), short(output.type).lower(), own)
             names[ref] = next((wish for wish in wishes if wish and wish not in names.values()), own)
     return names
 
@@ -104,15 +106,22 @@ def _returned_call(graph: Graph) -> Node | None:
     return last if alone and name == graph.arguments[0].name else None
 
 
-def _statement(node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
-    """The call's lines, with the options that it wrote."""
-    function = short(node.op) if node.construct == "call" else node.construct
-    words = [names.get(i.ref, str(i.ref)) for i in node.inputs]
-    words += [f"lag={node.lag}"] if node.construct == "broadcast" else []
-    words += told(node)
-    targets = ", ".join(names[Ref(node.name, o.name)] for o in node.outputs)
+def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
+    """The call's lines, with the options that it wrote; two nodes that take turns are one call."""
+    outputs, options = [Ref(node.name, o.name) for o in node.outputs], told(node)
+    words = [names.get(i.ref, str(i.ref)) for i in node.inputs if not i.back]
+    function = _function(node)
+    if node.turns is not None and (other := _partner(graph, node)) is not None:
+        words = [function, _function(other), *words]
+        options = [*options, *told(other), f"turns={node.turns}"]
+        outputs += [Ref(other.name, o.name) for o in other.outputs]
+        function = "alternate"
+    words += [f"lag={node.lag}"] if not node.fires else []
+    words += [f"every={node.every}"] if not node.fires and node.every > 1 else []
+    targets = ", ".join(names[ref] for ref in outputs)
     start = "    return " if returned else f"    {targets} = " if targets else "    "
     opening = f"{start}{function}("
+    words += options
     # Non-breaking spaces keep each argument in one piece.
     body = ", ".join(word.replace(" ", "\xa0") for word in words) + ")"
     wrapped = textwrap.wrap(
@@ -121,10 +130,23 @@ def _statement(node: Node, names: dict[Ref, str], *, returned: bool) -> list[str
     return [line.replace("\xa0", " ") for line in wrapped]
 
 
-def _comment(node: Node) -> str:
-    function = short(node.op) if node.construct == "call" else node.construct
-    named = [] if node.name == function else [node.name]
-    return ", ".join([*named, *([f"to {node.pool}"] if node.construct == "broadcast" else [node.pool, clock(node)])])
+def _comment(graph: Graph, node: Node) -> str:
+    named = [] if node.name == _function(node) else [node.name]
+    if not node.fires:
+        return ", ".join([*named, f"to {node.pool}"])
+    other = _partner(graph, node)
+    pools = dict.fromkeys([node.pool, other.pool] if other is not None else [node.pool])
+    return ", ".join([*named, " and ".join(pools), clock(node)])
+
+
+def _function(node: Node) -> str:
+    return short(node.op) if node.construct == "call" else node.construct
+
+
+def _partner(graph: Graph, node: Node) -> Node | None:
+    """The node that answers one that speaks, where two take turns."""
+    heard = [i.ref.node for i in node.inputs if i.back and i.ref.node != node.name]
+    return graph[heard[0]] if heard and heard[0] in graph else None
 
 
 def _escape(words: str) -> str:

@@ -1,0 +1,77 @@
+"""The rules of `check` for what a program says beside calling nodes: slower clocks, delays, turns."""
+
+from collections.abc import Callable, Iterator
+
+from penstock.graph.faults import Fault
+from penstock.graph.rules import say
+from penstock.graph.view import View
+
+
+def _beats(view: View) -> Iterator[Fault]:
+    """Nodes and ways that take part in some updates only."""
+    for node in view.graph.nodes:
+        if type(node.every) is not int or node.every <= 1:
+            continue
+        if node.construct == "broadcast" and type(node.lag) is int and node.every > node.lag + 1:
+            given = f"every={node.every}, lag={node.lag}"
+            needed = f"every={node.lag + 1} at most, or lag={node.every - 1}: update {node.lag + 1} would wait for ever"
+            yield Fault(f"{node.name}: weights too seldom for their lag", given, needed, node.where)
+        elif node.fires and node.clock != "update":
+            yield Fault(
+                f"{node.name}: every", f"{node.every}, of a node per {node.clock}", "one per update", node.where
+            )
+        for item in node.inputs if node.fires else ():
+            if view.per_group(item.ref):
+                needed = "a node that fires at each update to consume the batch, and this one to read what that makes"
+                yield Fault(
+                    f"{say(node, item)}, at every {node.every}. update", f"{item.ref}, per group", needed, node.where
+                )
+    for reader, item in view.inputs():
+        maker = view.nodes.get(item.ref.node)
+        if maker is not None and maker.fires and maker.every > 1 and reader.every % maker.every:
+            given = f"{str(item.ref)!r}, which {maker.name} makes at every {maker.every}. update"
+            needed = f"a reader at those updates: {reader.name}.every({maker.every}), or the carried value"
+            yield Fault(say(reader, item), given, needed, reader.where)
+
+
+def _delays(view: View) -> Iterator[Fault]:
+    """A delayed value is read per group where it is held; one that never changes needs no delay."""
+    for node in view.graph.nodes:
+        if node.construct != "delay" or len(node.inputs) != 1:
+            continue
+        carried = node.inputs[0].ref.node
+        argument = view.arguments.get(carried)
+        if argument is not None and argument.kind == "carried" and carried not in view.makers:
+            needed = f"a carried value that updates change, or {carried!r} itself"
+            yield Fault(node.name, f"{carried!r}, which never changes", needed, node.where)
+        for reader in view.readers(node.name):
+            if reader.clock != "group":
+                needed = f"a per-group node; one per update reads {carried!r} as it is"
+                yield Fault(f"{reader.name} reads {node.name}", "a node per update", needed, reader.where)
+            elif argument is not None and view.pools[reader.name] != view.pools[carried]:
+                given = f"{carried!r}, which pool {view.pools[carried]!r} holds"
+                needed = f'{reader.name}.on("{view.pools[carried]}"), or another pool for what makes {carried!r}'
+                yield Fault(
+                    f"{reader.name} reads {node.name} in pool {view.pools[reader.name]!r}", given, needed, reader.where
+                )
+
+
+def _turns(view: View) -> Iterator[Fault]:
+    """Two nodes that take turns: bounded, per group, each the other's."""
+    for node in view.graph.nodes:
+        back = [item for item in node.inputs if item.back]
+        if node.turns is None:
+            for item in back:
+                yield Fault(say(node, item), "a value of the turn before", "a node of `alternate`", node.where)
+            continue
+        if (type(node.turns) is not int or node.turns < 1) and not node.answers:
+            given = "no bound" if node.turns == 0 else repr(node.turns)
+            yield Fault(f"{node.name}: turns", given, "turns=k, a whole number of at least 1", node.where)
+        if node.clock != "group":
+            yield Fault(f"{node.name}: takes turns", "a node per update", "a node per group", node.where)
+        if node.stateful:
+            needed = "a Stream, or a node without state: groups take their turns in any order"
+            yield Fault(f"{node.name}: takes turns", "a node that passes a state on", needed, node.where)
+
+
+CONSTRUCT_RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (_beats, _delays, _turns)

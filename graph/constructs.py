@@ -1,0 +1,62 @@
+"""What a program can say beside calling nodes: how weights travel, which groups stay, what is read later, turns."""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+from penstock.graph.definition import NodeDef
+from penstock.graph.faults import fault
+from penstock.graph.recorder import Recorder, current
+from penstock.graph.types import Weights
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+
+
+def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
+    """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
+
+    `every`: only every so-manieth version is sent, which must not be later than the lag allows.
+    """
+    return cast(Weights, _recorder("broadcast").broadcast(value, lag, every))
+
+
+def delay(value: A, *, lag: int = 0) -> A:
+    """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
+
+    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it.
+    """
+    return cast(A, _recorder("delay").delay(value, lag))
+
+
+@overload
+def keep(value: A, /, *, when: Callable[[A], bool]) -> A: ...
+@overload
+def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]: ...
+@overload
+def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
+def keep(*values: Any, when: Callable[..., bool]) -> Any:
+    """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
+    take their place: an update consumes its `batch` kept ones, in order."""
+    return _recorder("keep").keep(values, when)
+
+
+def alternate(
+    speak: NodeDef[P, A], answer: NodeDef[Q, B], *inputs: Any, turns: int | None = None, **options: Any
+) -> tuple[A, B]:
+    """Let two nodes take turns on each prompt group, such as a generator and an environment, at most `turns` times.
+
+    `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
+    `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
+    is true. Whoever reads their outputs gets those of the last turn. `options` go to the one that has them.
+    """
+    return cast(tuple[A, B], _recorder("alternate").alternate(speak, answer, inputs, turns, options))
+
+
+def _recorder(construct: str) -> Recorder:
+    recorder = current.get()
+    if recorder is None:
+        raise fault(construct, "a call outside of a program", "a call in a function with @program")
+    return recorder
