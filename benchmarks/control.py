@@ -1,17 +1,24 @@
-"""What the control plane can do at most: scheduler events per second, and round trips of tasks beside Ray's.
+"""What the control plane can do at most: scheduler events per second, and round trips of tasks beside Ray's calls.
 
     python benchmarks/control.py [--keep]
 
-See `round_trips` for what a task goes through and where its workers are. Ray (extra `bench`) is measured in the same
-run; without it its columns are missing, and said so.
+See `round_trips` and `ray_calls` for what a task goes through. The two alternate, each time in new processes laid out
+alike: 1 and 16 workers have a process each, 256 are 16 threads in each of 16 processes. In flight is a number of tasks
+in all, equally many for each worker. Without Ray (extra `bench`) its columns are missing, and said so.
 """
 
 import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from report import publish, spread
-from round_trips import measure
 
 from penstock.graph import trace
 from penstock.programs.aipo import aipo
@@ -27,6 +34,30 @@ BATCH = 32
 UPDATES = 300
 LAG = 1
 GENERATORS = 2
+TARGETS = {"one_in_flight": 3.0, "pipelined": 5.0}
+"""What is promised: tasks per second over Ray's."""
+LIMIT_S = 420.0
+"""Seconds for one system's part of one repeat. Start-up and each wait have shorter deadlines of their own."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`threads` workers in each of `processes`; `window` tasks in flight at each worker when pipelined."""
+
+    processes: int
+    threads: int
+    window: int
+
+    @property
+    def workers(self) -> int:
+        return self.processes * self.threads
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        return {"one_in_flight": self.workers, "pipelined": self.workers * self.window}
+
+
+LAYOUTS = {layout.workers: layout for layout in (Layout(1, 1, 256), Layout(16, 1, 256), Layout(16, 16, 16))}
 
 
 def scheduler_events_per_s(repeats: int = 5) -> dict[str, Any]:
@@ -70,31 +101,67 @@ def _handle(tables: Tables, rules: Rules, events: list[Event]) -> float:
     return seconds
 
 
+def round_trips(layout: Layout, repeats: int, seconds: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Two rows, one in flight and pipelined, and seconds of start-up: Penstock and Ray in turn, `repeats` times."""
+    systems = {"penstock": "round_trips.py", "ray": "ray_calls.py"}
+    if importlib.util.find_spec("ray") is None:
+        del systems["ray"]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, script in systems.items():
+            found[name].append(measured(script, layout, seconds))
+    rows = []
+    for mode, target in TARGETS.items():
+        rates = {name: [one[mode] for one in parts] for name, parts in found.items()}
+        row = {"workers": layout.workers, "processes": layout.processes, "threads": layout.threads}
+        row |= {"mode": mode, "in_flight": layout.in_flight[mode]}
+        row |= {name: spread(values) for name, values in rates.items()}
+        if "ray" in rates:
+            pairs = zip(rates["penstock"], rates["ray"], strict=True)
+            row |= {"ratio": spread([ours / theirs for ours, theirs in pairs]), "target": target}
+        rows.append(row)
+    starts = {name: spread([one["start_s"] for one in parts]) for name, parts in found.items()}
+    return rows, {"workers": layout.workers, **starts}
+
+
+def measured(script: str, layout: Layout, seconds: float) -> dict[str, float]:
+    """What one system's script prints last. Raises CalledProcessError or TimeoutExpired."""
+    path = Path(__file__).resolve().parent / script
+    numbers = (layout.processes, layout.threads, layout.window, seconds)
+    command = [sys.executable, str(path), *map(str, numbers)]
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/control.json")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--workers", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     scheduler = scheduler_events_per_s()
     for versions in ("free", "pinned"):
-        print(f"scheduler, versions {versions}: {scheduler[versions]['median']:,.0f} events/s")
-    rows = [measure(workers, args.seconds) for workers in args.workers]
-    for row in rows:
-        print(describe(row))
-    publish("control", {"scheduler": scheduler, "round_trips": rows}, args.keep)
+        print(f"scheduler, versions {versions}: {scheduler[versions]['median']:,.0f} events/s", flush=True)
+    rows, starts = [], []
+    for workers in args.workers:
+        pair, start = round_trips(LAYOUTS[workers], args.repeats, args.seconds)
+        rows += pair
+        starts.append(start)
+        print("\n".join(map(describe, pair)), flush=True)
+    figures = {"load_before": load, "scheduler": scheduler, "tasks_per_s": rows, "start_s": starts}
+    publish("control", figures, args.keep)
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A row as a line: both figures, each with its ratio to Ray's."""
-    parts = []
-    for name in ("one_in_flight", "pipelined"):
-        text = f"{name.replace('_', ' ')} {row[name]:,.0f}/s"
-        if row["ray"] is not None:
-            text += f" ({row[name] / row['ray'][name]:.1f} x Ray's {row['ray'][name]:,.0f})"
-        parts.append(text)
-    where = f"{row['workers']} workers in {row['processes']} processes"
-    return f"{where}: {', '.join(parts)}" + ("" if row["ray"] is not None else "; Ray not measured")
+    """A row as a line: the median rate, with its ratio to Ray's."""
+    where = f"{row['workers']} workers ({row['processes']} processes x {row['threads']} threads)"
+    line = f"{where}, {row['mode'].replace('_', ' ')}: {row['penstock']['median']:,.0f}/s"
+    if "ray" not in row:
+        return line + "; Ray not measured"
+    return line + f", {row['ratio']['median']:.1f} x Ray's {row['ray']['median']:,.0f} (target {row['target']:.0f} x)"
 
 
 if __name__ == "__main__":

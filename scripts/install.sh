@@ -5,6 +5,10 @@
 # install would bring gigabytes of CUDA. TORCH_INDEX overrides the choice; TORCH_INDEX= (empty) takes the ordinary index.
 set -eu
 
+if [ $# -ne 1 ]; then
+    echo "usage: sh scripts/install.sh WHAT    (WHAT is . or '.[dev]'; run it where pyproject.toml is)" >&2
+    exit 2
+fi
 WHAT=$1
 PYTHON=${PYTHON:-python3}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -49,7 +53,26 @@ if [ -z "${TORCH_INDEX+set}" ]; then
     fi
 fi
 
-[ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+has_pip() {
+    .venv/bin/python -m pip --version >/dev/null 2>&1
+}
+
+# Without python3-venv, Debian's venv module fails and leaves a .venv that has a python, no pip, and nothing installed.
+if ! has_pip; then
+    if [ -f .venv/pyvenv.cfg ] && [ -z "$(ls .venv/lib/python*/site-packages 2>/dev/null)" ]; then
+        rm -rf .venv
+    elif [ -e .venv ]; then
+        echo "$PWD/.venv: given one without pip that is in use; needed none there (remove it), or one with pip" >&2
+        exit 1
+    fi
+    if ! said=$("$PYTHON" -m venv .venv 2>&1) || ! has_pip; then
+        rm -rf .venv
+        echo "$said" >&2
+        echo "$PYTHON cannot make a virtual environment with pip; needed its venv module (on Debian and Ubuntu:" \
+            "apt install python3-venv), or another Python (PYTHON=... names one)" >&2
+        exit 1
+    fi
+fi
 if ! .venv/bin/python -c 'import torch' >/dev/null 2>&1; then
     echo "installing $TORCH from ${TORCH_INDEX:-the ordinary index}"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$TORCH" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock import __path__ as roots
 from penstock.runtime.cli.cache import cache_folder
 from penstock.runtime.cli.launching import asked, configure, launch
-from penstock.runtime.cli.progress import Line, kind_of
+from penstock.runtime.cli.progress import Line
 from penstock.runtime.cli.traced import CommandError, trace_program
 from penstock.runtime.control.launch import DONE
 from penstock.runtime.plan.cluster import Cluster, Host
@@ -62,7 +62,7 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
         cluster = Cluster(hosts=(Host(name="local", cores=1),))  # one thread: the same base whatever machine builds it
         config = configure(trace_program("run", words), cluster, "")
         folder = RunFolder.create(beside / "run")
-        config.write(folder, asked("sft", words, cluster))
+        config.write(folder, asked("sft", words, cluster, {}))
         errors: list[str] = []
         status = launch(folder, cluster, lambda line: _hear(line, config.flags.updates, tell, errors))
         checkpoint = latest_checkpoint(folder)
@@ -77,7 +77,7 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
 
 
 def _hear(line: Line, updates: int, tell: Callable[[Line], None], errors: list[str]) -> None:
-    kind = kind_of(line)
+    kind = line["kind"]
     if kind == "row":
         tell({"kind": "base", "update": line["row"]["version"], "updates": updates, "loss": line["row"].get("loss")})
     elif kind == "error":

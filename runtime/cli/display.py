@@ -1,8 +1,10 @@
 """How a run looks: a live dashboard in a terminal, plain lines elsewhere. Both are fed the controller's lines."""
 
+import errno
 import sys
 import termios
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from types import TracebackType
@@ -16,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.runtime.cli.figures import clock, figure, many, percent, sparkline
-from penstock.runtime.cli.progress import STAGES, Line, Pool, Progress, external_text, kind_of
+from penstock.runtime.cli.progress import STAGES, Line, Pool, Progress, external_text
+from penstock.runtime.control.stops import nobody_reads
 
 PLAIN_SECONDS = 1.0
 """Time between two plain lines about updates."""
@@ -45,7 +48,7 @@ class Display(Protocol):
     progress: Progress
 
     def tell(self, line: Line) -> None:
-        """Take a line of the controller."""
+        """Take a line of the controller. Raises OSError once nobody can see it: a closed pipe, a terminal gone."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -80,10 +83,10 @@ class PlainDisplay:
 
     def tell(self, line: Line) -> None:
         self.progress.hear(line)
-        if self.progress.stage != self._stage and kind_of(line) != "summary":
+        if self.progress.stage != self._stage and line["kind"] != "summary":
             self._stage, self._said = self.progress.stage, -PLAIN_SECONDS
             self.write(f"{STAGES.get(self._stage, self._stage)} …")
-        match kind_of(line):
+        match line["kind"]:
             case "row" | "base":
                 self._row()
             case "accuracy" if line["accuracy"] is not None:
@@ -122,12 +125,15 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.live.stop()
+        with suppress(OSError):  # a terminal that is gone
+            self.live.stop()
         self._restore()
 
     def tell(self, line: Line) -> None:
         with self._lock:
             self.progress.hear(line)
+        if nobody_reads(self.console.file.fileno()):  # rich draws nothing on a terminal that is gone, and says nothing
+            raise OSError(errno.EIO, "the terminal is gone")
 
     def _render(self) -> RenderableType:
         with self._lock:  # rich redraws in a thread of its own
@@ -143,7 +149,12 @@ def quiet_controls() -> Callable[[], None]:
     changed = list(before)
     changed[3] &= ~termios.ECHOCTL
     termios.tcsetattr(fd, termios.TCSADRAIN, changed)
-    return lambda: termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+    def restore() -> None:
+        with suppress(termios.error):  # the terminal is gone, and needs nothing any more
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+    return restore
 
 
 def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> RenderableType:

@@ -12,18 +12,24 @@ from penstock.runtime.cli.progress import Progress
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.stops import interrupt, on_stop, while_heard
+from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent ignores it, which children inherit
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)
     display = PlainDisplay(Progress(config.graph.name, config.flags.updates), lambda text: print(text, flush=True))
+    tell = while_heard(display.tell, lambda: signal.raise_signal(signal.SIGTERM))
     try:
-        status = run_in_process(folder, display.tell)
+        with on_stop(interrupt):
+            status = run_in_process(folder, tell)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except RecordError as fault:
+        print(f"penstock: {fault}", file=sys.stderr)
+        sys.exit(FAILED)
     except Exception:
         traceback.print_exc()
         sys.exit(FAILED)

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import Any
 
 from penstock import __version__
@@ -18,11 +20,14 @@ from penstock.runtime.cli.figures import clock, percent
 from penstock.runtime.cli.progress import Line
 from penstock.runtime.cli.traced import Traced
 from penstock.runtime.control.config import RunConfig
-from penstock.runtime.control.launch import DONE, INTERRUPTED, Launcher
+from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
+from penstock.runtime.control.stops import carry_on, on_stop
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.place import place
+from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import read_rows
 
 STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
@@ -46,11 +51,13 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     return RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
 
 
-def asked(name: str, argv: Sequence[str], cluster: Cluster) -> dict[str, Any]:
-    """What the user asked for, as `config.json` keeps it."""
+def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str, str]) -> dict[str, Any]:
+    """What the user asked for and where, as `config.json` keeps it; `digests` are those of the data files."""
     return {
         "program": name,
         "command": list(argv),
+        "folder": str(Path.cwd()),
+        "digests": dict(digests),
         "cluster": cluster.model_dump(mode="json"),
         "penstock": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,11 +72,14 @@ def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) ->
 def launch_here(folder: RunFolder) -> int:
     """Run it in one process that has the terminal, so that a debugger works; the exit status."""
     child = subprocess.Popen([sys.executable, "-m", "penstock.runtime.cli.inprocess_child", str(folder.path)])
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the child's
-    try:
-        return child.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the terminal has told the child of that one
+            child.send_signal(number)
+
+    with on_stop(hand_on):
+        status = child.wait()
+    return status if status in (DONE, INTERRUPTED) else FAILED
 
 
 def go(
@@ -78,40 +88,78 @@ def go(
     cluster: Cluster,
     look: Look,
     prepare: Callable[[Display], None] | None = None,
+    earlier: float = 0.0,
 ) -> int:
-    """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display."""
+    """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display;
+    `earlier` are the wall seconds of the run before this command."""
     name, updates = config.graph.name, config.flags.updates
-    errors: list[str] = []
     with open_display(name, updates, relative(folder.path), plain=look.plain or look.in_process) as display:
         if prepare is not None:
             prepare(display)
-        status = launch_here(folder) if look.in_process else launch(folder, cluster, display.tell)
-        errors = display.progress.errors
-    for error in errors:
-        print(f"penstock: {error}", file=sys.stderr)
-    summary = finish(folder, status, errors, monotonic() - look.began)
-    print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path)))
+        with on_stop(carry_on):
+            status = launch_here(folder) if look.in_process else launch(folder, cluster, display.tell)
+            errors = display.progress.errors
+            summary = finish(folder, status, errors, monotonic() - look.began, earlier)
+    with suppress(OSError):  # nobody reads it any more, and `main` sees to the exit status
+        for error in errors:
+            print(f"penstock: {error}", file=sys.stderr)
+        print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path)))
     return status
 
 
-def finish(folder: RunFolder, status: int, errors: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The summary with the whole command's seconds; one is made where the controller could not."""
+def finish(folder: RunFolder, status: int, errors: list[str], seconds: float, earlier: float = 0.0) -> dict[str, Any]:
+    """The summary, made from what is there if the controller wrote none, with what only this process knows: the exit
+    status, the whole command's seconds, the run's seconds before it, and where a resume begins. It is written, too; if
+    that cannot be done, `errors` say why."""
+    summary = _written(folder) or _made(folder, seconds)
+    ended = STATUS.get(status, "failed")
+    reasons = [summary["error"], *(errors if ended != summary["status"] else ())]  # which the controller may have lost
+    summary |= {
+        "status": ended,
+        "error": "\n".join(dict.fromkeys(filter(None, reasons))),
+        "wall_s": round(summary["wall_s"] + earlier, 3),
+        "checkpoint": resumes_at(folder),
+        "command_s": round(seconds, 3),
+    }
+    try:
+        folder.write_json("summary.json", summary)
+    except RecordError as error:
+        errors.append(str(error))
+    return summary
+
+
+def _written(folder: RunFolder) -> dict[str, Any] | None:
+    """The controller's summary; None if it could not write one."""
     try:
         summary: dict[str, Any] = folder.read_json("summary.json")
     except RecordError:
-        summary = {
-            "status": STATUS.get(status, "failed"),
-            "accuracy_before": None,
-            "accuracy_after": None,
-            "updates": 0,
-            "groups": 0,
-            "wall_s": round(seconds, 3),
-            "error": "\n".join(errors),
-            "folder": str(folder.path),
-        }
-    summary["command_s"] = round(seconds, 3)
-    folder.write_json("summary.json", summary)
+        return None
     return summary
+
+
+def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
+    """A summary of what the run has left, with the status open."""
+    rows, saved = read_rows(folder.metrics), latest_checkpoint(folder)
+    accuracy, groups = saved.accuracy if saved else {}, sum(row["groups"] for row in rows)
+    return {
+        "status": "",
+        "accuracy_before": accuracy.get("before"),
+        "accuracy_after": accuracy.get("after"),
+        "updates": rows[-1]["version"] if rows else 0,
+        "groups": groups,
+        "fates": {"consumed": groups},
+        "wall_s": round(seconds, 3),
+        "reward_mean": rows[-1].get("reward_mean") if rows else None,
+        "dropped_frames": {},
+        "error": "",
+        "folder": str(folder.path),
+    }
+
+
+def resumes_at(folder: RunFolder) -> int:
+    """The update that a resume would do next: that of the last checkpoint, 0 without one."""
+    saved = latest_checkpoint(folder)
+    return saved.update if saved else 0
 
 
 def summary_text(summary: Mapping[str, Any], updates: int, folder: str) -> str:
@@ -122,9 +170,18 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str) -> str:
     rows.append(("updates", f"{summary['updates']} of {updates}, {summary['groups']} prompt groups"))
     rows.append(("time", clock(summary["command_s"])))
     rows.append(("folder", folder))
-    if summary["status"] == "stopped":
-        rows.append(("to go on", f"penstock resume {folder}"))
+    if summary["status"] == "stopped" or (summary["status"] == "failed" and summary["checkpoint"]):
+        rows.append(("to go on", f"penstock resume {folder}, {_goes_on(summary)}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
+
+
+def _goes_on(summary: Mapping[str, Any]) -> str:
+    """From where, and what is done again."""
+    at, done = summary["checkpoint"], summary["updates"]
+    if at == done:
+        return f"from update {at}"
+    held = f"the last checkpoint, of update {at}" if at else "the beginning, since there is no checkpoint"
+    return f"from {held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"
 
 
 def relative(path: Path) -> str:

@@ -1,17 +1,23 @@
 """`penstock VERB …`: one program, many verbs. This process never imports torch.
 
-Exit status: 0 well, 1 a fault or a failed run, 2 a command line that cannot be understood, 130 stopped by Ctrl-C.
+Exit status: 0 well, 1 a fault or a failed run, 2 a command line that cannot be understood, 130 stopped by Ctrl-C, by
+SIGTERM or since its terminal closed, 141 if nobody read the output to its end.
 """
 
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock import __version__
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.stops import interrupt, nobody_reads, on_stop
+
+UNREAD = 128 + signal.SIGPIPE
+"""What a shell says of a command that ended because nobody read its output."""
 
 
 class Verb(NamedTuple):
@@ -61,17 +67,43 @@ def unknown(verb: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with on_stop(interrupt, (signal.SIGTERM, signal.SIGHUP)):
+            status = _answer(words)
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    except KeyboardInterrupt:
+        status = 130
+    except OSError:
+        if not any(map(nobody_reads, (1, 2))):
+            raise
+        status = UNREAD
+    sys.exit(_flushed(status))
+
+
+def _flushed(status: int) -> int:
+    """The exit status once all output is out. What cannot be written is dropped, or the interpreter would complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            status = status or UNREAD
+    return status
+
+
+def _answer(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview(), end="")
-        sys.exit(0 if words else 2)
+        return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"penstock {__version__}")
-        sys.exit(0)
+        return 0
     verb, *rest = words
     if verb not in VERBS:
         print(unknown(verb), file=sys.stderr)
-        sys.exit(2)
-    sys.exit(_call(verb, rest))
+        return 2
+    return _call(verb, rest)
 
 
 def _call(verb: str, argv: Sequence[str]) -> int:
@@ -86,11 +118,6 @@ def _call(verb: str, argv: Sequence[str]) -> int:
             raise
         print(f"penstock {verb}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `penstock show aipo | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it ends
-        return 0
     return status
 
 

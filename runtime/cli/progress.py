@@ -1,6 +1,6 @@
 """What a run has said about itself so far: the lines of its controller, added up for a display. Pure.
 
-A line is a dict with a `kind` (or `type`): "stage", "status", "row", "accuracy", "note", "error", "external",
+A line is a dict with a `kind`: "stage", "status", "row", "accuracy", "note", "error", "external",
 "summary". `runtime.control.recorder` makes most of them; unknown kinds are passed over.
 """
 
@@ -23,10 +23,6 @@ STAGES = {
 }
 RECENT = 10
 """Rows that rates are averaged over."""
-
-
-def kind_of(line: Line) -> str:
-    return str(line.get("kind") or line.get("type") or "")
 
 
 @dataclass
@@ -58,7 +54,7 @@ class Progress:
         self.planned = self.updates
 
     def hear(self, line: Line) -> None:
-        match kind_of(line):
+        match line["kind"]:
             case "stage":
                 if self.stage == "base":
                     self.update, self.updates, self.row = 0, self.planned, {}

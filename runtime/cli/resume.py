@@ -1,23 +1,26 @@
 """`penstock resume DIR`: go on with a run exactly where its last checkpoint is."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
+from penstock.runtime.cli.inputs import require_inputs
 from penstock.runtime.cli.launching import Look, go
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.log import segment_seconds
 
 DESCRIPTION = """Go on with a run exactly where its last complete checkpoint is.
 
 The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
+The data, the model and the program's file must be where they were, and the data unchanged.
 
 Examples:
   penstock resume runs/aipo-20250304-050607
@@ -47,16 +50,26 @@ def main(argv: Sequence[str]) -> int:
     folder = RunFolder.open(flags.dir)
     folder.lock()
     try:
-        config = RunConfig.load(folder)
-        config = _with_updates(folder, config, flags.updates)
-        cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
+        config, asked = RunConfig.load(folder), folder.read_json("config.json")["asked"]
+        require_inputs(config, asked)
+        earlier = _earlier_seconds(folder)
+        config = _with_updates(folder, config, asked, flags.updates)
+        cluster = Cluster.model_validate(asked["cluster"])
         (folder.path / "summary.json").unlink(missing_ok=True)
-        return go(folder, config, cluster, Look(flags.plain, flags.json, flags.in_process, began))
+        look = Look(flags.plain, flags.json, flags.in_process, began)
+        return go(folder, config, cluster, look, earlier=earlier)
     finally:
         folder.unlock()
 
 
-def _with_updates(folder: RunFolder, config: RunConfig, updates: int) -> RunConfig:
+def _earlier_seconds(folder: RunFolder) -> float:
+    """Wall seconds of the run so far: as its summary says, else, since nobody lived to write one, as the log does."""
+    if (folder.path / "summary.json").exists():
+        return float(folder.read_json("summary.json")["wall_s"])
+    return sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
+
+
+def _with_updates(folder: RunFolder, config: RunConfig, asked: Mapping[str, Any], updates: int) -> RunConfig:
     """The run with as many updates as are wanted now. Raises CommandError if there is nothing left to do."""
     saved = latest_checkpoint(folder)
     done, wanted = saved.update if saved else 0, updates or config.flags.updates
@@ -67,7 +80,7 @@ def _with_updates(folder: RunFolder, config: RunConfig, updates: int) -> RunConf
     if wanted == config.flags.updates:
         return config
     changed = dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=wanted))
-    changed.write(folder, folder.read_json("config.json")["asked"])
+    changed.write(folder, asked)
     return changed
 
 

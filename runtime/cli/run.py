@@ -11,6 +11,7 @@ from time import monotonic
 from penstock.runtime.cli.base import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
+from penstock.runtime.cli.inputs import absolute_paths, file_digests, is_made_up
 from penstock.runtime.cli.launching import Look, asked, configure, go
 from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import CommandError, Traced, trace_program
@@ -22,19 +23,21 @@ def main(argv: Sequence[str]) -> int:
     began = monotonic()
     require_program("run", argv)
     traced = trace_program("run", argv)
-    flags: RunFlags = traced.flags
     traced.sound()
+    flags = absolute_paths(traced.flags)
+    traced = dataclasses.replace(traced, flags=flags)
     if flags.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
     cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
     config = configure(traced, cluster, flags.model)
     needs_base = _needs_base(traced)
+    digests = file_digests(flags)
     folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
 
     def prepare(display: Display) -> None:
         model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
         complete = dataclasses.replace(config, flags=dataclasses.replace(config.flags, model=model))
-        complete.write(folder, asked(argv[0], argv, cluster))
+        complete.write(folder, asked(argv[0], argv, cluster, digests))
 
     try:
         return go(folder, config, cluster, Look(flags.plain, flags.json, flags.in_process, began), prepare)
@@ -49,7 +52,7 @@ def _needs_base(traced: Traced) -> bool:
     flags: RunFlags = traced.flags
     if flags.model or not any(a.maker in POLICY_MAKERS for a in traced.sound().arguments):
         return False
-    if flags.data.partition(":")[0] not in ("", "arithmetic"):
+    if not is_made_up(flags.data):
         raise CommandError(
             f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
             f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",

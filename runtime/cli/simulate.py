@@ -71,7 +71,7 @@ def timing(graph: Graph, given: Sequence[str]) -> Timing:
     """Seconds of each node: as given, else as a fake node's options say. Raises CommandError for a missing one."""
     nodes: dict[str, Duration] = {}
     means: dict[str, float] = {}
-    calls = [node for node in graph.nodes if node.construct == "call"]
+    calls = [node for node in graph.nodes if node.fires]
     for node in calls:
         options = dict(node.options)
         if "ms" in options:
@@ -144,6 +144,7 @@ def _facts(graph: Graph, flags: SimulateFlags, result: Simulation, bound: Bound)
         "updates": flags.updates,
         "batch": flags.batch,
         "period_s": result.period_s,
+        "period_of": "all updates" if result.cycle_s is None else "the full pipeline",
         "bound_s": bound.seconds,
         "bound_cause": bound.cause,
         "wall_s": result.wall_s,
@@ -164,7 +165,7 @@ def _text(title: str, flags: SimulateFlags, result: Simulation, bound: Bound) ->
     lines = [
         f"{title}, {_ms(result.wall_s)} in all",
         "",
-        f"period  {_ms(result.period_s)} per update once the pipeline is full",
+        f"period  {_ms(result.period_s)} per update{_measured(result)}",
         *wrap(f"bound   {_ms(bound.seconds)}{beside}, because of {bound.cause}", width, subsequent_indent=" " * 8),
         *_lags(result.lags),
         *_work(result, width),
@@ -175,6 +176,13 @@ def _text(title: str, flags: SimulateFlags, result: Simulation, bound: Bound) ->
     if len(result.ends) > DRAWN:
         lines.append(f"The first {DRAWN} updates:")
     return "\n".join([*lines, gantt_text(bars, width, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ)])
+
+
+def _measured(result: Simulation) -> str:
+    """What the period is of."""
+    if result.cycle_s is not None:
+        return " once the pipeline is full"
+    return f": the mean of all {len(result.ends)}, the filling of the pipeline included"
 
 
 def _ms(seconds: float) -> str:

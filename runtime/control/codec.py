@@ -8,7 +8,7 @@ at most one member that is not a dataclass, and Any for JSON.
 """
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Generic, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -87,6 +87,8 @@ def _splitter(tag: str, names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
 # Unpacking ------------------------------------------------------------------------------------------------
 
 _CHECKS: dict[Any, Check] = {}
+_EXACT = (str, bool, int)
+"""Annotations whose values are of that very class."""
 
 
 def _refuse(label: str, given: object, needed: str) -> NoReturn:
@@ -103,7 +105,7 @@ def _short(given: object) -> str:
 def _compile(annotation: Any, label: str) -> Check:
     """The check of an annotation. Dataclasses and NamedTuples are compiled once, whoever refers to them."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if annotation in (str, bool, int):
+    if annotation in _EXACT:
         return _exactly(annotation, label)
     if annotation is float:
         return _float(label)
@@ -169,7 +171,7 @@ def _sequence(item: Any, label: str) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             _refuse(label, value, "an array")
-        return tuple([inner(one) for one in value])
+        return tuple(map(inner, value))
 
     return check
 
@@ -180,10 +182,12 @@ def _mapping(item: Any, label: str) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not dict:
             _refuse(label, value, "a map")
-        for key in value:
+        found = {}
+        for key, one in value.items():
             if type(key) is not str:
                 _refuse(label, key, "keys that are str")
-        return {key: inner(one) for key, one in value.items()}
+            found[key] = inner(one)
+        return found
 
     return check
 
@@ -193,19 +197,23 @@ def _record(
 ) -> Check:
     """An array of fixed length: a dataclass (with its tag), a NamedTuple, or a plain tuple."""
     labels = [f"{name}.{field}" for field in names] or [f"item {k} of {label}" for k in range(len(annotations))]
-    checks = [_compile(one, where) for one, where in zip(annotations, labels, strict=True)]
-    length = len(checks) + (tag is not None)
-    needed = f"{name} of {len(checks)} fields"
+    length = len(annotations) + (tag is not None)
+    needed = f"{name} of {len(annotations)} fields"
+    exact, others = [], []
+    for place, (one, where) in enumerate(zip(annotations, labels, strict=True), start=length - len(annotations)):
+        (exact if one in _EXACT else others).append((place, one, _compile(one, where)))
 
     def check(value: Any) -> Any:
         if type(value) is not list or len(value) != length:
             _refuse(label, value, needed)
-        items: Iterator[Any] = iter(value)
-        if tag is not None and next(items) != tag:
+        if tag is not None and value[0] != tag:
             _refuse(label, value[0], needed)
-        # strict: the lengths are known to be equal, and without it zip would look for one item too many
-        parts = [one(item) for one, item in zip(checks, items, strict=True)]
-        return tuple(parts) if cls is tuple else cls(*parts)
+        for place, kind, one in exact:  # compared here: most fields are of these, and a call would cost more
+            if type(value[place]) is not kind:
+                one(value[place])
+        for place, _, one in others:
+            value[place] = one(value[place])
+        return tuple.__new__(cls, value) if tag is None else cls(*value[1:])
 
     return check
 

@@ -36,6 +36,7 @@ class Flags:
     versions: Literal["free", "pinned"] = "free"
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
+    tensorboard: bool = False
 
 
 @dataclass(frozen=True)

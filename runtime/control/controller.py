@@ -39,6 +39,7 @@ from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.wire import Server
 from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
+from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
@@ -238,29 +239,39 @@ def _listen(lines: "queue.SimpleQueue[str]") -> None:
         lines.put(line.rstrip("\n"))
 
 
-def main() -> None:
-    die_with_parent()
-    folder = RunFolder.open(sys.argv[1])
-    config = RunConfig.load(folder)
-    server = Server(Door.read(folder.path / "keys" / "controller.json"))
-    say({"type": "listening", "endpoint": server.endpoint})
+def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
+    """The run's exit status, its reason said if it failed. Raises RecordError where the folder takes no more."""
     cut = latest_checkpoint(folder)
-    recorder = RunRecorder(folder, config, say, monotonic(), cut)
+    recorder = RunRecorder(folder, config, say, monotonic(), cut, config.flags.tensorboard)
     session = Session(config, recorder, cut.cut if cut else None)
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
     threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
     try:
         status = controller.run()
-        if status == "failed":
-            say({"type": "error", "text": session.error})
+    finally:
+        if session.status == "failed":  # said even if the folder could not take it
+            say({"kind": "error", "text": session.error})
+    return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)
+
+
+def main() -> None:
+    die_with_parent()
+    folder = RunFolder.open(sys.argv[1])
+    config = RunConfig.load(folder)
+    server = Server(Door.read(folder.path / "keys" / "controller.json"))
+    say({"kind": "listening", "endpoint": server.endpoint})
+    status = FAILED
+    try:
+        status = _control(folder, config, server)
+    except RecordError as error:
+        say({"kind": "error", "text": str(error)})
     except Exception:
-        say({"type": "error", "text": f"the controller failed:\n{traceback.format_exc()}"})
-        status = "failed"
+        say({"kind": "error", "text": f"the controller failed:\n{traceback.format_exc()}"})
     finally:
         server.close()
     sys.stdout.flush()
-    os._exit({"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED))
+    os._exit(status)
 
 
 if __name__ == "__main__":

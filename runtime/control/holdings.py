@@ -42,7 +42,7 @@ class Holdings:
                 if argument.name in setup.holds:
                     self._hold_argument(argument)
             for node in graph.nodes:
-                if node.construct == "call" and node.name in setup.holds:
+                if node.fires and node.name in setup.holds:
                     self.nodes[node.name] = self._hold_node(graph, node)
         self.streams = [held for held in self.nodes.values() if held.stream]
 

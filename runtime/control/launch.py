@@ -2,13 +2,15 @@
 
 It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
 - calls `die_with_parent()` first, and listens with `Server(Door.read(folder / "keys" / "controller.json"))`;
-- says `{"type": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
+- says `{"kind": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
   line, each flushed;
 - hears lines on stdin: `stop` (a checkpoint and the end, please), and `agent HOST REASON` (an agent died);
-- exits with 0 (done), 130 (stopped) or 1 (failed, having said why in a line of `"type": "error"`).
+- exits with 0 (done), 130 (stopped) or 1 (failed, having said why in a line of `"kind": "error"`).
 
 Then come the agents, one per host of the cluster. Every child has a session of its own, so that Ctrl-C reaches the
 launcher alone: the first one asks the controller to stop, within STOP_S; the second one ends everything at once.
+SIGTERM, SIGHUP and a display that cannot be written to any more ask too, but any number of them is one wish: a
+terminal that closes sends several.
 """
 
 import os
@@ -16,7 +18,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,11 @@ from penstock.runtime.control.process import (
     sweep_processes,
     tail,
 )
+from penstock.runtime.control.stops import on_stop, while_heard
 from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.faults import disk_fault
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.segments import SHM, sweep
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
@@ -47,7 +52,6 @@ LEAVE_S = 3.5
 
 LOST_S = 8.0
 """Seconds for a controller that has lost an agent to end the run."""
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK = 0.1
 
 Line = dict[str, Any]
@@ -87,7 +91,8 @@ class _Controller:
 
 class Launcher:
     """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
-    launcher's own: `{"type": "error" | "note", "text": …}`, `{"type": "external", "host": …, "join": file}`.
+    launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
+    OSError that it raises is a wish to stop.
     """
 
     def __init__(
@@ -101,7 +106,8 @@ class Launcher:
         controller: Sequence[str] = CONTROLLER,
         agent: Sequence[str] = AGENT,
     ) -> None:
-        self.folder, self.run_id, self.cluster, self.tell = folder.absolute(), run, cluster, tell
+        self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
+        self.tell = while_heard(tell, self._wish)
         self.environment = dict(environment or {})
         self.commands = (tuple(controller), tuple(agent))
         self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
@@ -109,17 +115,26 @@ class Launcher:
         self.interrupts = 0
         self._deadline: float | None = None
         self._explained = False
+        self._last: Line = {}
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> int:
         """Run to the end, in the main thread if Ctrl-C is to be heard; the exit status. Nothing is left behind."""
-        main = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.signal(number, self._interrupt) for number in _STOPS if main}
+        try:
+            with on_stop(self._interrupt):
+                return self._run()
+        finally:
+            os.close(self._signal)
+
+    def _run(self) -> int:
         try:
             sweep(None, (SHM, self.folder))  # of runs whose launcher could not do it
             _clear(self.folder)
-            self.keys.door.write(self.folder / "keys" / "controller.json")
-            (self.folder / "logs").mkdir(mode=0o700, exist_ok=True)
+            try:
+                self.keys.door.write(self.folder / "keys" / "controller.json")
+                (self.folder / "logs").mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise disk_fault(self.folder, error) from error
             controller = _Controller(self._start(self.commands[0], "controller", str(self.folder), report=True))
             try:
                 self._watch(controller)
@@ -127,16 +142,21 @@ class Launcher:
             finally:
                 self._end(controller)
         finally:
-            left = _sweep(self.folder, self.run_id, self.keys.door.endpoint)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.close(self._signal)
-            if left:
-                self.tell({"type": "error", "text": f"still alive, and not to be killed: pids {left}"})
+            if left := _sweep(self.folder, self.run_id, self.keys.door.endpoint):
+                self.tell({"kind": "error", "text": f"still alive, and not to be killed: pids {left}"})
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
-        os.eventfd_write(self._signal, 1)
+        if number == signal.SIGINT and self.interrupts:
+            self.interrupts += 1
+            os.eventfd_write(self._signal, 1)
+        else:
+            self._wish()
+
+    def _wish(self) -> None:
+        """Somebody wants the run to end, however often they say so."""
+        if not self.interrupts:
+            self.interrupts = 1
+            os.eventfd_write(self._signal, 1)
 
     def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
         pipe = subprocess.PIPE if report else subprocess.DEVNULL
@@ -175,11 +195,13 @@ class Launcher:
     def _hear(self, line: bytes) -> None:
         message = read_line(line)
         if message is None:
-            self.tell({"type": "note", "level": "info", "text": line.decode(errors="replace")})
-        elif message.get("type") == "listening":
+            self.tell({"kind": "note", "level": "info", "text": line.decode(errors="replace")})
+        elif message.get("kind") == "listening":
             self._start_agents(str(message["endpoint"]))
         else:
-            self._explained = self._explained or message.get("type") == "error"
+            self._explained = self._explained or message.get("kind") == "error"
+            if message.get("kind") in ("stage", "status"):
+                self._last |= message
             self.tell(message)
 
     def _start_agents(self, endpoint: str) -> None:
@@ -189,7 +211,7 @@ class Launcher:
             if host.agent == "local":
                 self.agents[host.name] = self._start(self.commands[1], f"agent-{host.name}", str(path))
             else:
-                self.tell({"type": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
+                self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
 
     def _ask_to_stop(self, controller: _Controller) -> None:
         if self.interrupts > 1:
@@ -197,6 +219,7 @@ class Launcher:
             return
         self._deadline = monotonic() + STOP_S
         controller.say("stop")
+        self.tell({"kind": "note", "level": "info", "text": f"stopping within {STOP_S:g} s; {_resumes(self.folder)}"})
 
     def _check_agents(self, controller: _Controller) -> None:
         """An agent that dies before its controller takes its ranks with it: the controller has to know."""
@@ -217,12 +240,12 @@ class Launcher:
         """The run's exit status; a controller that did not say why it ended is reported."""
         if controller.returncode == DONE:
             return DONE
-        if self.interrupts or controller.returncode == INTERRUPTED:
+        if controller.returncode == INTERRUPTED or (self.interrupts and controller.returncode != FAILED):
             return INTERRUPTED
         if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
-            how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
-            self.tell({"type": "error", "text": f"{how}\n{said}" if said else how})
+            how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}{_doing(self._last)}"
+            self.tell({"kind": "error", "text": f"{how}\n{said}" if said else how})
         return FAILED
 
     def _end(self, controller: _Controller) -> None:
@@ -238,6 +261,22 @@ class Launcher:
         for agent in agents:
             kill(agent)
             agent.wait()
+
+
+def _resumes(folder: Path) -> str:
+    """Where a resume begins if the update in work takes too long to be waited for."""
+    saved = latest_checkpoint(RunFolder(folder))
+    held = f"the last checkpoint is that of update {saved.update}" if saved else "there is no checkpoint yet"
+    return f"{held}: a new one is written if the update in work ends in time"
+
+
+def _doing(last: Line) -> str:
+    """What a run was at when its controller was last heard."""
+    if not last:
+        return ", before it had begun"
+    update = f", update {last['update']} of {last['updates']}" if "update" in last else ""
+    pools = (f"{name} at {', '.join(pool['doing'])}" for name, pool in last.get("pools", {}).items())
+    return "; ".join([f", last heard of in stage {last['stage']!r}{update}", *pools])
 
 
 def _sweep(folder: Path, run: str, endpoint: str) -> list[int]:

@@ -45,7 +45,7 @@ class RunRecorder:
         self.metrics = MetricsFile(folder.metrics)
         self.board: Board | None = open_board(folder.path, required=tensorboard, keep=kept)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
-        nodes = [n.name for n in config.graph.nodes if n.clock == "update" and n.construct == "call"]
+        nodes = [n.name for n in config.graph.nodes if n.clock == "update" and n.fires]
         self.rows = Rows(nodes, now, elapsed)
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}

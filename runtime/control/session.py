@@ -78,7 +78,7 @@ class Session:
             return {}
         self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
-            return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s; the last one, if any, holds")
+            return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{self._awaited()}")
         overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing)
         return self.abort(overdue, now) if overdue else {}
 
@@ -87,6 +87,12 @@ class Session:
         if self.stage is not None and self.stage.finish is None:
             self.stage.feed(Abort(error), now)
         return self._finish(now, "failed", error)
+
+    def _awaited(self) -> str:
+        """Who has not answered yet, and to what."""
+        asked = self.stage.scheduler.awaited() if self.stage else {}
+        names = [f"{' '.join(map(str, what))} on {replica}" for _, *what, replica in asked]
+        return f": still in work were {', '.join(names)}" if names else ""
 
     # From stage to stage ----------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Setup:
         names = set()
         for graph in self.graphs:
             for node in graph.nodes:
-                read_elsewhere = node.construct == "call" and (several or node.name not in self.holds)
+                read_elsewhere = node.fires and (several or node.name not in self.holds)
                 names |= {i.ref.node for i in node.inputs if read_elsewhere and i.ref.node in self.holds}
         return frozenset(names)
 

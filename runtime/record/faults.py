@@ -1,6 +1,7 @@
 """What goes wrong with files, in words a user can act on."""
 
 import errno
+import shutil
 from pathlib import Path
 
 
@@ -16,13 +17,28 @@ REASONS = {
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
     errno.ENAMETOOLONG: "the path is too long",
+    errno.EFBIG: "the file would be larger than this process may write (see `ulimit -f`)",
     errno.EMFILE: "too many open files (see `ulimit -n`)",
 }
 
 
-def disk_fault(path: Path, error: OSError) -> RecordError:
-    """The error to raise when `path` could not be written."""
+def disk_fault(path: Path, error: OSError, size: int = 0) -> RecordError:
+    """The error to raise when `path` could not be written; `size` is how many bytes were to go there, 0 if unknown."""
     reason = REASONS.get(error.errno or 0, error.strerror or str(error))
-    needed = "free space there, or another folder (--out DIR)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    needed = needed or "a folder that can be written to (--out DIR)"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed = f"{_space(path, size)}, or another folder (--out DIR)"
+    elif error.errno == errno.EFBIG:
+        needed = f"a limit that leaves room for {size} bytes more" if size else "a higher limit"
+    else:
+        needed = "a folder that can be written to (--out DIR)"
     return RecordError(f"{path}: cannot be written: {reason}; needed {needed}")
+
+
+def _space(path: Path, size: int) -> str:
+    """What is needed where `path` is, and what there is; a part of `size` bytes may fit."""
+    if not size:
+        return "free space there"
+    try:
+        return f"{size} bytes of free space there, where {shutil.disk_usage(path.parent).free} are left"
+    except OSError:
+        return f"{size} bytes of free space there"

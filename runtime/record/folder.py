@@ -85,7 +85,10 @@ class RunFolder:
 
     def lock(self) -> None:
         """Make this process the folder's user until `unlock` or its death. Raises RecordError if another one is."""
-        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise disk_fault(self.path / LOCK, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -94,7 +97,8 @@ class RunFolder:
             owner = f"process {pid}" if pid else "another process"
             raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end") from None
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same, and has no name in it
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self.lock_fd = fd
 
     def unlock(self) -> None:
@@ -146,7 +150,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise disk_fault(path, error) from error
+        raise disk_fault(path, error, len(content)) from error
 
 
 def _content(present: list[str]) -> str:

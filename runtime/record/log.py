@@ -122,7 +122,7 @@ class LogWriter:
             while self._buffer:
                 del self._buffer[: os.write(self._fd, self._buffer)]
         except OSError as error:
-            raise disk_fault(self.path, error) from error
+            raise disk_fault(self.path, error, len(self._buffer)) from error
 
     def _append(self, record: list[Any]) -> None:
         payload = msgpack.packb(record)
@@ -150,6 +150,18 @@ def read_log(path: Path) -> list[Segment]:
     if not segments:
         raise LogError(f"{path}: no records; needed the log of a run")
     return segments
+
+
+def segment_seconds(path: Path) -> list[float]:
+    """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
+    seconds: list[float] = []
+    for payload, _, _ in _frames(path):
+        kind, *rest = msgpack.unpackb(payload)
+        if kind == "segment":
+            seconds.append(0.0)
+        elif kind == "event":
+            seconds[-1] = rest[0]
+    return seconds
 
 
 def _walk(path: Path) -> tuple[int, bytes, int]:

@@ -56,10 +56,16 @@ class Simulation:
 
     @property
     def period_s(self) -> float:
-        """Seconds per update once the pipeline is full; without the last updates, which have no generation beside them.
+        """Seconds per update: of the cycle if there is one, else the mean of all updates, the filling included."""
+        cycle = self.cycle_s
+        return self.wall_s / max(len(self.ends), 1) if cycle is None else cycle
 
-        Of a schedule that repeats itself, exactly: its cycle's length over the updates in it. Else, or of a run too
-        short to tell, the mean of all updates, the filling of the pipeline included.
+    @property
+    def cycle_s(self) -> float | None:
+        """Seconds per update once the pipeline is full: the length of the cycle that the schedule repeats over the
+        updates in it, exactly. None of a schedule that does not repeat itself, or of a run too short to tell.
+
+        The last updates, which have no generation beside them, are left out.
         """
         last = len(self.ends) - 1 - (self.max_lag + 1)
         steady = self.ends[max(last // 2, 0) : max(last + 1, 0)]
@@ -69,7 +75,7 @@ class Simulation:
             steps = [later - earlier for earlier, later in zip(steady, steady[updates:], strict=False)]
             if all(isclose(step, steps[0], rel_tol=1e-9) for step in steps):
                 return steps[0] / updates
-        return self.wall_s / max(len(self.ends), 1)
+        return None
 
     @property
     def lag_mean(self) -> float:

@@ -110,7 +110,7 @@ class Tables:
 def compile_tables(graph: Graph, plan: Plan) -> Tables:
     """Look up once what the scheduler needs at each event. Raises ValueError for a plan that cannot work."""
     held = {name for pool in plan.pools for name in pool.holds}
-    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.construct == "call"]
+    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
     if missing := [name for name in needed if name not in held]:
         raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
@@ -200,7 +200,7 @@ def _steps(
     channels: dict[str, Channel],
     edges: dict[str, list[tuple[str, int]]],
 ) -> dict[str, Step]:
-    calls = [n for n in graph.nodes if n.construct == "call"]
+    calls = [n for n in graph.nodes if n.fires]
     clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
     steps: dict[str, Step] = {}
     shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
@@ -250,7 +250,7 @@ def _check_places(graph: Graph, plan: Plan, makers: dict[str, str]) -> None:
     for carried in (c.name for c in graph.carried):
         home = plan.pool_of(carried)
         for node in _readers(graph.nodes, carried):
-            if node.construct == "call" and node.name not in home.holds:
+            if node.fires and node.name not in home.holds:
                 raise ValueError(
                     f"plan: {node.name} reads the carried value {carried!r} and is in pool "
                     f"{plan.pool_of(node.name).name!r}; needed {home.name!r}, which holds it"

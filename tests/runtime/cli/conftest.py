@@ -2,12 +2,29 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from penstock.runtime.cli import check, run, show, simulate
+from penstock.runtime.cli import check, launching, run, show, simulate
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import Traced, understand
+from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.launch import DONE
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.record.folder import RunFolder
+
+WALL_S = 12.3
+SUMMARY = {
+    "status": "done",
+    "accuracy_before": 0.382,
+    "accuracy_after": 0.934,
+    "updates": 60,
+    "groups": 1920,
+    "wall_s": WALL_S,
+    "command_s": 31.25,
+    "error": "",
+}
 
 
 @pytest.fixture
@@ -19,3 +36,30 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (check, run, show, simulate):
         monkeypatch.setattr(module, "trace_program", trace)
+
+
+class Processes:
+    """Stand for the launcher: what it was given, and what it says."""
+
+    def __init__(self) -> None:
+        self.status, self.lines = DONE, [{"kind": "stage", "stage": "train"}]
+        self.summary: dict[str, Any] | None = SUMMARY
+        self.configs: list[RunConfig] = []
+        self.files: dict[str, str] = {}
+
+    def __call__(self, folder: RunFolder, cluster: Cluster, tell: Any) -> int:
+        self.configs.append(RunConfig.load(folder))
+        for name, text in self.files.items():
+            (folder.path / name).write_text(text)
+        for line in self.lines:
+            tell(line)
+        if self.summary is not None:
+            folder.write_json("summary.json", self.summary)
+        return self.status
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, here: None) -> Processes:
+    made = Processes()
+    monkeypatch.setattr(launching, "launch", made)
+    return made

@@ -25,7 +25,7 @@ class Builder:
         self.calls += 1
         tell({"kind": "row", "row": {"version": 7, "loss": 1.5}})
         if self.status == FAILED:
-            tell({"type": "error", "text": "trainer/0 rank 0 died"})
+            tell({"kind": "error", "text": "trainer/0 rank 0 died"})
         if self.status == DONE:
             model = folder.checkpoints / "00000007" / "policy"
             model.mkdir(parents=True)

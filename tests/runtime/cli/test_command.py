@@ -1,10 +1,19 @@
 """The command itself, in processes of its own."""
 
+import fcntl
 import json
+import os
+import pty
+import re
+import select
 import subprocess
 import sys
+import termios
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
+import psutil
 import pytest
 
 from penstock.runtime.cli.main import VERBS
@@ -85,6 +94,85 @@ def test_a_run_leaves_a_folder_that_replays(tmp_path: Path) -> None:
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert not (folder / "processes.json").exists()
     assert "Equal: all" in penstock("replay", "here", cwd=tmp_path).stdout
+
+
+def ended(command: "subprocess.Popen[bytes]", folder: Path) -> tuple[int, dict[str, Any]]:
+    """The exit status and the summary of a run whose output nobody reads any more; no process of it is left."""
+    status = command.wait(60)
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+    assert left == []
+    return status, json.loads((folder / "summary.json").read_text())
+
+
+SMALL_FILES = """
+import resource, sys
+if "penstock.runtime.control.controller" in sys.orig_argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+"""
+LONG = ("run", "toy", "--updates", "100000", "--generate-ms", "5", "--update-ms", "5", "--batch", "4")
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--plain", "--out", "here"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        while not running.stdout.readline().startswith(b"update"):
+            pass
+        running.stdout.close()
+        status, summary = ended(running, tmp_path / "here")
+        assert b"Traceback" not in running.stderr.read()
+    assert (status, summary["status"]) == (130, "stopped")
+    assert 0 < summary["checkpoint"] == summary["updates"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--plain",)])
+@pytest.mark.parametrize("controlling", [True, False])
+def test_a_closed_terminal_stops_a_run_in_order(tmp_path: Path, words: tuple[str, ...], controlling: bool) -> None:
+    """With SIGHUP if it is the terminal that controls the run, else by its errors."""
+    master, slave = pty.openpty()
+
+    def begin() -> None:
+        os.setsid()
+        if controlling:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, *words, "--out", "here"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, preexec_fn=begin) as running:
+        os.close(slave)
+        metrics, end = tmp_path / "here" / "metrics.jsonl", monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and monotonic() < end:
+            if select.select([master], [], [], 0.1)[0]:
+                os.read(master, 1 << 16)
+        os.close(master)
+        status, summary = ended(running, tmp_path / "here")
+    assert (status, summary["status"]) == (130, "stopped")
+    assert 0 < summary["checkpoint"] == summary["updates"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_clear_message_and_a_summary(tmp_path: Path) -> None:
+    """A limit on the size of the controller's files stands for the disk: writing fails in the same way."""
+    (tmp_path / "sitecustomize.py").write_text(SMALL_FILES)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--plain", "--json", "--out", "here"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=90, check=False, env=environment)
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, summary["status"]) == (1, "failed")
+    assert re.search(r"cannot be written: the file would be larger .* room for \d+ bytes more", summary["error"])
+    assert summary["updates"] == len(read_rows(tmp_path / "here" / "metrics.jsonl")) > 0
+    assert done.stderr.decode().splitlines() == [f"penstock: {summary['error']}"]
+
+
+def test_output_that_is_not_read_to_its_end_is_no_success(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_debugger_stops_in_a_users_node(tmp_path: Path) -> None:

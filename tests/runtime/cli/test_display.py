@@ -61,7 +61,7 @@ def test_progress_adds_up_what_it_hears() -> None:
 
 def test_an_error_is_kept_once() -> None:
     seen = Progress("aipo", 10)
-    seen.hear({"type": "error", "text": "trainer/0 rank 0 died"})
+    seen.hear({"kind": "error", "text": "trainer/0 rank 0 died"})
     seen.hear({"kind": "summary", "status": "failed", "error": "trainer/0 rank 0 died"})
     assert seen.errors == ["trainer/0 rank 0 died"]
 

@@ -7,50 +7,20 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.cli import launching, resume, run
+from penstock.runtime.cli import resume, run
 from penstock.runtime.cli.launching import Look, finish, go, summary_text
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import RunConfig
-from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.launch import FAILED, INTERRUPTED
 from penstock.runtime.plan.cluster import Cluster, ClusterError
 from penstock.runtime.record.checkpoint import write_cut
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.log import LogWriter
+
+from .conftest import SUMMARY, WALL_S, Processes
 
 Output = pytest.CaptureFixture[str]
-SUMMARY = {
-    "status": "done",
-    "accuracy_before": 0.382,
-    "accuracy_after": 0.934,
-    "updates": 60,
-    "groups": 1920,
-    "wall_s": 12.3,
-    "command_s": 31.25,
-}
-
-
-class Processes:
-    """Stand for the launcher: what it was given, and what it says."""
-
-    def __init__(self) -> None:
-        self.status, self.lines = DONE, [{"kind": "stage", "stage": "train"}]
-        self.summary: dict[str, Any] | None = SUMMARY
-        self.configs: list[RunConfig] = []
-
-    def __call__(self, folder: RunFolder, cluster: Cluster, tell: Any) -> int:
-        self.configs.append(RunConfig.load(folder))
-        for line in self.lines:
-            tell(line)
-        if self.summary is not None:
-            folder.write_json("summary.json", self.summary)
-        return self.status
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch, here: None) -> Processes:
-    made = Processes()
-    monkeypatch.setattr(launching, "launch", made)
-    return made
 
 
 def test_a_run_writes_what_it_is_before_it_starts(processes: Processes, tmp_path: Path, capsys: Output) -> None:
@@ -77,7 +47,7 @@ def test_a_run_folder_is_never_overwritten(processes: Processes, tmp_path: Path)
 
 def test_a_failed_run_says_why_and_has_a_summary(processes: Processes, tmp_path: Path, capsys: Output) -> None:
     processes.status, processes.summary = FAILED, None
-    processes.lines = [{"type": "error", "text": "generator/0 rank 0 died: killed by SIGKILL"}]
+    processes.lines = [{"kind": "error", "text": "generator/0 rank 0 died: killed by SIGKILL"}]
     out = tmp_path / "run"
     assert run.main(["toy", "--out", str(out)]) == 1
     said = capsys.readouterr()
@@ -90,6 +60,60 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     summary = finish(folder, INTERRUPTED, [], 1.0)
     assert "penstock resume runs/x" in summary_text(summary, 10, "runs/x")
+
+
+def test_a_summary_tells_where_a_resume_begins(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    assert finish(folder, INTERRUPTED, [], 1.0)["checkpoint"] == 0
+    (folder.checkpoints / "00000005").mkdir()
+    write_cut(folder, 5, {"update": 5}, {})
+    folder.write_json("summary.json", SUMMARY | {"status": "stopped", "updates": 7})
+    summary = finish(folder, INTERRUPTED, [], 1.0)
+    assert summary["checkpoint"] == 5
+    shown = summary_text(summary, 10, "runs/x")
+    assert "from the last checkpoint, of update 5 (2 updates will be done again)" in shown
+    assert "from the beginning" in summary_text(summary | {"checkpoint": 0}, 10, "runs/x")
+    assert "from update 7" in summary_text(summary | {"checkpoint": 7}, 10, "runs/x")
+
+
+def test_a_controller_that_could_not_write_leaves_a_summary_of_what_it_did(
+    processes: Processes, tmp_path: Path, capsys: Output
+) -> None:
+    out = tmp_path / "run"
+    processes.status, processes.summary = FAILED, None
+    processes.lines = [{"kind": "error", "text": "events.log: cannot be written: the disk is full"}]
+    row = {"update": 4, "version": 5, "groups": 8, "reward_mean": 0.5}
+    processes.files = {"metrics.jsonl": json.dumps({**row, "update": 3, "version": 4}) + "\n" + json.dumps(row) + "\n"}
+    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((out / "summary.json").read_text())
+    assert (last["status"], last["updates"], last["groups"], last["reward_mean"]) == ("failed", 5, 16, 0.5)
+    assert last["error"] == "events.log: cannot be written: the disk is full"
+
+
+def test_a_summary_that_cannot_be_written_is_printed_all_the_same(
+    processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes.status, processes.summary = FAILED, None
+    write = RunFolder.write_json
+
+    def full(folder: RunFolder, name: str, value: Any) -> None:
+        if name == "summary.json":
+            raise RecordError("summary.json: cannot be written: the disk is full")
+        write(folder, name, value)
+
+    monkeypatch.setattr(RunFolder, "write_json", full)
+    assert run.main(["toy", "--out", str(tmp_path / "run"), "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["status"] == "failed"
+    assert "summary.json: cannot be written" in said.err
+
+
+def test_a_summary_that_the_controller_outlived_takes_its_status(processes: Processes, tmp_path: Path) -> None:
+    processes.status, processes.lines = FAILED, [{"kind": "error", "text": "trace.json: cannot be written"}]
+    assert run.main(["toy", "--out", str(tmp_path / "run")]) == 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "trace.json: cannot be written")
 
 
 def test_the_summary_reads_well() -> None:
@@ -167,6 +191,21 @@ def test_a_finished_run_goes_on_with_more_updates(finished: RunFolder, processes
     assert resume.main([str(finished.path), "--updates", "9", "--plain"]) == 0
     assert [config.flags.updates for config in processes.configs] == [5, 9]
     assert processes.configs[0].graph == processes.configs[1].graph
+
+
+def test_the_wall_time_is_that_of_all_lives(finished: RunFolder, processes: Processes) -> None:
+    for number, updates in enumerate((9, 12), 2):
+        assert resume.main([str(finished.path), "--updates", str(updates), "--plain"]) == 0
+        assert finished.read_json("summary.json")["wall_s"] == pytest.approx(number * WALL_S)
+    (finished.path / "summary.json").unlink()  # as if the last life had been killed: the log has the seconds of all
+    log = LogWriter(finished.events, lambda item: b"")
+    for cut in (None, 9, 12):
+        log.segment(cut, {})
+        log.stage({})
+        log.step(2.5, None, [])
+    log.close()
+    assert resume.main([str(finished.path), "--updates", "20", "--plain"]) == 0
+    assert finished.read_json("summary.json")["wall_s"] == pytest.approx(3 * 2.5 + WALL_S)
 
 
 def test_a_run_that_is_alive_is_not_resumed(finished: RunFolder) -> None:

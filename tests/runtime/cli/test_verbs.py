@@ -94,6 +94,17 @@ def test_a_simulation_at_lag_0_takes_as_long_as_the_loop(capsys: Output) -> None
         assert busy + sum(found["idle_s"][replica].values()) == pytest.approx(found["wall_s"])
 
 
+def test_a_simulation_says_what_its_period_is_of(capsys: Output) -> None:
+    words = ["toy", "--lag", "1", "--width", "90"]
+    simulate.main([*words, "--updates", "40"])
+    assert "per update once the pipeline is full" in capsys.readouterr().out
+    simulate.main([*words, "--updates", "2"])
+    shown = capsys.readouterr().out
+    assert "per update: the mean of all 2, the filling of the pipeline included" in shown
+    simulate.main([*words, "--updates", "2", "--json"])
+    assert json.loads(capsys.readouterr().out)["period_of"] == "all updates"
+
+
 def test_a_simulation_is_drawn(capsys: Output, tmp_path: Path) -> None:
     svg, trace = tmp_path / "s.svg", tmp_path / "s.json"
     simulate.main(["toy", "--updates", "4", "--width", "90", "--svg", str(svg), "--trace", str(trace)])

@@ -1,6 +1,7 @@
 """A stand-in for a controller: it starts one rank on every host, and ends as FAKE_CONTROLLER says.
 
 "done": when all ranks are ready. "wait": when it is told to stop, or somebody died. "deaf": never. "raise": at once.
+"fail": when it is told to stop, with an error.
 """
 
 import json
@@ -36,7 +37,7 @@ def main() -> int:
     server = Server(Door.read(Path(sys.argv[1]) / "keys" / "controller.json"))
     threading.Thread(target=listen, daemon=True).start()
     print("a library says hello", flush=True)
-    say(type="listening", endpoint=server.endpoint)
+    say(kind="listening", endpoint=server.endpoint)
     hosts: list[str] = []
     pids: dict[str, int] = {}
     status = None
@@ -50,14 +51,18 @@ def main() -> int:
                 case Ready(replica=replica, pid=pid):
                     pids[replica] = pid
                     if len(pids) == 2 * int(os.environ["FAKE_HOSTS"]):
-                        say(type="ready", controller=os.getpid(), pids=pids)
+                        pools = {"trainer": {"doing": ["update[3]"]}}
+                        say(kind="status", stage="train", update=3, updates=9, pools=pools)
+                        say(kind="ready", controller=os.getpid(), pids=pids)
                         status = 0 if mode == "done" else None
                 case Exited(replica=replica, rank=rank, reason=reason):
-                    say(type="error", text=f"{replica} rank {rank} died: {reason}")
+                    say(kind="error", text=f"{replica} rank {rank} died: {reason}")
                     status = 1
         if told and mode != "deaf":
-            say(type="told", line=told[0])
-            status = 130 if told[0] == "stop" else 1
+            say(kind="told", line=told[0])
+            status = 130 if told[0] == "stop" and mode != "fail" else 1
+            if mode == "fail":
+                say(kind="error", text="the disk is full")
     for peer in server.peers:
         server.send(peer, Goodbye(""))
     end = monotonic() + 5

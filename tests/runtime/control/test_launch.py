@@ -1,5 +1,6 @@
 """A run ends with the right status however it ends, says who died, and leaves nothing behind."""
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import pytest
 from penstock.runtime.control import launch
 from penstock.runtime.control.process import processes_of, start, sweep_processes
 from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.record.checkpoint import write_cut
+from penstock.runtime.record.folder import RunFolder
 
 from .fake_launch import HERE, launcher
 from .sockets import until
@@ -38,7 +41,7 @@ class Run:
 
     def _hear(self, line: Line) -> None:
         self.lines.append(line)
-        if act := self.when.get(line["type"]):
+        if act := self.when.get(line["kind"]):
             act(line)
 
     def run(self) -> int:
@@ -47,7 +50,7 @@ class Run:
         return status
 
     def said(self, kind: str) -> Line:
-        return next(line for line in self.lines if line["type"] == kind)
+        return next(line for line in self.lines if line["kind"] == kind)
 
     def pid(self, name: str) -> int:
         return int(self.said("ready")["pids"][name])
@@ -66,7 +69,7 @@ def interrupt(line: Line) -> None:
 def test_a_run_that_is_done_ends_with_0_and_all_lines_are_handed_on(tmp_path: Path) -> None:
     run = Run(tmp_path, "done")
     assert run.run() == 0
-    assert [line["type"] for line in run.lines] == ["note", "ready"]
+    assert [line["kind"] for line in run.lines] == ["note", "status", "ready"]
     assert run.said("note")["text"] == "a library says hello"
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == [
         "agent-local.err",
@@ -87,6 +90,9 @@ def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) ->
     run.when["ready"] = interrupt
     assert run.run() == 130
     assert run.said("told")["line"] == "stop"
+    assert (
+        "there is no checkpoint yet" in next(line for line in run.lines if "stopping" in line.get("text", ""))["text"]
+    )
 
 
 def test_a_controller_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +120,9 @@ def test_a_dead_controller_is_reported_and_everything_ends(tmp_path: Path) -> No
     run.when["ready"] = lambda line: os.kill(line["controller"], signal.SIGKILL)
     assert run.run() == 1
     pid = run.said("ready")["controller"]
-    assert run.said("error")["text"].startswith(f"the controller (pid {pid}) ended: killed by SIGKILL")
+    said = run.said("error")["text"]
+    assert said.startswith(f"the controller (pid {pid}) ended: killed by SIGKILL, last heard of in stage 'train'")
+    assert "update 3 of 9; trainer at update[3]" in said
 
 
 def test_a_controller_that_raises_is_reported_with_the_end_of_its_traceback(tmp_path: Path) -> None:
@@ -127,7 +135,7 @@ def test_a_failure_that_the_controller_has_explained_is_told_once(tmp_path: Path
     run = Run(tmp_path, "wait")
     run.when["ready"] = lambda line: os.kill(line["pids"]["local-pool/0"], signal.SIGTERM)
     assert run.run() == 1
-    assert [line["type"] for line in run.lines].count("error") == 1
+    assert [line["kind"] for line in run.lines].count("error") == 1
 
 
 def test_a_dead_agent_is_named_to_the_controller_and_its_ranks_die(tmp_path: Path) -> None:
@@ -157,11 +165,54 @@ def test_a_display_that_fails_leaves_nothing_behind_either(tmp_path: Path) -> No
     run = Run(tmp_path, "wait")
 
     def fail(line: Line) -> None:
-        raise BrokenPipeError("nobody reads")
+        raise KeyError("a fault of the display")
 
     run.when["ready"] = fail
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(KeyError):
         run.run()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError("nobody reads"), OSError(errno.EIO, "the terminal is gone")])
+def test_output_that_nobody_reads_is_a_wish_to_stop(tmp_path: Path, error: OSError) -> None:
+    run = Run(tmp_path, "wait")
+
+    def fail(line: Line) -> None:
+        raise error
+
+    run.when["ready"] = run.when["told"] = run.when["note"] = fail
+    assert run.run() == 130
+    assert run.said("told")["line"] == "stop"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_and_a_polite_kill_are_one_wish_however_often(tmp_path: Path, number: int) -> None:
+    """At a second Ctrl-C, the controller would be ended before it could say what it was told."""
+    run = Run(tmp_path, "wait")
+
+    def thrice(line: Line) -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+
+    run.when["ready"] = thrice
+    assert run.run() == 130
+    assert run.said("told")["line"] == "stop"
+
+
+def test_a_stop_says_where_a_resume_would_begin(tmp_path: Path) -> None:
+    RunFolder(tmp_path).checkpoints.joinpath("00000007").mkdir(parents=True)
+    write_cut(RunFolder(tmp_path), 7, {}, {})
+    run = Run(tmp_path, "wait")
+    run.when["ready"] = interrupt
+    assert run.launcher.run() == 130
+    notes = [line["text"] for line in run.lines if line["kind"] == "note"]
+    assert "the last checkpoint is that of update 7" in notes[-1]
+
+
+def test_a_failure_during_a_stop_is_a_failure(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fail")
+    run.when["ready"] = interrupt
+    assert run.run() == 1
+    assert run.said("error")["text"] == "the disk is full"
 
 
 def test_two_agents_join_over_tcp_on_loopback_alone(tmp_path: Path) -> None:
@@ -205,7 +256,7 @@ def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path: Path) -> Non
     command = [sys.executable, str(HERE / "fake_launch.py"), str(tmp_path), run, "deaf", "a", "b"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        while json.loads(process.stdout.readline())["type"] != "ready":
+        while json.loads(process.stdout.readline())["kind"] != "ready":
             pass
         assert len(processes_of(run)) == 5
         process.kill()

@@ -65,3 +65,11 @@ def test_only_the_newest_version_of_a_channel_is_remembered(folder: RunFolder) -
     session = run(folder)
     assert session.status == "done"
     assert session.most == 1
+
+
+def test_what_a_recorder_remembers_does_not_grow_with_the_updates(folder: RunFolder) -> None:
+    recorder = run(folder).recorder
+    assert isinstance(recorder, RunRecorder)
+    assert set(recorder.bars.published) == {"policy>generator"}
+    assert set(recorder.bars.sent) == {("policy>generator", "generator/0")}
+    assert recorder.rows.groups == {}

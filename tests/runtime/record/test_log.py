@@ -7,7 +7,7 @@ import pytest
 
 from penstock.graph.ir import Firing
 from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.log import MAGIC, LogError, LogWriter, commands_digest, read_log
+from penstock.runtime.record.log import MAGIC, LogError, LogWriter, commands_digest, read_log, segment_seconds
 from penstock.runtime.schedule.events import Begin, Done, Fire
 
 
@@ -64,6 +64,14 @@ def test_a_resume_adds_a_segment_that_names_its_cut(tmp_path: Path) -> None:
     first, second = read_log(tmp_path / "events.log")
     assert first.ended is None
     assert second.facts["cut"] == 3
+
+
+def test_a_segment_lasts_to_its_last_event(tmp_path: Path) -> None:
+    write(tmp_path / "events.log", steps=5).close()
+    writer = LogWriter(tmp_path / "events.log", encode)
+    writer.segment(3, {})
+    writer.close()
+    assert segment_seconds(tmp_path / "events.log") == [pytest.approx(0.4), 0.0]
 
 
 @pytest.mark.parametrize("record", [0, 3, 7])
@@ -149,5 +157,6 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(RecordError, match=r"events.log: cannot be written: the disk is full"):
+        said = r"events.log: cannot be written: the disk is full; needed \d+ bytes of free space there, where \d+ are"
+        with pytest.raises(RecordError, match=said):
             writer.flush()

@@ -54,6 +54,29 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     assert (second["reward_mean"], second["tokens"], second["seconds"], second["sync_s"]) == (2.5, 7.0, 1.0, 0.0)
 
 
+def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_nowhere() -> None:
+    rows = Rows(["learn"], now=0.0)
+    for update in range(50):
+        lost, taken = 2 * update, 2 * update + 1
+        rows.group(lost, {"reward_mean": 9.0})
+        rows.group(taken, {"reward_mean": 1.0})
+        rows.group(taken + 1, {"tokens": 3.0})  # ahead of the update
+        rows.batch(update, (taken,))
+        rows.update(update, "learn", {}, 1.0)
+        assert rows.row(update, 1.0, {})["reward_mean"] == 1.0
+        rows.group(lost, {"tokens": 5.0})  # it was in work when it was lost
+        assert set(rows.groups) == {lost, taken + 1}
+
+
+def test_an_update_without_groups_leaves_those_of_the_next_one() -> None:
+    rows = Rows(["ema"], now=0.0)
+    rows.group(0, {"tokens": 3.0})
+    rows.batch(0, ())
+    rows.update(0, "ema", {}, 1.0)
+    rows.row(0, 1.0, {})
+    assert set(rows.groups) == {0}
+
+
 def test_a_row_waits_for_all_nodes_of_its_update() -> None:
     rows = Rows(["critic", "actor"], now=0.0)
     assert not rows.update(0, "critic", {"value_loss": 1.0}, 1.0)

@@ -1,0 +1,66 @@
+"""What asks a run to end: Ctrl-C, a polite kill, a terminal that closes, a pipe that nobody reads any more."""
+
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Act = Callable[[int, FrameType | None], None]
+Tell = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def on_stop(act: Act, numbers: Sequence[signal.Signals] = STOPS) -> Iterator[None]:
+    """Meanwhile these signals call `act`; then they do again what they did before. Outside the main thread, where
+    Python hears no signal, nothing changes. A SIGHUP that is ignored stays so: that is what `nohup` is for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, act)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """What Ctrl-C does in Python, for the signals that would end the process where it stands."""
+    raise KeyboardInterrupt
+
+
+def carry_on(number: int, frame: FrameType | None) -> None:
+    """For a process that is ending already, and has something left to write."""
+
+
+def nobody_reads(descriptor: int) -> bool:
+    """Is it a pipe without a reader, or a terminal that is gone?"""
+    watch = select.poll()
+    watch.register(descriptor, 0)  # errors and hang-ups are told unasked
+    return bool(watch.poll(0))
+
+
+def while_heard(tell: Tell, lost: Callable[[], None]) -> Tell:
+    """`tell`, and `lost()` the first time that it raises OSError, since its pipe is closed or its terminal gone."""
+    deaf = False
+
+    def told(line: dict[str, Any]) -> None:
+        nonlocal deaf
+        try:
+            tell(line)
+        except OSError:
+            if not deaf:
+                deaf = True
+                lost()
+
+    return told

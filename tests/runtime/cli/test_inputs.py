@@ -1,0 +1,90 @@
+"""A resume needs what the run was given, from wherever it is called."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.cli import resume, run
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.launch import DONE, INTERRUPTED
+from penstock.runtime.record.folder import RunFolder
+
+from .conftest import SUMMARY, Processes
+
+DATA = '{"question": "1+1?", "answer": "#### 2"}\n'
+MINE = """
+from penstock.graph import broadcast, program
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+
+@program
+def mine(policy: FakePolicy, prompts: FakePrompts):
+    rollouts = fake_generate(prompts, broadcast(policy, lag=1))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+"""
+
+
+@pytest.fixture
+def stopped(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run of the user's own program, given by relative paths, that was stopped; this is another folder now."""
+    home = tmp_path / "home"
+    (home / "m").mkdir(parents=True)
+    (home / "m" / "config.json").write_text("{}")
+    (home / "d.jsonl").write_text(DATA)
+    (home / "mine.py").write_text(MINE)
+    monkeypatch.chdir(home)
+    processes.status, processes.summary = INTERRUPTED, {**SUMMARY, "status": "stopped"}
+    given = ["--data", "d.jsonl", "--eval-data", "d.jsonl", "--model", "m", "--device", "cpu"]
+    assert run.main(["mine.py:mine", *given, "--out", "run"]) == INTERRUPTED
+    monkeypatch.chdir(tmp_path)
+    processes.status, processes.summary = DONE, SUMMARY
+    return RunFolder.open(home / "run")
+
+
+def test_paths_are_kept_absolute_so_that_a_run_goes_on_from_anywhere(stopped: RunFolder, processes: Processes) -> None:
+    home = stopped.path.parent
+    flags = processes.configs[0].flags
+    assert (flags.data, flags.eval_data, flags.model) == (str(home / "d.jsonl"),) * 2 + (str(home / "m"),)
+    asked = stopped.read_json("config.json")["asked"]
+    assert asked["digests"] == {str(home / "d.jsonl"): hashlib.sha256(DATA.encode()).hexdigest()}
+    assert resume.main([str(stopped.path), "--plain"]) == 0
+
+
+def test_data_that_has_changed_is_refused_before_anything_is_touched(stopped: RunFolder, processes: Processes) -> None:
+    (stopped.path.parent / "d.jsonl").write_text(DATA.replace("2", "3"))
+    before = {path: path.read_bytes() for path in stopped.path.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(CommandError, match=r"(?s)nothing was changed.*d.jsonl: it has changed.*given.*needed \w{64}"):
+        resume.main([str(stopped.path), "--updates", "999"])
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(processes.configs) == 1
+
+
+def test_all_that_is_missing_is_said_before_anything_is_touched(stopped: RunFolder, processes: Processes) -> None:
+    home = stopped.path.parent
+    for name in ("d.jsonl", "mine.py", "m/config.json"):
+        (home / name).unlink()
+    graphs = stopped.read_json("graph.json")
+    graphs["graph"]["nodes"][1]["op"] = f"{home / 'mine.py'}:own_score"
+    graphs["graph"]["nodes"][2]["op"] = "their_package.scores:score"
+    stopped.write_json("graph.json", graphs)
+    with pytest.raises(CommandError) as error:
+        resume.main([str(stopped.path)])
+    for needed in (
+        f"the model {home / 'm'}: given a folder without config.json",
+        f"the data {home / 'd.jsonl'}: given no file there",
+        f"the program's file {home / 'mine.py'}: given no file there",
+        f"the program's module their_package.scores: given a folder from which it cannot be imported, needed a resume "
+        f"from {home}",
+    ):
+        assert needed in str(error.value)
+    assert stopped.read_json("summary.json")["status"] == "stopped"
+    assert len(processes.configs) == 1
+
+
+def test_data_that_is_made_up_needs_no_file(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arithmetic").write_text("a file of that name is not meant")
+    run.main(["toy", "--data", "arithmetic", "--out", "run"])
+    assert processes.configs[0].flags.data == "arithmetic"

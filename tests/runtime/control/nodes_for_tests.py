@@ -1,0 +1,72 @@
+"""Nodes whose firings a test can follow, and a program of them for one rank."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, node, program, trace
+from penstock.nodes.fake import FakePolicy, FakePrompts
+from penstock.runtime.control.setup import Setup
+from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+
+
+class Basket:
+    """A `Stream` that answers all it holds with their ordinals. A step raises while it holds `bad` for the first time,
+    and answers `odd` with what is no reward."""
+
+    def __init__(self, bad: int, odd: int) -> None:
+        self.bad, self.odd = bad, odd
+        self.held: dict[Any, Prompts] = {}
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        self.held[tag] = inputs["prompts"]
+
+    def step(self) -> Sequence[tuple[Any, Any]]:
+        ordinals = {tag: prompts.ordinals[0] for tag, prompts in self.held.items()}
+        if self.bad in ordinals.values():
+            self.bad = -1
+            raise ZeroDivisionError("the basket fell")
+        self.held.clear()
+        return [(tag, "odd" if o == self.odd else Rewards(torch.tensor([float(o)]))) for tag, o in ordinals.items()]
+
+    def busy(self) -> bool:
+        return bool(self.held)
+
+    def reset(self) -> None:
+        self.held.clear()
+
+
+def make_basket(context: Context, *, bad: int, odd: int) -> Basket:
+    return Basket(bad, odd)
+
+
+@node(pool="worker", init=make_basket)
+def basket(state: Basket, prompts: Prompts, *, bad: int = -1, odd: int = -1) -> tuple[Basket, Rewards]:
+    raise NotImplementedError("the executor drives the stream")
+
+
+@node(pool="worker")
+def doubled(rewards: Rewards) -> tuple[Rewards, Metrics]:
+    return rewards + rewards, {"reward_mean": float(rewards.values_N.mean())}
+
+
+@node(pool="worker", clock="update")
+def learn(policy: FakePolicy, rewards: Rewards) -> tuple[FakePolicy, Metrics]:
+    policy.version += 1
+    return policy, {"reward_sum": float(rewards.values_N.sum())}
+
+
+@program
+def baskets(policy: FakePolicy, prompts: FakePrompts, *, bad: int = -1, odd: int = -1) -> Policy:
+    return learn(policy, doubled(basket(prompts, bad=bad, odd=odd)))
+
+
+def make_setup(folder: Path, replicas: int = 1, restore: Path | None = None, **options: int) -> Setup:
+    """For the first of `replicas` that hold everything."""
+    graph = trace(baskets, options)
+    holds = ("policy", "prompts", "basket", "doubled", "learn")
+    pool = Pool("worker", holds, tuple(Replica(f"worker/{i}", (Rank(),), 8) for i in range(replicas)))
+    contexts = {name: Context(node=name) for name in holds}
+    return Setup((graph,), Plan((pool,)), "worker/0", 0, contexts, folder, restore)
