@@ -251,9 +251,10 @@ def _numbers(view: View) -> Iterator[Fault]:
 
 
 def _places(view: View) -> Iterator[Fault]:
-    """A carried value stays in its pool."""
+    """A carried value stays in its pool, and so does its next one."""
+    nexts = {ref: name for name, ref in view.graph.results}
     for node, item in view.inputs():
-        argument = view.arguments.get(item.ref.node)
+        argument = view.arguments.get(nexts.get(item.ref, item.ref.node))
         if argument is None or argument.kind != "carried" or not node.fires:
             continue
         if view.pools[node.name] != view.pools[argument.name] and not (

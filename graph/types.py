@@ -121,6 +121,13 @@ class Reference(Policy):
     pool: ClassVar[str] = "reference"
 
 
+class Critic:
+    """A model that expects what reward is still to come, with its optimizer: a carried value (`nodes.critic`)."""
+
+    maker: ClassVar[str] = "penstock.nodes.critic:make_critic"
+    pool: ClassVar[str] = "critic"
+
+
 @dataclass
 class Weights:
     """Live weights as `broadcast` delivers them. Changes only between steps of the node that reads it."""
@@ -131,7 +138,10 @@ class Weights:
 
 @dataclass
 class Batchable:
-    """A dataclass of arrays (first axis N) and of tuples with one entry per row; `concat` joins groups."""
+    """A dataclass of arrays (first axis N) and of tuples with one entry per row; `concat` joins groups.
+
+    An array that a type may lack is None; then all parts that are joined lack it.
+    """
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
@@ -141,6 +151,8 @@ class Batchable:
 
 
 def _join(values: Sequence[Any]) -> Any:
+    if all(value is None for value in values):
+        return None
     if isinstance(values[0], tuple):
         return tuple(item for value in values for item in value)
     widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
@@ -172,7 +184,12 @@ class Rollouts(Batchable):
     `tokens_NS` holds prompt and response, padded on the right; the response of row i starts at
     `prompt_lengths_N[i]` and has `response_lengths_N[i]` tokens, the end token included. `logprobs_NT` are the
     behaviour policy's log-probabilities (nats) of the sampled tokens and `versions_NT` the weights that made
-    them, both zero past a response's end. `finished_N` is False where the token bound cut a response.
+    them, both zero past a response's end; `logprobs_NT` is None where nobody recorded them. `finished_N` is False
+    where the token bound cut a response.
+
+    A response may be a conversation with an environment: all that follows the first prompt. Of the environment's
+    tokens, which nobody sampled, the version is -1 and the log-probability 0. `transcripts` has the texts of each
+    row's turns, the model's and the environment's in turn, the model's newest one last; that one is in `texts` too.
     """
 
     ordinals: tuple[int, ...]
@@ -185,11 +202,43 @@ class Rollouts(Batchable):
     logprobs_NT: Array
     versions_NT: Array
     finished_N: Array
+    transcripts: tuple[list[str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Without transcripts each response is a conversation of one turn."""
+        self.transcripts = self.transcripts or tuple([text] for text in self.texts)
+
+    def turns(self) -> list[int]:
+        """How often the model has spoken in each row."""
+        return [(len(transcript) + 1) // 2 for transcript in self.transcripts]
 
     def lengths(self) -> Vector:
         """Response lengths in tokens, float [N]."""
         lengths_N: Vector = self.response_lengths_N * 1.0
         return lengths_N
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass
+class Replies(Batchable):
+    """What an environment says to the newest turn of each row of `Rollouts`.
+
+    `roles` are "user" or "tool": who speaks, where a model's chat template knows the difference. A row that is done
+    (`done_N`, bool) has ended, and its text is not read. `rewards_N` is the reward of each conversation so far
+    (float), None where the environment gives none.
+    """
+
+    texts: tuple[str, ...]
+    roles: tuple[str, ...]
+    done_N: Array
+    rewards_N: Array | None = None
+
+    @property
+    def done(self) -> bool:
+        """Are all rows done?"""
+        return bool(self.done_N.all())
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -223,12 +272,38 @@ class Advantages(Batchable):
 
     values_N: Array
 
+    def at(self, sequence_P: Array, step_P: Array) -> Array:
+        """The advantage of each token, float [P]: token `step_P` of response `sequence_P`."""
+        return self.values_N[sequence_P]
+
+
+@dataclass
+class TokenAdvantages(Advantages):
+    """One number per token: here `values_N` is float [N, T], zero past a response's end."""
+
+    def at(self, sequence_P: Array, step_P: Array) -> Array:
+        return self.values_N[sequence_P, step_P]
+
 
 @dataclass
 class Logprobs(Batchable):
     """Log-probabilities (nats) of the sampled tokens under some policy, float [N, T]; zero past the end."""
 
     logprobs_NT: Array
+
+
+@dataclass
+class Values(Batchable):
+    """What a critic expects before each token of a response, float [N, T]; zero past the end."""
+
+    values_NT: Array
+
+
+@dataclass
+class Returns(Batchable):
+    """What followed each token of a response, which a critic learns to expect, float [N, T]; zero past the end."""
+
+    returns_NT: Array
 
 
 def _values(other: Any) -> Any:

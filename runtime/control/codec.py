@@ -197,11 +197,13 @@ def _record(
 ) -> Check:
     """An array of fixed length: a dataclass (with its tag), a NamedTuple, or a plain tuple."""
     labels = [f"{name}.{field}" for field in names] or [f"item {k} of {label}" for k in range(len(annotations))]
-    length = len(annotations) + (tag is not None)
+    first = 0 if tag is None else 1
+    length = first + len(annotations)
     needed = f"{name} of {len(annotations)} fields"
-    exact, others = [], []
-    for place, (one, where) in enumerate(zip(annotations, labels, strict=True), start=length - len(annotations)):
-        (exact if one in _EXACT else others).append((place, one, _compile(one, where)))
+    checks = [_compile(one, where) for one, where in zip(annotations, labels, strict=True)]
+    places = list(zip(range(first, length), annotations, checks, strict=True))
+    exact = [(place, one, check) for place, one, check in places if one in _EXACT]
+    others = [(place, check) for place, one, check in places if one not in _EXACT]
 
     def check(value: Any) -> Any:
         if type(value) is not list or len(value) != length:
@@ -211,7 +213,7 @@ def _record(
         for place, kind, one in exact:  # compared here: most fields are of these, and a call would cost more
             if type(value[place]) is not kind:
                 one(value[place])
-        for place, _, one in others:
+        for place, one in others:
             value[place] = one(value[place])
         return tuple.__new__(cls, value) if tag is None else cls(*value[1:])
 

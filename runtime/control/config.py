@@ -36,6 +36,7 @@ class Flags:
     versions: Literal["free", "pinned"] = "free"
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
+    drops: int = 16
     tensorboard: bool = False
 
 
@@ -96,7 +97,7 @@ class RunConfig:
 
     def rules(self, start: int) -> Rules:
         f = self.flags
-        return Rules(f.batch, f.updates, start, f.versions, f.retries, f.on_failure)
+        return Rules(f.batch, f.updates, start, f.versions, f.retries, f.on_failure, f.drops)
 
     def evaluation_rules(self, version: int) -> Rules:
         """One update's worth of held-out groups, on the policy as it is."""

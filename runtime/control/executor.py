@@ -12,14 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from typing import Any
 
-from penstock.graph.ir import Firing, Input
+from penstock.graph.filter import Dropped
+from penstock.graph.ir import Firing, Node
 from penstock.runtime.control import part
 from penstock.runtime.control.holdings import Held, Holdings
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.values import Key, Values
 from penstock.runtime.control.weights import Ways
-from penstock.runtime.schedule.events import Command, Done, Failed, Fire, Free, Save, Saved, Send, Swap, Swapped
+from penstock.runtime.schedule.events import (
+    Command,
+    Done,
+    Failed,
+    Fire,
+    Free,
+    Save,
+    Saved,
+    Send,
+    Settle,
+    Swap,
+    Swapped,
+)
 from penstock.runtime.tensor.handle import Handle
 
 
@@ -71,6 +84,9 @@ class Executor:
             case Free(firings):
                 self.values.free(firings)
                 return []
+            case Settle(firing):
+                self.values.settle(firing)
+                return []
             case Save(update, _, firings):
                 part.save(update, firings, self.held, self.values)
                 return [Result(Saved(update, replica, rank))]
@@ -110,7 +126,7 @@ class Executor:
                 value = self.held.sources[firing.node].read(firing.index)
                 return [self._done(firing, began, self.values.keep(firing, {"out": value}), {})]
             held = self.held.nodes[firing.node]
-            inputs = {item.name: self._input(item, command, handles) for item in held.inputs}
+            inputs = self._inputs(held, command, handles)
             inputs |= {name: self.ways.weights(channel) for name, channel in held.channels.items()}
             if held.stream:
                 held.state.submit(firing, inputs)
@@ -121,11 +137,17 @@ class Executor:
             return [self._failure(firing, began)]
         return [self._answer(held, firing, result, began)]
 
-    def _input(self, item: Input, command: Fire, handles: Mapping[Key, Handle]) -> Any:
-        """A carried value as it is; anything else as a value that some firing made."""
-        if item.ref.node in self.held.carried:
-            return self.held.carried[item.ref.node]
-        return self.values.read(item.ref, command, handles)
+    def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, Handle]) -> dict[str, Any]:
+        """Carried values as they are or were; anything else as a value that some firing made."""
+        inputs: dict[str, Any] = {}
+        for item in held.inputs:
+            if (name := self.setup.carried_name(item.ref)) in self.held.carried:
+                inputs[item.name] = self.held.carried[name]
+            elif (turn := held.graph.turn_read(held.node, item, command.firing.turn)) is not None:
+                inputs[item.name] = self.values.read(item.ref, command, handles, turn)
+        for name, (carried, lag) in held.delays.items():
+            inputs[name] = self.held.history.of(carried, max(0, command.update - lag))
+        return inputs
 
     def _answer(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
         """What a node returned becomes its state and outputs, if it fits what the node declares."""
@@ -136,19 +158,44 @@ class Executor:
 
     def _finish(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
         """Keep a node's outputs: a carried value's next value replaces it, others wait for their readers."""
+        if isinstance(result, Dropped):
+            return self._done(firing, began, {}, {}, dropped=True)
         state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
+        again = held.node.answers and not _done_talking(held.node, outputs)
         if held.stateful:
             held.state = state
-        for name, output in self.setup.makes.get(held.node.name, {}).items():
-            self.held.carried[name] = outputs.pop(output)
-        return self._done(firing, began, self.values.keep(firing, outputs), metrics)
+        made = self.setup.makes.get(held.node.name, {})
+        for name, output in made.items():
+            self.held.carried[name] = outputs[output]
+            self.held.history.note(name, firing.index + 1, outputs[output])
+        kept = {name: value for name, value in outputs.items() if name not in made.values()}
+        return self._done(firing, began, self.values.keep(firing, kept), metrics, again=again)
 
-    def _done(self, firing: Firing, began: float, outputs: dict[str, Handle], metrics: Mapping[str, float]) -> Result:
+    def _done(
+        self,
+        firing: Firing,
+        began: float,
+        outputs: dict[str, Handle],
+        metrics: Mapping[str, float],
+        *,
+        dropped: bool = False,
+        again: bool = False,
+    ) -> Result:
         figures = {name: float(value) for name, value in metrics.items()}
-        done = Done(firing, self.setup.replica, self.setup.rank)
+        done = Done(firing, self.setup.replica, self.setup.rank, dropped, again)
         return Result(done, outputs, figures, began, monotonic())
 
     def _failure(self, firing: Firing, began: float) -> Result:
         """Of an exception that is being handled."""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}:\n{traceback.format_exc()}"
         return Result(Failed(firing, self.setup.replica, self.setup.rank, text), began=began, ended=monotonic())
+
+
+def _done_talking(node: Node, outputs: Mapping[str, Any]) -> bool:
+    """Has a node that answers ended its group's turns? Raises TypeError for an output that does not say."""
+    first = outputs[node.outputs[0].name]
+    done = getattr(first, "done", None)
+    if not isinstance(done, bool):
+        given = f"{node.name} returned a {type(first).__name__} whose `done` is {done!r}"
+        raise TypeError(f"{given}; needed True or False: is the group's conversation over?")
+    return done

@@ -4,22 +4,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.graph.definition import NodeDef
+from penstock.graph.filter import Filter
 from penstock.graph.ir import Argument, Graph, Input, Node
 from penstock.graph.paths import load, resolve
 from penstock.graph.types import Carried, Source, Stream
+from penstock.runtime.control.history import History, delayed
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.schedule.tables import channel_name
 
 
 @dataclass
 class Held:
-    """A node that this rank runs. `channels` are the inputs that are weights, `inputs` the others."""
+    """A node that this rank runs, of `graph`.
 
+    `channels` are the inputs that are weights, `delays` the carried values that it reads delayed, each with its lag;
+    `inputs` are the others.
+    """
+
+    graph: Graph
     node: Node
-    definition: NodeDef[..., Any]
+    definition: NodeDef[..., Any] | Filter
     options: dict[str, Any]
     inputs: tuple[Input, ...]
     channels: dict[str, str]
+    delays: dict[str, tuple[str, int]]
     state: Any
     stream: bool
 
@@ -37,6 +45,7 @@ class Holdings:
         self.carried: dict[str, Carried] = {}
         self.sources: dict[str, Source] = {}
         self.nodes: dict[str, Held] = {}
+        self.history = History({n: lag for n, lag in delayed(setup.graphs).items() if n in setup.holds})
         for graph in setup.graphs:
             for argument in graph.arguments:
                 if argument.name in setup.holds:
@@ -46,24 +55,37 @@ class Holdings:
                     self.nodes[node.name] = self._hold_node(graph, node)
         self.streams = [held for held in self.nodes.values() if held.stream]
 
+    def make(self, name: str) -> Carried:
+        """A carried value as it is at the beginning, once more."""
+        argument = next(a for graph in self.setup.graphs for a in graph.carried if a.name == name)
+        made: Carried = load(argument.maker)(self.setup.contexts[name])
+        return made
+
     def _hold_argument(self, argument: Argument) -> None:
         if argument.name in self.carried or argument.name in self.sources:
             return
         made = load(argument.maker)(self.setup.contexts[argument.name])
         if argument.kind == "carried":
             self.carried[argument.name] = made
+            self.history.note(argument.name, 0, made)
         else:
             self.sources[argument.name] = made
 
     def _hold_node(self, graph: Graph, node: Node) -> Held:
-        definition = load(node.op)
+        definition = Filter() if node.construct == "keep" else load(node.op)
         options = {name: resolve(value) for name, value in node.options}
-        channels = {}
+        channels: dict[str, str] = {}
+        delays: dict[str, tuple[str, int]] = {}
         for item in node.inputs:
-            if item.ref.node in graph and graph[item.ref.node].construct == "broadcast":
-                carried = graph[item.ref.node].inputs[0].ref.node
+            if item.ref.node not in graph or graph[item.ref.node].fires:
+                continue
+            way = graph[item.ref.node]
+            carried = way.inputs[0].ref.node
+            if way.construct == "broadcast":
                 channels[item.name] = channel_name(carried, self.setup.pool)
-        inputs = tuple(i for i in node.inputs if i.name not in channels)
+            else:
+                delays[item.name] = carried, way.lag or 0
+        inputs = tuple(i for i in node.inputs if i.name not in channels and i.name not in delays)
         init = definition.init
         state = None if init is None else init(self.setup.contexts[node.name], **options)
-        return Held(node, definition, options, inputs, channels, state, isinstance(state, Stream))
+        return Held(graph, node, definition, options, inputs, channels, delays, state, isinstance(state, Stream))

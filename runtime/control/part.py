@@ -15,15 +15,22 @@ def save(update: int, firings: Iterable[Firing], holdings: Holdings, values: Val
     setup = holdings.setup
     folder = setup.folder / "checkpoints" / f"{update:08d}"
     states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
-    write_part(folder, setup.replica, setup.rank, holdings.carried, states, values.of(firings))
+    earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
+    write_part(folder, setup.replica, setup.rank, holdings.carried, states, values.of(firings), earlier)
 
 
 def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
-    setup = holdings.setup
+    setup, update = holdings.setup, int(folder.name)
     part = read_part(folder, setup.replica, setup.rank)
     for name, value in holdings.carried.items():
         value.restore(*part.carried(name))
+        holdings.history.note(name, update, value)
+    for name, lag in holdings.history.lags.items():
+        for version in range(max(0, update - lag), update):
+            value = holdings.make(name)
+            value.restore(*part.carried(_earlier(name, version)))
+            holdings.history.note(name, version, value)
     for name, held in holdings.nodes.items():
         if held.node.stateful:
             held.state = part.value(f"state/{name}", type(held.state))
@@ -32,3 +39,7 @@ def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firi
         value = part.value(value_name(firing, output), setup.declared(firing, output))
         restored += [(firing, name, handle) for name, handle in values.keep(firing, {output: value}).items()]
     return restored
+
+
+def _earlier(name: str, version: int) -> str:
+    return f"{name}@{version}"

@@ -20,6 +20,7 @@ from penstock.runtime.record.tensorboard import Board, open_board
 from penstock.runtime.record.timeline import Idle
 from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
 from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.tables import compile_tables
 
 
 class RunRecorder:
@@ -45,8 +46,8 @@ class RunRecorder:
         self.metrics = MetricsFile(folder.metrics)
         self.board: Board | None = open_board(folder.path, required=tensorboard, keep=kept)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
-        nodes = [n.name for n in config.graph.nodes if n.clock == "update" and n.fires]
-        self.rows = Rows(nodes, now, elapsed)
+        steps = [s for s in compile_tables(config.graph, config.plan).steps.values() if s.per_update]
+        self.rows = Rows({s.name: s.every for s in steps if not s.trails}, now, elapsed)
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}
         self.idle = Idle([r.name for r in config.plan.replicas], now)
@@ -110,7 +111,9 @@ class RunRecorder:
             self.bars.fired(event.replica, firing, result, "group")
         else:
             self.bars.fired(event.replica, firing, result, "update")
-            if self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
+            if firing.node not in self.rows.nodes:
+                self.rows.beside(firing.index, firing.node, metrics)
+            elif self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
                 self._update(firing.index, now)
 
     def _update(self, update: int, now: float) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from penstock.graph.ir import Firing, Graph
+from penstock.graph.ir import Firing, Graph, Ref
 from penstock.graph.paths import load
 from penstock.graph.types import Context
 from penstock.runtime.plan.plan import Plan
@@ -54,6 +54,15 @@ class Setup:
             for name, ref in graph.results:
                 found.setdefault(ref.node, {})[name] = ref.output
         return found
+
+    def carried_name(self, ref: Ref) -> str:
+        """The carried value that an edge carries, as it is before its update or after it; "" for any other."""
+        made = {output: name for name, output in self.makes.get(ref.node, {}).items()}
+        return made.get(ref.output, ref.node if ref.node in self._carried else "")
+
+    @cached_property
+    def _carried(self) -> frozenset[str]:
+        return frozenset(c.name for graph in self.graphs for c in graph.carried)
 
     @cached_property
     def exported(self) -> frozenset[str]:

@@ -10,7 +10,19 @@ from typing import Any, Protocol
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.messages import Order, Result, rank_peer
-from penstock.runtime.schedule.events import Command, Commit, Done, Event, Finish, Fire, Free, Save, Send, Swap
+from penstock.runtime.schedule.events import (
+    Command,
+    Commit,
+    Done,
+    Event,
+    Finish,
+    Fire,
+    Free,
+    Save,
+    Send,
+    Settle,
+    Swap,
+)
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import compile_tables
@@ -110,6 +122,9 @@ class Stage:
                 case Free():
                     for firing in command.firings:
                         self.handles.pop(firing, None)
+                case Settle(firing):
+                    if firing in self.handles:
+                        self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
             batches[command.replica].append(command)
             if (key := _key(command)) is not None:
                 self.asked[key] = now
@@ -119,13 +134,14 @@ class Stage:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
         if fire.firing.node not in self.graph:
             return []
-        found = []
-        for item in self.graph[fire.firing.node].inputs:
-            name = item.ref.node
+        node, found = self.graph[fire.firing.node], []
+        for item in node.inputs:
+            name, turn = item.ref.node, self.graph.turn_read(node, item, fire.firing.turn)
             step = self.tables.steps.get(name)
-            if step is None:
+            if step is None or turn is None:
                 continue
-            firings = [Firing(name, fire.firing.index)] if step.per_update else [Firing(name, g) for g in fire.groups]
+            indices = [fire.firing.index] if step.per_update else fire.groups
+            firings = [Firing(name, index, turn) for index in indices]
             for firing in firings:
                 handle = self.handles.get(firing, {}).get(item.ref.output)
                 if handle is not None:

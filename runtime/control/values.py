@@ -40,11 +40,11 @@ class Values:
                 exported[name] = self.handles[firing, name] = self.export(value)
         return exported
 
-    def read(self, ref: Ref, fire: Fire, handles: Mapping[Key, Handle]) -> Any:
-        """An input of a firing: a value of its own group or update, or those of a batch joined."""
+    def read(self, ref: Ref, fire: Fire, handles: Mapping[Key, Handle], turn: int = 0) -> Any:
+        """An input of a firing: a value of its own group (of that `turn`) or update, or those of a batch joined."""
         clocks, index = self.setup.clocks, fire.firing.index
         if clocks[ref.node] == "update" or clocks[fire.firing.node] == "group":
-            return self._get((Firing(ref.node, index), ref.output), handles)
+            return self._get((Firing(ref.node, index, turn), ref.output), handles)
         return join([self._get((Firing(ref.node, group), ref.output), handles) for group in fire.groups])
 
     def free(self, firings: Iterable[Firing]) -> None:
@@ -53,6 +53,13 @@ class Values:
             handle = self.handles.pop(key, None)
             if handle is not None and self.release is not None:
                 self.release(handle)
+
+    def settle(self, firing: Firing) -> None:
+        """What a turn has made is its group's from now on, as that of turn 0 is."""
+        for key in self._keys([firing]):
+            for held in (self.kept, self.handles):
+                if key in held:
+                    held[firing._replace(turn=0), key[1]] = held.pop(key)
 
     def of(self, firings: Iterable[Firing]) -> dict[Key, Any]:
         """Those outputs of the firings that are kept here."""

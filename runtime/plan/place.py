@@ -2,7 +2,8 @@
 
 What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
 cores of its host. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
-cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every host is shared out by itself.
+cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every
+host is shared out by itself.
 """
 
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ def place(
     roles = _roles(graphs, cluster)
     names = [role.name for role in roles]
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
+    threads = {role.name: _threads(role, roles, generators, overlapping) for role in roles}
     for pool in cluster.pools:
         if pool not in names:
             raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
@@ -64,7 +66,7 @@ def place(
                 tuple(
                     Replica(
                         f"{role.name}/{index}",
-                        (Rank(role.host.name, _device(role, index, device), _threads(role, roles, generators, overlapping)),),
+                        (Rank(role.host.name, _device(role, index, device), threads[role.name]),),
                         role.capacity(slots),
                     )
                     for index in range(generators if role.generates else 1)
@@ -85,7 +87,7 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
             if argument.kind == "carried" and graph.producer(argument.name):
                 updating.add(pool)
         for node in graph.nodes:
-            if node.construct == "call":
+            if node.fires:
                 homes.setdefault(node.name, node.pool)
     rows: dict[str, int] = {}
     for graph in graphs:

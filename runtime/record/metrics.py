@@ -8,7 +8,7 @@ resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,18 @@ class Rows:
     `groups` are the figures of groups that no update has taken. Updates take groups in ordinal order, so that one
     that an update has passed over is lost, and its figures count nowhere.
 
-    `nodes` are the per-update nodes: an update's row is complete when all of them have reported. `elapsed` is the
-    `time_s` of the last row that a resumed run keeps.
+    `nodes` are the per-update nodes, each with how often it fires: an update's row is complete when all that fire at
+    it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
     """
 
-    def __init__(self, nodes: Collection[str], now: float, elapsed: float = 0.0) -> None:
-        self.nodes = frozenset(nodes)
+    def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0) -> None:
+        self.nodes = dict(nodes)
         self._start, self._last = now - elapsed, now
         self.groups: dict[int, list[Metrics]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._sync = 0.0
+        self._beside: Metrics = {}
 
     def restart(self, now: float) -> None:
         """Training begins now: what came before is in no row's `seconds`."""
@@ -83,7 +84,13 @@ class Rows:
         """A per-update node's figures and duration; true if they complete the update's row."""
         reports = self._updates.setdefault(update, {})
         reports[node] = (metrics, seconds)
-        return self.nodes <= reports.keys()
+        return all(name in reports for name, every in self.nodes.items() if (update + 1) % every == 0)
+
+    def beside(self, update: int, node: str, metrics: Metrics) -> None:
+        """The figures of a node that no update waits for; they count for the next row, with the update they are of."""
+        if metrics:
+            self._beside.update(metrics)
+            self._beside[f"{node}_update"] = float(update)
 
     def row(self, update: int, now: float, pools: Mapping[str, Mapping[str, float]]) -> Row:
         """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`)."""
@@ -106,9 +113,10 @@ class Rows:
             "generate_tokens_per_s": round(tokens / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
+            **self._beside,
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
-        self._last, self._sync = now, 0.0
+        self._last, self._sync, self._beside = now, 0.0, {}
         return row
 
 

@@ -21,12 +21,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rank finished a firing. `dropped` is a filter's verdict on its group."""
+    """A rank finished a firing. `dropped` is a filter's verdict on its group; `again` says of a group that takes
+    turns that it wants another one."""
 
     firing: Firing
     replica: str
     rank: int = 0
     dropped: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,15 @@ Event = Begin | Done | Failed | Arrived | Swapped | Checkpoint | Saved | Abort
 
 @dataclass(frozen=True, slots=True)
 class Fire:
-    """Run a node. `groups` are the ordinals it works on: its own for a per-group node, the batch of an update."""
+    """Run a node. `groups` are the ordinals it works on: its own for a per-group node, the batch of an update.
+
+    `update`, for a per-group node that reads a delayed value: the update that its group is for.
+    """
 
     firing: Firing
     replica: str
     groups: tuple[int, ...] = ()
+    update: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,14 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class Settle:
+    """A group has taken its last turn: what this firing made is the group's from now on, as that of turn 0 is."""
+
+    firing: Firing
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Write this replica's part of the cut before update `update`: carried values, states, outputs of `firings`."""
 
@@ -149,4 +163,4 @@ class Finish:
     error: str = ""
 
 
-Command = Fire | Send | Swap | Free | Save | Commit | Finish
+Command = Fire | Send | Swap | Free | Settle | Save | Commit | Finish

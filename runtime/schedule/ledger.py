@@ -12,12 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.graph.ir import Firing
+
+
+@dataclass(slots=True)
+class Talk:
+    """A group's way through a bounded cycle: the turn that is due or in work, and where what was made is."""
+
+    turn: int = 0
+    made: dict[Firing, str] = field(default_factory=dict)
+
 
 @dataclass(slots=True)
 class Group:
     """A pending group: the steps done with the replica that holds each output, and the readers still to come.
 
-    `working` firings are in work on it; `finished` when it has been through every step.
+    `working` firings are in work on it; `finished` when it has been through every step. `talks`: for each step that
+    begins a bounded cycle, what its turns have made so far.
     """
 
     ordinal: int
@@ -25,6 +36,7 @@ class Group:
     readers: dict[str, int] = field(default_factory=dict)
     working: int = 0
     finished: bool = False
+    talks: dict[str, "Talk"] = field(default_factory=dict)
 
 
 class Ledger:

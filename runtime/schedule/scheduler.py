@@ -114,6 +114,8 @@ class Scheduler(State):
         last = self.answered(("fire", firing, event.replica), event.rank)
         if event.dropped:
             self.dropped.add(firing)
+        if event.again:
+            self.again.add(firing)
         return self._over(firing, event.replica) if last else ()
 
     def _failure(self, event: Failed) -> Sequence[Step] | None:
@@ -130,9 +132,9 @@ class Scheduler(State):
 
     def _over(self, firing: Firing, replica: str) -> Sequence[Step] | None:
         """All ranks have answered for a firing. Any of them may have failed, or dropped its group."""
-        failed, dropped = firing in self.failed, firing in self.dropped
-        self.failed.discard(firing)
-        self.dropped.discard(firing)
+        failed, dropped, again = firing in self.failed, firing in self.dropped, firing in self.again
+        for verdicts in (self.failed, self.dropped, self.again):
+            verdicts.discard(firing)
         del self.running[firing]
         step = self.tables.steps.get(firing.node)
         self.load[replica] -= step is None or not step.source
@@ -144,7 +146,7 @@ class Scheduler(State):
         elif failed:
             fates.group_failed(self, firing, replica)
         else:
-            return fates.group_done(self, step, firing, replica, dropped)
+            return fates.group_done(self, step, firing, replica, dropped=dropped, again=again)
         return None
 
     def _weights(self, event: Arrived | Swapped) -> Sequence[Step] | None:
@@ -180,7 +182,7 @@ class Scheduler(State):
         self._swap_pinned()
         if self.cutting is not None:
             cuts.save(self)
-        elif self.update >= self.rules.end and not self.answers:
+        elif not self.answers and min([self.update, *self.trailing.values()]) >= self.rules.end:
             self.finish("done")
 
     def _swap_pinned(self) -> None:

@@ -27,9 +27,11 @@ class State:
 
     ready: for each step the ordinals that have all its inputs, as a heap; may hold lost ones.
     load: firings in work on each replica, sources not counted. running: what is in work, and where.
-    updates_done: for each per-update step how often it has been done; `update` is the one in work, on `batch`.
+    updates_done: for each per-update step the update that it is next to fire at; `update` is the one in work, on
+    `batch`. Steps that trail have a pace of their own, the others move on together.
     between: the values that steps of this update made for later ones, and where they are.
-    failed, dropped: firings in work that failed, or whose verdict was to drop their group, on some rank.
+    failed, dropped, again: firings in work that failed, whose verdict was to drop their group, or which asked for
+    another turn, on some rank. drops: groups that filters have dropped since the last update.
     """
 
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
@@ -37,13 +39,16 @@ class State:
         self.ledger = Ledger(earlier=rules.start * rules.batch)
         self.ready: dict[str, list[int]] = {s: [] for s in tables.steps}
         self.load = dict.fromkeys(tables.replicas, 0)
-        self.updates_done = {s.name: rules.start for s in tables.steps.values() if s.per_update}
+        self.updates_done = {s.name: rules.start for s in tables.steps.values() if s.per_update and not s.trails}
+        self.trailing = {s.name: s.due(rules.start) for s in tables.steps.values() if s.trails}
+        self.drops = 0
         self.update = rules.start
         self.batch: tuple[int, ...] | None = None
         self.between: dict[Firing, str] = {}
         self.running: dict[Firing, str] = {}
         self.failed: set[Firing] = set()
         self.dropped: set[Firing] = set()
+        self.again: set[Firing] = set()
         self.tries: dict[Firing, int] = {}
         self.ways = {
             name: Way(channel.replicas, {replica: version for (n, replica), version in live.items() if n == name})
@@ -75,10 +80,10 @@ class State:
         del self.answers[key]
         return True
 
-    def fire(self, firing: Firing, replica: str, groups: tuple[int, ...] = (), load: int = 1) -> None:
+    def fire(self, firing: Firing, replica: str, groups: tuple[int, ...] = (), load: int = 1, update: int = 0) -> None:
         self.running[firing] = replica
         self.load[replica] += load
-        self.ask(Fire(firing, replica, groups), ("fire", firing, replica), replica)
+        self.ask(Fire(firing, replica, groups, update), ("fire", firing, replica), replica)
 
     def free(self, firing: Firing, replica: str) -> None:
         """The outputs of a firing have no reader left; said by `say_freed`."""
@@ -125,6 +130,23 @@ class State:
         maker = self.tables.makers.get(carried)
         return self.rules.start if maker is None else self.updates_done[maker]
 
+    def over(self, name: str) -> bool:
+        """Is a per-update step done with the current update, or does it not take part in it?"""
+        return self.updates_done[name] > self.update or self.tables.steps[name].due(self.update) > self.update
+
+    def next_update(self, step: Step) -> int:
+        """The update that a per-update step is next to fire at."""
+        return self.trailing[step.name] if step.trails else step.due(self.updates_done[step.name])
+
+    def firing(self, step: Step, ordinal: int) -> Firing:
+        """The next firing of a per-group step for a pending group, or the one in work."""
+        talk = self.ledger.groups[ordinal].talks.get(step.partner if step.answers else step.name)
+        return Firing(step.name, ordinal, talk.turn if talk else 0)
+
+    def slot(self, ordinal: int) -> int:
+        """The update that a group is for, as far as can be known: groups before it may still be dropped."""
+        return self.ledger.before(ordinal) // self.rules.batch
+
     def begun(self) -> bool:
         """Has the current update fired any of its steps?"""
         done = any(count > self.update for count in self.updates_done.values())
@@ -132,7 +154,7 @@ class State:
 
     def pin(self, ordinal: int) -> int:
         """Pinned: the version that a group must use."""
-        return max(self.rules.start, self.ledger.before(ordinal) // self.rules.batch - self.tables.max_lag)
+        return max(self.rules.start, self.slot(ordinal) - self.tables.max_lag)
 
     def perishing(self, ordinal: int) -> bool:
         """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
@@ -143,7 +165,8 @@ class State:
         name, ordinal = step.name, max(self._passed[step.name], self.ledger.first)
         while ordinal < self.ledger.next:
             group = self.ledger.groups.get(ordinal)
-            if group is not None and name not in group.made and Firing(name, ordinal) not in self.running:
+            waits = group is not None and name not in group.made
+            if waits and (step.turns or Firing(name, ordinal) not in self.running):
                 break
             ordinal += 1
         self._passed[name] = ordinal

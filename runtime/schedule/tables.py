@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from math import gcd
 from typing import Literal
 
 from penstock.graph.ir import Graph, Node
@@ -15,7 +16,8 @@ class Rules:
 
     `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
     A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
-    takes another ("replace").
+    takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
+    for one update.
     """
 
     batch: int
@@ -24,12 +26,15 @@ class Rules:
     versions: Literal["free", "pinned"] = "free"
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
+    drops: int = 16
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"batch: given {self.batch}, needed at least 1 prompt group per update")
         if self.end < self.start:
             raise ValueError(f"updates: given {self.end}, but {self.start} are done already")
+        if self.drops < 1:
+            raise ValueError(f"drops: given {self.drops}, needed at least 1 batch that filters may drop per update")
         if self.versions == "pinned" and self.on_failure == "replace":
             raise ValueError(
                 'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '
@@ -39,7 +44,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """The way of one carried value's weights to one pool, and the publishing node of each broadcast on it."""
+    """The way of one carried value's weights to one pool, and the publishing node of each broadcast on it.
+
+    `every`: only versions that are multiples of it are published.
+    """
 
     name: str
     carried: str
@@ -47,6 +55,7 @@ class Channel:
     node: str
     pool: str
     replicas: tuple[Replica, ...]
+    every: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,10 @@ class Step:
     weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
     readers: the steps that read its output.
     publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
+    every: it fires at each `every`th update. trails: it reads nothing but weights and nobody reads it, so that later
+    updates do not wait for it. filters: it may drop its group. delays: (carried value, lag) that it reads delayed.
+    turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
+    `answers` is the one that says whether there is another turn.
     """
 
     name: str
@@ -76,6 +89,17 @@ class Step:
     readers: tuple[str, ...] = ()
     publishes: tuple[str, ...] = ()
     private: bool = False
+    every: int = 1
+    trails: bool = False
+    filters: bool = False
+    delays: tuple[tuple[str, int], ...] = ()
+    turns: int = 0
+    partner: str = ""
+    answers: bool = False
+
+    def due(self, update: int) -> int:
+        """The first update from `update` on at which a per-update step fires."""
+        return update + -(update + 1) % self.every
 
 
 @dataclass(frozen=True)
@@ -158,6 +182,14 @@ def check_rules(tables: Tables, rules: Rules) -> None:
     """
     if rules.versions == "free":
         return
+    filters = [s.name for s in tables.steps.values() if s.filters]
+    slow = [c.node for c in tables.channels.values() if c.every > 1]
+    if filters or slow:
+        given = ", ".join([f"the filter {name}" for name in filters] + [f"{name} with every=…" for name in slow])
+        raise ValueError(
+            f'versions="pinned": given {given}; needed none, since which groups an update takes, or which versions '
+            'exist, would not be known beforehand; use versions="free"'
+        )
     lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
     late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
     if len({lag for _, lag in lags}) > 1 or late:
@@ -184,13 +216,16 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], dict[str, l
         for reader in _readers(graph.nodes, node.name):
             pool = plan.pool_of(reader.name)
             name = channel_name(carried, pool.name)
-            channels.setdefault(name, Channel(name, carried, home.replicas[0], node.name, pool.name, pool.replicas))
+            known = channels.get(name)
+            every = node.every if known is None else gcd(known.every, node.every)
+            publisher = node.name if known is None else known.node
+            channels[name] = Channel(name, carried, home.replicas[0], publisher, pool.name, pool.replicas, every)
             edges.setdefault(reader.name, []).append((name, node.lag or 0))
     return channels, edges
 
 
 def _readers(nodes: Sequence[Node], name: str) -> list[Node]:
-    return [n for n in nodes if any(i.ref.node == name for i in n.inputs)]
+    return [n for n in nodes if any(i.ref.node == name and not i.back for i in n.inputs)]
 
 
 def _steps(
@@ -212,12 +247,15 @@ def _steps(
             argument.name, place, pool, False, source=True, readers=readers, private=pool not in shared
         )
     for place, node in enumerate(calls, start=len(steps)):
-        reads = tuple(dict.fromkeys(i.ref.node for i in node.inputs))
+        partner = _partner(calls, node)
+        reads = tuple(dict.fromkeys(i.ref.node for i in node.inputs if not i.back and i.ref.node != partner))
         changing = tuple(r for r in reads if r in makers)
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         pool = plan.pool_of(node.name).name
         lagged = tuple(dict.fromkeys(edges.get(node.name, [])))
         others = [n.name for c in made for n in _readers(calls, c) if n.name != node.name]
+        readers = tuple(n.name for n in _readers(calls, node.name) if n.name != partner)
+        plain = not (made or readers or changing or any(r in clocks for r in reads))
         steps[node.name] = Step(
             name=node.name,
             place=place,
@@ -231,11 +269,29 @@ def _steps(
             after=tuple(dict.fromkeys(others)),
             weights=tuple(e for e in lagged if channels[e[0]].carried in makers),
             fixed=tuple(channel for channel, _ in lagged if channels[channel].carried not in makers),
-            readers=tuple(n.name for n in _readers(calls, node.name)),
+            readers=readers,
             publishes=tuple(c.name for c in channels.values() if c.carried in made),
             private=pool not in shared,
+            every=node.every,
+            trails=node.clock == "update" and plain,
+            filters=node.construct == "keep",
+            delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if _delays(graph, r)),
+            turns=node.turns or 0,
+            partner=partner,
+            answers=node.answers,
         )
     return steps
+
+
+def _delays(graph: Graph, name: str) -> bool:
+    return name in graph and graph[name].construct == "delay"
+
+
+def _partner(nodes: Sequence[Node], node: Node) -> str:
+    """The other node of a bounded cycle; "" for a node in none."""
+    if node.answers:
+        return next(n.name for n in nodes if any(i.back and i.ref.node == node.name for i in n.inputs))
+    return next((i.ref.node for i in node.inputs if i.back and i.ref.node != node.name), "")
 
 
 def _check_places(graph: Graph, plan: Plan, makers: dict[str, str]) -> None:

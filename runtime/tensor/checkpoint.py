@@ -32,15 +32,19 @@ def write_part(
     carried: Mapping[str, Carried],
     states: Mapping[str, Any],
     values: Mapping[tuple[Firing, str], Any],
+    earlier: Mapping[str, Carried] | None = None,
 ) -> None:
-    """Write all that this rank contributes to a cut; rank 0 exports carried values for other tools, too."""
+    """Write all that this rank contributes to a cut; rank 0 exports carried values for other tools, too.
+
+    `earlier` are carried values as they were before, by names of their own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {"carried": {}, "encoded": {}, "keys": [[*f, output] for f, output in values]}
-    for name, value in carried.items():
+    for name, value in {**carried, **(earlier or {})}.items():
         own, facts["carried"][name] = value.state()
         tensors.update((f"carried/{name}/{key}", tensor) for key, tensor in own.items())
-        if rank == 0:
+        if rank == 0 and name in carried:
             (folder / name).mkdir(exist_ok=True)
             value.export(str(folder / name))
     encoded = {f"state/{name}": state for name, state in states.items()}

@@ -1,7 +1,8 @@
 """Checkpoints: a consistent cut between two updates, and the way back from it.
 
 Free-running admissions go on while a cut is due and while it is written; they are later than the cut and do not
-change it. What was in work then starts again in a run that resumes.
+change it. What was in work then starts again in a run that resumes: groups in the middle of their turns at the first
+one, a step that trails at the update it was at.
 """
 
 import heapq
@@ -20,7 +21,8 @@ def save(state: State) -> None:
         return
     if any(f.node in state.tables.stateful for f in state.running) or not _drained(state):
         return
-    state.saving = json.dumps({"update": state.update, **state.ledger.to_json()}, sort_keys=True)
+    cut = {"update": state.update, **state.ledger.to_json(), "trailing": state.trailing}
+    state.saving = json.dumps(cut, sort_keys=True)
     values: dict[str, list[Firing]] = {r: [] for r in state.tables.replicas}
     for group in state.ledger.groups.values():
         for name, replica in group.made.items():
@@ -51,9 +53,10 @@ def _drained(state: State) -> bool:
 def restore(state: State, cut: Mapping[str, Any]) -> None:
     """Continue from the state that a `Commit` told."""
     state.ledger.restore(cut)
+    state.trailing.update(cut.get("trailing", {}))
     for ordinal, group in state.ledger.groups.items():
         group.finished = len(group.made) == state.tables.num_group_steps
         for step in state.tables.steps.values():
-            waiting = not step.per_update and step.name not in group.made
+            waiting = not step.per_update and not step.answers and step.name not in group.made
             if waiting and all(name in group.made for name in step.groups):
                 heapq.heappush(state.ready[step.name], ordinal)

@@ -5,28 +5,38 @@ from collections.abc import Sequence
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.ledger import Group
+from penstock.runtime.schedule.rules import turns
 from penstock.runtime.schedule.rules.groups import offer
 from penstock.runtime.schedule.rules.updates import assemble
 from penstock.runtime.schedule.state import State
 from penstock.runtime.schedule.tables import Step
 
 
-def group_done(state: State, step: Step, firing: Firing, replica: str, dropped: bool) -> Sequence[Step] | None:
+def group_done(
+    state: State, step: Step, firing: Firing, replica: str, *, dropped: bool, again: bool
+) -> Sequence[Step] | None:
     """A per-group firing is done. The steps that may start because of it; None where anything may."""
     group = state.ledger.find(firing.index)
     group.working -= 1
     state.tries.pop(firing, None)
-    _note_value(state, group, step, replica)
+    made = {step.name: replica}
+    if step.turns:
+        made = _take_turn(state, group, step, firing, replica, again)
+        if not made:
+            return None
+    for name, holder in made.items():
+        _note_value(state, group, state.tables.steps[name], holder)
     if group.ordinal in state.ledger.leaving:
         _leave(state, group)
         return None
     if dropped:
         _drop(state, group, firing)
         return None
-    offer(state, group.ordinal, group.made, step)
+    for name in made:
+        offer(state, group.ordinal, group.made, state.tables.steps[name])
     group.finished = len(group.made) == state.tables.num_group_steps
     complete = group.finished and assemble(state)
-    quiet = step.private and not complete and state.cutting is None
+    quiet = step.private and not step.turns and not complete and state.cutting is None
     return state.tables.stirs[step.name] if quiet else None
 
 
@@ -48,19 +58,35 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
 
 def update_done(state: State, step: Step, firing: Firing, replica: str) -> None:
     """A per-update firing is done. The last one of an update consumes its batch and frees what was made between."""
-    state.updates_done[step.name] = firing.index + 1
     if step.readers:
         state.between[firing] = replica
     elif not step.makes:
         state.free(firing, replica)
-    if any(done <= state.update for done in state.updates_done.values()):
+    if step.trails:
+        state.trailing[step.name] = step.due(firing.index + 1)
+        return
+    state.updates_done[step.name] = firing.index + 1
+    if not all(map(state.over, state.updates_done)):
         return
     for group in state.ledger.consume(state.batch) if state.batch else ():
         _release(state, group)
     for made, holder in state.between.items():
         state.free(made, holder)
     state.between.clear()
-    state.update, state.batch = state.update + 1, None
+    state.update, state.batch, state.drops = state.update + 1, None, 0
+    state.updates_done = dict.fromkeys(state.updates_done, state.update)
+
+
+def _take_turn(state: State, group: Group, step: Step, firing: Firing, replica: str, again: bool) -> dict[str, str]:
+    """A step of a bounded cycle is done: what the cycle has made, and where, if that was its end."""
+    if group.ordinal in state.ledger.leaving:
+        state.free(firing, replica)
+        _leave(state, group)
+    elif not step.answers:
+        turns.spoken(state, group, step, firing, replica)
+    elif turns.answered(state, group, step, firing, replica, again):
+        return turns.finish(group, step)
+    return {}
 
 
 def _note_value(state: State, group: Group, step: Step, replica: str) -> None:
@@ -78,8 +104,14 @@ def _note_value(state: State, group: Group, step: Step, replica: str) -> None:
 def _drop(state: State, group: Group, firing: Firing) -> None:
     if state.pinned:
         state.finish("failed", f'{firing} dropped its group: a filter needs versions="free", given "pinned"')
-    else:
-        _leave(state, state.ledger.lose(group.ordinal, "dropped"))
+        return
+    _leave(state, state.ledger.lose(group.ordinal, "dropped"))
+    state.drops += 1
+    if state.drops >= state.rules.drops * state.rules.batch:
+        kept = min(state.rules.batch, sum(g.finished for g in state.ledger.groups.values()))
+        given = f"{state.drops} groups dropped for update {state.update}, the last by {firing}, and {kept} kept"
+        needed = f"{state.rules.batch} kept ones before {state.rules.drops} batches are dropped (--drops)"
+        state.finish("failed", f"given {given}; needed {needed}, or a filter that keeps more")
 
 
 def _leave(state: State, group: Group) -> None:
@@ -90,6 +122,9 @@ def _leave(state: State, group: Group) -> None:
 
 
 def _release(state: State, group: Group) -> None:
+    for talk in group.talks.values():
+        for made, holder in talk.made.items():
+            state.free(made, holder)
     for name, count in group.readers.items():
         if count:
             state.free(Firing(name, group.ordinal), group.made[name])

@@ -3,7 +3,6 @@
 import heapq
 from collections.abc import Sequence
 
-from penstock.graph.ir import Firing
 from penstock.runtime.schedule.state import State
 from penstock.runtime.schedule.tables import Step
 
@@ -35,7 +34,8 @@ def start_groups(state: State, steps: Sequence[Step]) -> None:
                 if replica is None:
                     break
                 group.working += 1
-                state.fire(Firing(step.name, ordinal), replica, (ordinal,), not step.source)
+                update = state.slot(ordinal) if step.delays else 0
+                state.fire(state.firing(step, ordinal), replica, (ordinal,), not step.source, update)
             heapq.heappop(queue)
 
 
@@ -69,9 +69,11 @@ def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
 
 
 def _admissible(state: State, step: Step, ordinal: int, replica: str) -> bool:
-    """Are the live weights of `replica` new enough for a group, and is it needed at all?"""
+    """Are the live weights of `replica` new enough for a group, what it reads delayed made, and is it needed at all?"""
     before = state.ledger.before(ordinal)
     if before >= state.total:
+        return False
+    if any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
         return False
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]

@@ -16,25 +16,41 @@ def assemble(state: State) -> bool:
 def start_updates(state: State, steps: tuple[Step, ...]) -> None:
     """Start the steps of the current update whose inputs are there, once its batch is complete: an update that has
     begun can always be finished. While a cut is due, none begins."""
+    for step in steps:
+        if step.trails and state.cutting is None:
+            _start_trailing(state, step)
     if state.update >= state.rules.end or (state.tables.takes_groups and state.batch is None):
         return
     if state.cutting is not None and not state.begun():
         return
     for step in steps:
         firing, replica = Firing(step.name, state.update), state.tables.by_pool[step.pool][0]
-        waiting = state.updates_done[step.name] == state.update and firing not in state.running
+        waiting = not step.trails and not state.over(step.name) and firing not in state.running
         if waiting and state.room(replica) > 0 and _has_inputs(state, step, replica.name):
             state.fire(firing, replica.name, state.batch or () if step.groups else ())
 
 
+def _start_trailing(state: State, step: Step) -> None:
+    """Start a step that no update waits for: at the update that it is next to fire at, now or some time ago."""
+    update, replica = state.next_update(step), state.tables.by_pool[step.pool][0]
+    firing = Firing(step.name, update)
+    waiting = update <= state.update and update < state.rules.end and firing not in state.running
+    if waiting and state.room(replica) > 0 and _has_weights(state, step, update, replica.name):
+        state.fire(firing, replica.name)
+
+
 def _has_inputs(state: State, step: Step, replica: str) -> bool:
-    if any(state.updates_done[name] <= state.update for name in (*step.updates, *step.after)):
+    if not all(state.over(name) for name in (*step.updates, *step.after)):
         return False
     if not all(_may_donate(state, channel) for channel in step.publishes):
         return False
+    return _has_weights(state, step, state.update, replica)
+
+
+def _has_weights(state: State, step: Step, update: int, replica: str) -> bool:
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
-        if receiver.live < state.update - lag or receiver.swapping:
+        if receiver.live < update - lag or receiver.swapping:
             return False
     return state.has_fixed(step, replica)
 
@@ -44,11 +60,11 @@ def _may_donate(state: State, channel: str) -> bool:
     way = state.ways[channel]
     if way.publishing:
         return False
-    if state.pinned and not all(way.holds(state.update, replica) for replica in way.receivers):
-        return False
     for reader, lag in state.tables.weight_readers[channel]:
         first = state.tables.by_pool[reader.pool][0].name
-        waits = reader.per_update and state.updates_done[reader.name] <= state.update
-        if waits and not way.holds(state.update - lag, first):
+        if not reader.per_update:
+            if state.pinned and not all(way.holds(state.update, replica) for replica in way.receivers):
+                return False
+        elif (update := state.next_update(reader)) <= state.update and not way.holds(update - lag, first):
             return False
     return True

@@ -16,6 +16,8 @@ def publish(state: State, channels: tuple[Channel, ...]) -> None:
         donated = maker is not None and Firing(maker, version) in state.running
         if donated or version >= state.rules.end or state.room(channel.source) <= 0:
             continue
+        if version % channel.every and all(receiver.live >= 0 for receiver in way.receivers.values()):
+            continue
         if way.may_publish(version):
             way.publishing = True
             state.fire(Firing(channel.name, version), channel.source.name)
@@ -42,7 +44,7 @@ def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:
     for step, _ in state.tables.weight_readers[channel]:
         if step.per_update:
             here = replica == state.tables.by_pool[step.pool][0].name
-            update = state.updates_done[step.name]
+            update = state.next_update(step)
             if here and (version > update or Firing(step.name, update) in state.running):
                 return False
         elif state.pinned:

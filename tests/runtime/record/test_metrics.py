@@ -25,7 +25,7 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
 
 
 def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
-    rows = Rows(["learn"], now=100.0)
+    rows = Rows({"learn": 1}, now=100.0)
     for ordinal in range(4):
         rows.group(ordinal, {"reward_mean": float(ordinal)})
         rows.group(ordinal, {"tokens": 10.0})
@@ -55,7 +55,7 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
 
 
 def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_nowhere() -> None:
-    rows = Rows(["learn"], now=0.0)
+    rows = Rows({"learn": 1}, now=0.0)
     for update in range(50):
         lost, taken = 2 * update, 2 * update + 1
         rows.group(lost, {"reward_mean": 9.0})
@@ -69,7 +69,7 @@ def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_n
 
 
 def test_an_update_without_groups_leaves_those_of_the_next_one() -> None:
-    rows = Rows(["ema"], now=0.0)
+    rows = Rows({"ema": 1}, now=0.0)
     rows.group(0, {"tokens": 3.0})
     rows.batch(0, ())
     rows.update(0, "ema", {}, 1.0)
@@ -78,14 +78,14 @@ def test_an_update_without_groups_leaves_those_of_the_next_one() -> None:
 
 
 def test_a_row_waits_for_all_nodes_of_its_update() -> None:
-    rows = Rows(["critic", "actor"], now=0.0)
+    rows = Rows({"critic": 1, "actor": 1}, now=0.0)
     assert not rows.update(0, "critic", {"value_loss": 1.0}, 1.0)
     assert rows.update(0, "actor", {"loss": 2.0}, 1.0)
     assert rows.row(0, 2.0, {})["value_loss"] == 1.0
 
 
 def test_a_resumed_run_goes_on_counting_time() -> None:
-    rows = Rows(["learn"], now=1000.0, elapsed=60.0)
+    rows = Rows({"learn": 1}, now=1000.0, elapsed=60.0)
     rows.update(5, "learn", {}, 1.0)
     assert rows.row(5, 1003.0, {})["time_s"] == 63.0
 
