@@ -92,7 +92,8 @@ def _names(graph: Graph) -> dict[Ref, str]:
             ref = Ref(node.name, output.name)
             own = f"{_local(node.name)}_{output.name}"
             kept = f"kept_{names.get(node.inputs[int(output.name)].ref)}" if node.construct == "keep" else None
-            wishes = (results.get(ref), kept, called.get(ref), short(output.type).lower(), own)
+            past = f"past_{names.get(node.inputs[0].ref)}" if node.construct == "delay" else None
+            wishes = (results.get(ref), kept, past, called.get(ref), short(output.type).lower(), own)
             names[ref] = next((wish for wish in wishes if wish and wish not in names.values()), own)
     return names
 
@@ -136,7 +137,9 @@ def _comment(graph: Graph, node: Node) -> str:
         return ", ".join([*named, f"to {node.pool}"])
     other = _partner(graph, node)
     pools = dict.fromkeys([node.pool, other.pool] if other is not None else [node.pool])
-    return ", ".join([*named, " and ".join(pools), clock(node)])
+    return ", ".join(
+        [*named, " and ".join(pools), clock(node), *(["drops groups"] if node.construct == "keep" else [])]
+    )
 
 
 def _function(node: Node) -> str:

@@ -121,11 +121,32 @@ class Reference(Policy):
     pool: ClassVar[str] = "reference"
 
 
+class Teacher(Reference):
+    """A frozen model to learn from, read from the directory that the program's option `teacher_model` names."""
+
+    maker: ClassVar[str] = "penstock.nodes.distillation:open_teacher"
+    pool: ClassVar[str] = "teacher"
+
+
 class Critic:
     """A model that expects what reward is still to come, with its optimizer: a carried value (`nodes.critic`)."""
 
     maker: ClassVar[str] = "penstock.nodes.critic:make_critic"
     pool: ClassVar[str] = "critic"
+
+
+class RewardModel:
+    """A frozen model of what people prefer, read from the directory that the program's option `reward_model` names."""
+
+    maker: ClassVar[str] = "penstock.nodes.reward_model:open_reward_model"
+    pool: ClassVar[str] = "reward"
+
+
+class PreferenceModel:
+    """A reward model that learns from pairs, with its optimizer: a carried value (`nodes.reward_model`)."""
+
+    maker: ClassVar[str] = "penstock.nodes.reward_model:make_preference_model"
+    pool: ClassVar[str] = "trainer"
 
 
 @dataclass

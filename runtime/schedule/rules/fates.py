@@ -32,8 +32,7 @@ def group_done(
     if dropped:
         _drop(state, group, firing)
         return None
-    for name in made:
-        offer(state, group.ordinal, group.made, state.tables.steps[name])
+    offer(state, group.ordinal, group.made, [state.tables.steps[name] for name in made])
     group.finished = len(group.made) == state.tables.num_group_steps
     complete = group.finished and assemble(state)
     quiet = step.private and not step.turns and not complete and state.cutting is None

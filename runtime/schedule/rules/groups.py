@@ -39,9 +39,9 @@ def start_groups(state: State, steps: Sequence[Step]) -> None:
             heapq.heappop(queue)
 
 
-def offer(state: State, ordinal: int, made: dict[str, str], step: Step) -> None:
-    """Put a group in the queues of the steps that a new output of `step` was the last input of."""
-    for name in step.readers:
+def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Step]) -> None:
+    """Put a group in the queues of the steps that the new outputs of `steps` were the last inputs of."""
+    for name in dict.fromkeys(reader for step in steps for reader in step.readers):
         reader = state.tables.steps[name]
         if not reader.per_update and all(value in made for value in reader.groups):
             heapq.heappush(state.ready[name], ordinal)

@@ -1,0 +1,324 @@
+"""Programs of fake nodes, one for each construct of the language, as a user's file would hold them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.graph import (
+    Context,
+    Metrics,
+    Policy,
+    Rewards,
+    Rollouts,
+    Weights,
+    alternate,
+    broadcast,
+    delay,
+    keep,
+    node,
+    program,
+)
+from penstock.graph.types import Carried, Prompts
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+
+# A filter -------------------------------------------------------------------------------------------------
+
+
+def odd_sum(rollouts: Rollouts, rewards: Rewards, *, keep_all: bool = False, nothing: bool = False) -> bool:
+    """Half of the groups, by what they hold."""
+    return not nothing and (keep_all or int(rollouts.tokens_NS.sum()) % 2 == 1)
+
+
+@program
+def filtered(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    """Groups with an even sum are dropped."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0)
+    rewards = fake_score(rollouts, ms=1.0)
+    rollouts, rewards = keep(rollouts, rewards, when=odd_sum)
+    return fake_update(policy, rollouts, rewards, ms=5.0)
+
+
+def never(rewards: Rewards) -> bool:
+    return False
+
+
+@program
+def drops_everything(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    """No group is ever good enough."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    rewards = keep(fake_score(rollouts), when=never)
+    return fake_update(policy, rollouts, rewards)
+
+
+# Slower clocks, several carried values ---------------------------------------------------------------------
+
+
+class FakeAverage(FakePolicy):
+    """A second carried value, of the same kind."""
+
+    maker: ClassVar[str] = f"{__file__}:make_average"
+
+
+def make_average(context: Context) -> Carried:
+    return FakeAverage(context)
+
+
+@node(pool="trainer", clock="update")
+def follow(average: FakeAverage, policy: FakePolicy, *, decay: float = 0.5) -> tuple[FakeAverage, Metrics]:
+    """The average moves towards the policy as it is after the update."""
+    average.values_W = decay * average.values_W + (1 - decay) * policy.values_W
+    average.version += 1
+    return average, {"followed": float(average.version), "policy_version": float(policy.version)}
+
+
+@node(pool="watcher", clock="update")
+def watch(weights: Weights, *, seconds: float = 0.0) -> Metrics:
+    """Measures weights on a pool of its own."""
+    torch.tensor(0.0)
+    import time
+
+    time.sleep(seconds)
+    return {"watched_version": float(weights.version), "watched_sum": float(weights.tensors["values"].sum())}
+
+
+@program
+def clocks(
+    policy: FakePolicy,
+    average: FakeAverage,
+    prompts: FakePrompts,
+    *,
+    lag: int = 1,
+    every: int = 2,
+    look: int = 3,
+    watch_s: float = 0.0,
+) -> dict[str, Any]:
+    """A second value that moves at every other update, and a measurement at every third, which nobody waits for."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=2.0)
+    rewards = fake_score(rollouts)
+    new_policy = fake_update(policy, rollouts, rewards, ms=2.0)
+    new_average = follow.every(every)(average, new_policy)
+    watch.every(look)(broadcast(policy, lag=0), seconds=watch_s)
+    return {"policy": new_policy, "average": new_average}
+
+
+@program
+def seldom(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 3, every: int = 2) -> FakePolicy:
+    """Weights travel at every other update."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag, every=every))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+# Nodes on other clocks and pools ---------------------------------------------------------------------------
+
+
+@program
+def moved(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    """The scorer is in the trainer's pool and scores a whole batch at once."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    rewards = fake_score.per_update.on("trainer")(rollouts)
+    return fake_update(policy, rollouts, rewards)
+
+
+# A delay: feedback into the choice of prompts ------------------------------------------------------------------
+
+
+class Seen(Policy):
+    """What has been seen: for each update the sum of its rewards. A carried value of the scorer's pool."""
+
+    maker: ClassVar[str] = f"{__file__}:make_seen"
+    pool: ClassVar[str] = "scorer"
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {}, {"sums": self.sums}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.sums = list(facts["sums"])
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
+
+
+def make_seen(context: Context) -> Carried:
+    return Seen()
+
+
+@node(pool="scorer")
+def choose(prompts: Prompts, seen: Seen) -> tuple[Prompts, Metrics]:
+    """The prompt's text says how many updates the choice knew of, and what it made of them."""
+    known = len(seen.sums)
+    text = f"{prompts.texts[0]} after {known}: {sum(seen.sums):.6f}"
+    return Prompts(prompts.ordinals, (text,), prompts.answers), {"known_min": float(known), "known_max": float(known)}
+
+
+@node(pool="scorer", clock="update")
+def remember(seen: Seen, rewards: Rewards) -> Seen:
+    seen.sums.append(float(rewards.values_N.sum()))
+    return seen
+
+
+@node(pool="generator")
+def read_aloud(prompts: Prompts) -> Prompts:
+    """The ordinal is what the fake generator goes by: another text must make another response."""
+    number = sum(map(ord, prompts.texts[0])) * 1000 + prompts.ordinals[0]
+    return Prompts((number,), prompts.texts, prompts.answers)
+
+
+@program
+def curriculum(
+    policy: FakePolicy, seen: Seen, prompts: FakePrompts, *, lag: int = 1, delayed: int = 1
+) -> dict[str, Any]:
+    """Prompts that depend on the rewards of past updates."""
+    chosen = read_aloud(choose(prompts, delay(seen, lag=delayed)))
+    rollouts = fake_generate(chosen, broadcast(policy, lag=lag), ms=2.0)
+    rewards = fake_score(rollouts)
+    return {"policy": fake_update(policy, rollouts, rewards, ms=2.0), "seen": remember(seen, rewards)}
+
+
+# Turns ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Talk:
+    """What has been said so far."""
+
+    words: tuple[str, ...]
+    ordinal: int
+    version: int
+
+
+@dataclass
+class Answer:
+    text: str
+    done: bool
+
+
+@node(pool="generator")
+def speak(
+    prompts: FakePrompts, behaviour: Weights, conversation: Talk | None = None, replies: Answer | None = None
+) -> tuple[Talk, Metrics]:
+    ordinal = prompts.ordinals[0]
+    if conversation is None or replies is None:
+        return Talk((f"hello {ordinal}",), ordinal, behaviour.version), {"turn_max": 0.0}
+    words = (*conversation.words, replies.text, f"turn {len(conversation.words)}")
+    return Talk(words, ordinal, behaviour.version), {"turn_max": len(words) / 2}
+
+
+@node(pool="environment")
+def reply(talk: Talk, *, stubborn: int = 2, raise_at: int = -1) -> Answer:
+    """Group g is content after g % (stubborn + 1) further turns."""
+    if talk.ordinal == raise_at and len(talk.words) == 3:
+        raise RuntimeError("the environment broke")
+    said = (len(talk.words) + 1) // 2
+    return Answer(f"I heard {said}", said > talk.ordinal % (stubborn + 1))
+
+
+@node(pool="scorer")
+def grade(talk: Talk, answer: Answer) -> tuple[Rewards, Metrics]:
+    turns = (len(talk.words) + 1) // 2
+    assert answer.text == f"I heard {turns}", "the answer is not of the last turn"
+    return Rewards(torch.tensor([float(turns)])), {"turns_mean": float(turns)}
+
+
+@node(pool="trainer", clock="update")
+def learn(policy: FakePolicy, rewards: Rewards) -> tuple[FakePolicy, Metrics]:
+    policy.values_W = policy.values_W + 0.001 * rewards.values_N.sum()
+    policy.version += 1
+    return policy, {"loss": float(rewards.values_N.sum())}
+
+
+@program
+def talking(
+    policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, turns: int = 3, stubborn: int = 2, raise_at: int = -1
+) -> FakePolicy:
+    """Generator and environment take turns on each group."""
+    behaviour = broadcast(policy, lag=lag)
+    talk, answer = alternate(speak, reply, prompts, behaviour, turns=turns, stubborn=stubborn, raise_at=raise_at)
+    return learn(policy, grade(talk, answer))
+
+
+@program
+def endless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """Turns without a bound."""
+    talk, answer = alternate(speak, reply, prompts, broadcast(policy))
+    return learn(policy, grade(talk, answer))
+
+
+# What is refused, and what constructs are compared with ----------------------------------------------------------
+
+
+@program
+def without_filter(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+def always(rewards: Rewards) -> bool:
+    return True
+
+
+@program
+def keeps_everything(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    return fake_update(policy, rollouts, keep(fake_score(rollouts), when=always))
+
+
+@program
+def filters_by_lambda(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, keep(fake_score(rollouts), when=lambda rewards: True))
+
+
+@node(pool="trainer", clock="update")
+def mean_reward(rewards: Rewards) -> Rewards:
+    return rewards
+
+
+@node(pool="trainer", clock="update")
+def score_average(rewards: Rewards) -> Metrics:
+    return {"average": float(rewards.values_N.mean())}
+
+
+@node(pool="trainer", clock="update")
+def slow_values(policy: FakePolicy) -> Rewards:
+    return Rewards(policy.values_W)
+
+
+@program
+def reads_a_slower_node(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    score_average(slow_values.every(2)(policy))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+@program
+def slow_group_node(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, fake_score.every(2)(rollouts))
+
+
+@program
+def delay_elsewhere(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
+    chosen = read_aloud(choose.on("generator")(prompts, delay(seen, lag=1)))
+    rewards = fake_score(fake_generate(chosen, broadcast(policy)))
+    return {"policy": learn(policy, rewards), "seen": remember(seen, rewards)}
+
+
+@program
+def delay_per_update(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
+    rewards = fake_score(fake_generate(prompts, broadcast(policy)))
+    return {"policy": learn(policy, rewards), "seen": remember(delay(seen, lag=1), rewards)}
+
+
+@program
+def mute(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    talk, answer = alternate(fake_generate, reply, prompts, broadcast(policy), turns=2)
+    return learn(policy, grade(talk, answer))  # type: ignore[arg-type]

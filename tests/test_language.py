@@ -1,0 +1,318 @@
+"""Each construct of the language: what is printed, what its misuse is told, its simulated schedule, its real run."""
+
+import json
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import Graph, GraphError, Program, check, load, trace
+from penstock.graph.passes import period_bound
+from penstock.runtime.control.config import Flags
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.tables import Rules, compile_tables
+
+from .gates.replaying import replayed
+from .gates.running import (
+    assert_equal_bits,
+    final_state,
+    make_run,
+    rows,
+    run_here,
+    run_to_end,
+    status_here,
+    summary,
+)
+
+pytestmark = pytest.mark.timeout(180)
+FILE = f"{Path(__file__).parent / 'programs_for_language.py'}:"
+UPDATES, BATCH = 6, 3
+TOY = Flags(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0)
+
+
+def graph(name: str, **options: Any) -> Graph:
+    found = load(FILE + name)
+    assert isinstance(found, Program)
+    return trace(found, options)
+
+
+def faults(name: str, **options: Any) -> str:
+    return "\n".join(str(fault) for fault in check(graph(name, **options), batch=BATCH))
+
+
+def simulated(name: str, seconds: Mapping[str, float], updates: int = 40, **options: Any) -> tuple[Graph, Simulation]:
+    """One firing at a time in each pool, so that the bound can be met."""
+    made = graph(name, **options)
+    plan = place([made], Cluster(hosts=(Host(name="local", cores=4),)), slots=4)
+    durations = {n.name: seconds.get(n.name, 0.0) for n in made.nodes if n.fires}
+    return made, simulate(compile_tables(made, plan), Rules(batch=BATCH, end=updates), Durations(durations))
+
+
+def prepared(tmp_path: Path, name: str, flags: Flags = TOY, **options: Any) -> Path:
+    return make_run(tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}", FILE + name, options, flags)
+
+
+def run(tmp_path: Path, name: str, *, processes: bool = False, flags: Flags = TOY, **options: Any) -> Path:
+    made = prepared(tmp_path, name, flags, **options)
+    return run_to_end(made) if processes else run_here(made)
+
+
+def failed(tmp_path: Path, name: str, flags: Flags = TOY, **options: Any) -> dict[str, Any]:
+    """The summary of a run that fails."""
+    made = prepared(tmp_path, name, flags, **options)
+    assert status_here(made)[0] == "failed"
+    return summary(made)
+
+
+PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+# Every one of them ------------------------------------------------------------------------------------------
+
+
+ALL = ["filtered", "clocks", "seldom", "moved", "curriculum", "talking"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_construct_is_checked_and_survives_json(name: str) -> None:
+    made = graph(name)
+    assert check(made, batch=BATCH) == []
+    assert Graph.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert Graph.from_json(made.to_json()).digest() == made.digest()
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_a_construct_runs_at_any_lag_and_replays(tmp_path: Path, name: str, lag: int) -> None:
+    options: dict[str, Any] = {"every": 1} if name == "seldom" and lag == 0 else {}
+    folder = run(tmp_path, name, lag=lag, **options)
+    assert summary(folder)["status"] == "done"
+    assert summary(folder)["fates"]["consumed"] == UPDATES * BATCH
+    assert all(row["lag_max"] <= lag for row in rows(folder) if "lag_max" in row)
+    assert [one.finish.status for one in replayed(folder) if one.finish] == ["done", "stopped"]  # and saved at the end
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_construct_at_lag_zero_is_the_same_bits_in_processes(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"every": 1} if name == "seldom" else {}
+    here = run(tmp_path, name, lag=0, **options)
+    there = run(tmp_path, name, processes=True, lag=0, **options)
+    assert_equal_bits(final_state(here, UPDATES), final_state(there, UPDATES))
+
+
+# Filters ------------------------------------------------------------------------------------------------------
+
+
+def test_a_filter_is_printed_where_its_values_are_made() -> None:
+    assert (
+        "kept_rollouts, kept_rewards = keep(rollouts, rewards, when=odd_sum)  # generator, per group, drops groups"
+        in str(graph("filtered"))
+    )
+
+
+@PROCESSES
+def test_a_filter_drops_groups_and_the_next_ones_take_their_place(tmp_path: Path, processes: bool) -> None:
+    folder = run(tmp_path, "filtered", processes=processes, lag=1)
+    fates = summary(folder)["fates"]
+    assert fates["consumed"] == UPDATES * BATCH
+    assert fates["dropped"] > 3
+    assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
+    assert all(row["lag_max"] <= 1 for row in rows(folder))
+
+
+def test_a_filter_that_keeps_everything_changes_nothing(tmp_path: Path) -> None:
+    kept = run(tmp_path, "keeps_everything", lag=0)
+    assert_equal_bits(final_state(kept, UPDATES), final_state(run(tmp_path, "without_filter", lag=0), UPDATES))
+
+
+def test_a_filter_that_drops_everything_ends_the_run_with_the_counts(tmp_path: Path) -> None:
+    flags = Flags(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
+    error = failed(tmp_path, "drops_everything", flags)["error"]
+    assert "given 6 groups dropped for update 0, the last by keep[5], and 0 kept; needed 2" in error
+    assert "--drops" in error
+
+
+def test_a_filter_needs_a_predicate_that_other_processes_can_import() -> None:
+    with pytest.raises(GraphError, match="when") as raised:
+        graph("filters_by_lambda")
+    assert "needed  one that is defined at the top of a module" in str(raised.value)
+
+
+# Clocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_slower_clock_is_printed() -> None:
+    text = str(graph("clocks", every=4, look=5))
+    assert "# trainer, every 4 updates" in text
+    assert "# watcher, every 5 updates" in text
+    assert "broadcast(policy, lag=3, every=2)" in str(graph("seldom"))
+
+
+def test_weights_that_travel_too_seldom_for_their_lag_are_refused() -> None:
+    said = faults("seldom", lag=1, every=3)
+    assert "weights too seldom for their lag" in said
+    assert "given   every=3, lag=1" in said
+    assert "needed  every=2 at most, or lag=2" in said
+    assert f"{FILE.rstrip(':')}:" in said
+    assert faults("seldom", lag=2, every=3) == ""
+
+
+def test_a_slower_node_fires_at_its_updates_and_its_value_stays_in_between(tmp_path: Path) -> None:
+    found = rows(run(tmp_path, "clocks", lag=1, every=2, look=3))
+    assert [row.get("followed") for row in found] == [None, 1.0, None, 2.0, None, 3.0]
+    assert [row.get("policy_version") for row in found] == [None, 2.0, None, 4.0, None, 6.0]
+
+
+@PROCESSES
+def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_path: Path, processes: bool) -> None:
+    folder = run(tmp_path, "clocks", processes=processes, lag=1, look=2, flags=Flags(**{**vars(TOY), "updates": 7}))
+    seen = {row["watch_update"]: row["watched_version"] for row in rows(folder) if "watch_update" in row}
+    assert set(seen.items()) <= {(1.0, 1.0), (3.0, 3.0), (5.0, 5.0)}
+    assert len(seen) >= 2
+
+
+def test_nobody_waits_for_a_node_that_only_measures() -> None:
+    """It takes as long as three updates, at every fifth: the period is that of the cycle without it."""
+    seconds = {"fake_update": 1.0, "watch": 3.0}
+    made, found = simulated("clocks", seconds, look=5, lag=1)
+    assert found.period_s == pytest.approx(1.0)
+    assert period_bound(made, {n.name: seconds.get(n.name, 0.0) for n in made.nodes}, BATCH).seconds == 1.0
+    watched = [bar.index for bar in found.bars if bar.name == "watch"]
+    assert watched == list(range(4, 40, 5))
+
+
+def test_a_slower_node_that_others_read_at_each_update_is_refused() -> None:
+    said = faults("reads_a_slower_node")
+    assert "needed  a reader at those updates: score_average.every(2), or the carried value" in said
+
+
+def test_a_node_that_fires_per_group_has_no_slower_clock() -> None:
+    with pytest.raises(GraphError, match=r"fake_score\.every\(2\)"):
+        graph("slow_group_node")
+
+
+# Places and clocks by the call --------------------------------------------------------------------------------
+
+
+def test_a_node_fires_where_and_when_the_call_says(tmp_path: Path) -> None:
+    made = graph("moved")
+    assert "rewards = fake_score(rollouts)                 # trainer, per update" in str(made)
+    assert_equal_bits(
+        final_state(run(tmp_path, "moved", lag=0), UPDATES),
+        final_state(run(tmp_path, "without_filter", lag=0), UPDATES),
+    )
+
+
+# Delays -------------------------------------------------------------------------------------------------------
+
+
+def test_a_delay_is_printed() -> None:
+    text = str(graph("curriculum"))
+    assert "past_seen = delay(seen, lag=1)" in text
+    assert "choose(prompts, past_seen)" in text
+
+
+def test_a_delayed_value_is_read_in_its_own_pool_and_per_group() -> None:
+    assert 'needed  choose.on("scorer")' in faults("delay_elsewhere")
+    assert "needed  a per-group node; one per update reads 'seen' as it is" in faults("delay_per_update")
+
+
+@PROCESSES
+@pytest.mark.parametrize(("lag", "delayed"), [(0, 0), (1, 1), (2, 3), (2, 0)])
+def test_the_groups_of_an_update_see_exactly_the_updates_before_it_less_the_lag(
+    tmp_path: Path, lag: int, delayed: int, processes: bool
+) -> None:
+    found = rows(run(tmp_path, "curriculum", processes=processes, lag=lag, delayed=delayed))
+    needed = [max(0, update - delayed) for update in range(UPDATES)]
+    assert [(row["known_min"], row["known_max"]) for row in found] == [(n, n) for n in needed]
+
+
+def test_a_delay_is_part_of_the_cycle_that_bounds_the_period() -> None:
+    seconds = {"choose": 0.0, "fake_generate": 1.0, "fake_score": 0.0, "fake_update": 0.0}
+    made, found = simulated("curriculum", seconds, lag=4, delayed=0)
+    bound = period_bound(made, {n.name: seconds.get(n.name, 0.0) for n in made.nodes}, BATCH, {"generator": 4})
+    assert bound.seconds == pytest.approx(1.0)
+    assert found.period_s == pytest.approx(1.0)
+
+
+def test_a_delayed_value_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
+    whole = run(tmp_path, "curriculum", lag=0, delayed=2)
+    half = prepared(tmp_path, "curriculum", lag=0, delayed=2)
+    interrupted = threading.Event()
+
+    def after_the_third(line: dict[str, Any]) -> None:
+        if line["kind"] == "row" and line["row"]["update"] == 2 and not interrupted.is_set():
+            interrupted.set()
+            signal.raise_signal(signal.SIGINT)
+
+    assert status_here(half, after_the_third)[0] == "stopped"
+    assert 3 <= len(rows(half)) < UPDATES
+    run_here(half)
+    assert_equal_bits(final_state(whole, UPDATES), final_state(half, UPDATES))
+
+
+# Turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_printed_as_one_call() -> None:
+    text = str(graph("talking", turns=4))
+    assert "conversation, replies = alternate(speak, reply, prompts, behaviour, stubborn=2," in text
+    assert "turns=4)" in text
+    assert "# generator and environment, per group, at most 4 turns" in text
+
+
+def test_turns_need_a_bound() -> None:
+    said = faults("endless")
+    assert "speak: turns" in said
+    assert "given   no bound" in said
+    assert "needed  turns=k" in said
+
+
+def test_a_node_that_cannot_go_on_with_a_conversation_takes_no_turns() -> None:
+    with pytest.raises(GraphError, match="optional inputs conversation and replies"):
+        graph("mute")
+
+
+@PROCESSES
+def test_each_group_takes_the_turns_that_its_environment_wants(tmp_path: Path, processes: bool) -> None:
+    folder = run(tmp_path, "talking", processes=processes, lag=1, turns=8)
+    turns = [ordinal % 3 + 1 for ordinal in range(UPDATES * BATCH)]
+    batches = [turns[update * BATCH : (update + 1) * BATCH] for update in range(UPDATES)]
+    assert [row["turns_mean"] for row in rows(folder)] == [sum(b) / BATCH for b in batches]
+
+
+def test_turns_end_at_their_bound(tmp_path: Path) -> None:
+    found = rows(run(tmp_path, "talking", lag=0, turns=2, stubborn=9))
+    turns = [min(2, ordinal % 10 + 1) for ordinal in range(UPDATES * BATCH)]
+    assert [row["loss"] for row in found] == [sum(turns[u * BATCH : (u + 1) * BATCH]) for u in range(UPDATES)]
+
+
+def test_an_environment_that_breaks_gives_its_group_its_fate(tmp_path: Path) -> None:
+    flags = Flags(**{**vars(TOY), "on_failure": "replace"})
+    folder = run(tmp_path, "talking", flags=flags, lag=1, turns=8, raise_at=4)
+    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
+    error = failed(tmp_path, "talking", lag=1, turns=8, raise_at=4)["error"]
+    assert "reply[4.1]" in error
+    assert "the environment broke" in error
+
+
+def test_a_slow_environment_stalls_nothing_within_the_lag() -> None:
+    """Two turns of one second each in the environment, a lag of three: groups of four updates are on their way."""
+    seconds = {"speak": 0.0, "reply": 1.0, "grade": 0.0, "learn": 0.1}
+    made = graph("talking", lag=3, turns=2)
+    plan = place([made], Cluster(hosts=(Host(name="local", cores=4),)), slots=16)
+    wide = type(plan)(tuple(p if p.name != "environment" else _wide(p) for p in plan.pools))
+    found = simulate(compile_tables(made, wide), Rules(batch=BATCH, end=40), Durations(seconds))
+    assert found.period_s == pytest.approx(2.1 / 4)
+
+
+def _wide(pool: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(pool, replicas=tuple(replace(replica, capacity=16) for replica in pool.replicas))
