@@ -121,6 +121,13 @@ class Reference(Policy):
     pool: ClassVar[str] = "reference"
 
 
+class Average(Reference):
+    """A copy that follows the policy: its moving average, or what it was some updates ago (`nodes.average`)."""
+
+    maker: ClassVar[str] = "penstock.nodes.average:make_average"
+    pool: ClassVar[str] = "trainer"
+
+
 class Teacher(Reference):
     """A frozen model to learn from, read from the directory that the program's option `teacher_model` names."""
 

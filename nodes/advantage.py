@@ -1,20 +1,75 @@
-"""How much better a response is than its group."""
+"""How much better a response is than what was to be expected: nodes that make advantages of rewards.
+
+Those of one prompt group fire per group, those of a whole batch per update. Shapes: N responses.
+"""
 
 import torch
+from torch import Tensor
 
 from penstock.graph import node
 from penstock.graph.types import Advantages, Rewards
+from penstock.nodes.learn.advantages import (
+    group_mean_advantages,
+    grpo_advantages,
+    remax_advantages,
+    rloo_advantages,
+    whiten,
+)
 
 
 @node(pool="scorer")
 def group_advantage(rewards: Rewards, *, normalize: bool = False) -> Advantages:
     """A = r − mean of the rewards of the same prompt's samples (LlamaRL, arXiv 2505.24034, section 6).
 
-    With `normalize` it is divided by the group's standard deviation, as in GRPO (arXiv 2402.03300, section 4.1.2);
-    a group whose rewards are all equal has advantage 0 either way.
+    That is Dr. GRPO's advantage too (arXiv 2503.20783). With `normalize` it is divided by the group's standard
+    deviation, as in GRPO (arXiv 2402.03300, section 4.1.2); a group whose rewards are all equal has advantage 0 either
+    way. Raises ValueError for a group of one, whose advantage is always 0.
     """
+    values_N = _samples(rewards, "group_advantage")
+    make = grpo_advantages if normalize else group_mean_advantages
+    return Advantages(make(values_N, _one_group(values_N)))
+
+
+@node(pool="scorer")
+def leave_one_out_advantage(rewards: Rewards) -> Advantages:
+    """A = r − mean of the rewards of the same prompt's other samples (RLOO, arXiv 2402.14740)."""
+    values_N = _samples(rewards, "leave_one_out_advantage")
+    return Advantages(rloo_advantages(values_N, _one_group(values_N)))
+
+
+@node(pool="scorer")
+def plain_advantage(rewards: Rewards, *, baseline: float = 0.0) -> Advantages:
+    """A = r − b: the reward itself, less a constant (REINFORCE, Williams 1992)."""
+    return Advantages(torch.as_tensor(rewards.values_N, dtype=torch.float32) - baseline)
+
+
+@node(pool="scorer")
+def greedy_advantage(rewards: Rewards, greedy: Rewards) -> Advantages:
+    """A = r − reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505, section 4)."""
+    if len(greedy.values_N) != 1:
+        raise ValueError(f"greedy_advantage: given {len(greedy.values_N)} greedy responses to a prompt, needed one")
     values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
-    advantages_N = values_N - values_N.mean()
-    if normalize:
-        advantages_N = advantages_N / (values_N.std(correction=0) + 1e-6)
-    return Advantages(advantages_N)
+    return Advantages(remax_advantages(values_N, torch.as_tensor(greedy.values_N), _one_group(values_N)))
+
+
+@node(pool="scorer", clock="update")
+def batch_normalized(advantage: Advantages) -> Advantages:
+    """(A − mean) / standard deviation over the responses of a whole batch (REINFORCE++, arXiv 2501.03262).
+
+    All are 0 where they do not differ.
+    """
+    values_N = advantage.values_N
+    return Advantages(whiten(values_N, torch.ones_like(values_N, dtype=torch.bool)))
+
+
+def _samples(rewards: Rewards, name: str) -> Tensor:
+    """The rewards of a group that can be compared with each other, float32 [N]."""
+    values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
+    if len(values_N) < 2:
+        given = f"{len(values_N)} sample for a prompt"
+        raise ValueError(f"{name}: given {given}, needed 2 or more: they are each other's baseline (option samples)")
+    return values_N
+
+
+def _one_group(values_N: Tensor) -> Tensor:
+    return torch.zeros(len(values_N), dtype=torch.long)

@@ -1,7 +1,9 @@
 """The model that a run starts from: an HF directory, or a small untrained one made from the seed."""
 
+from torch import nn
+
 from penstock.graph.types import Context
-from penstock.nodes.model import Llama, ModelConfig, load_model, torch_dtype
+from penstock.nodes.model import Llama, ModelConfig, Scorer, grow_scorer, load_model, torch_dtype
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 ALPHABET = "0123456789+-=:"
@@ -21,6 +23,17 @@ def open_model(context: Context, dtype: str | None = None) -> tuple[Llama, Token
     config, tokenizer = initial_model(context.data)
     model = Llama(config, torch_dtype(dtype), context.device)
     model.init_weights(context.seed)
+    return model, tokenizer
+
+
+def open_scorer(context: Context, dtype: str) -> tuple[Scorer, Tokenizer]:
+    """The same model with a head that gives every token the number zero, until it has learnt."""
+    if context.model:
+        return grow_scorer(context.model, dtype, context.device), load_tokenizer(context.model)
+    config, tokenizer = initial_model(context.data)
+    model = Scorer(config, torch_dtype(dtype), context.device)
+    model.init_weights(context.seed)
+    nn.init.zeros_(model.score.weight)
     return model, tokenizer
 
 

@@ -6,12 +6,12 @@ Both are pure functions of the ordinal, so a resumed run reads on where it stopp
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from penstock.graph.types import Batchable, Context, Prompts, Source
 from penstock.nodes.arithmetic import draw_problem, held_out, is_sloppy
@@ -20,6 +20,9 @@ from penstock.nodes.score import FINAL, final_number
 ROWS = 32
 """Demonstrations in one group, so that an update of 128 takes four groups."""
 MAX_HELD_OUT = 500
+
+
+R = TypeVar("R")
 
 
 class DataError(ValueError):
@@ -39,14 +42,18 @@ class Demonstrations(Batchable):
 
 def open_prompts(context: Context) -> Source:
     """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
-    digits = _arithmetic_digits(context.data)
-    return FilePrompts(context) if digits is None else ArithmeticPrompts(context, digits)
+    digits = arithmetic_digits(context.data)
+    if digits is None:
+        return FilePrompts(context, read_jsonl(Path(context.data)))
+    return ArithmeticPrompts(context, digits)
 
 
 def open_demonstrations(context: Context) -> Source:
     """A teacher's demonstrations, `ROWS` per ordinal."""
-    digits = _arithmetic_digits(context.data)
-    return FileDemonstrations(context) if digits is None else ArithmeticDemonstrations(context, digits)
+    digits = arithmetic_digits(context.data)
+    if digits is None:
+        return FileDemonstrations(context, read_jsonl(Path(context.data)))
+    return ArithmeticDemonstrations(context, digits)
 
 
 class ArithmeticPrompts:
@@ -85,14 +92,13 @@ class Row:
     solution: str
 
 
-class _Epochs:
+class Epochs(Generic[R]):
     """Rows of a file by ordinal, in another keyed order in each epoch.
 
     A fixed tenth of the rows, at most 500, is the evaluation's; of a file with fewer than ten rows, all are both.
     """
 
-    def __init__(self, context: Context) -> None:
-        rows = read_jsonl(Path(context.data))
+    def __init__(self, context: Context, rows: Sequence[R]) -> None:
         order = _permutation(len(rows), 0)
         num_held_out = min(MAX_HELD_OUT, len(rows) // 10)
         evaluate = context.split == "evaluate"
@@ -100,56 +106,69 @@ class _Epochs:
         self.rows = [rows[i] for i in chosen]
         self.context = context
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> R:
         epoch, place = divmod(index, len(self.rows))
         if self.context.split == "evaluate":
             return self.rows[place]
         return self.rows[_permutation(len(self.rows), self.context.key("epoch", epoch))[place]]
 
 
-class FilePrompts(_Epochs):
+class FilePrompts(Epochs[Row]):
     def read(self, ordinal: int) -> Prompts:
         row = self.row(ordinal)
         return Prompts((ordinal,), (row.question,), (row.answer,))
 
 
-class FileDemonstrations(_Epochs):
+class FileDemonstrations(Epochs[Row]):
     def read(self, ordinal: int) -> Demonstrations:
         rows = [self.row(ordinal * ROWS + i) for i in range(ROWS)]
         return Demonstrations(tuple(r.question for r in rows), tuple(r.solution for r in rows))
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """All rows of a file with one JSON object per line. A faulty row raises `DataError` with file and line."""
+    """All problems of a file with one JSON object per line. A faulty row raises `DataError` with file and line."""
+    return read_rows(path, ("question", "answer"), _problem)
+
+
+def read_rows(path: Path, needed: Sequence[str], make: Callable[[Mapping[str, str], str], R]) -> list[R]:
+    """`make(row, place)` of each line of a file, which holds a JSON object with texts in the fields `needed`.
+
+    A faulty row raises `DataError` with file and line, which are the `place`.
+    """
+    fields = " and ".join([", ".join(needed[:-1]), needed[-1]])
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise DataError(f"{path}: given an empty file, needed a JSON object per line with question and answer")
-    return rows
+    places = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not places:
+        raise DataError(f"{path}: given an empty file, needed a JSON object per line with {fields}")
+    return [make(_parse(line, place, needed, fields), place) for place, line in places]
 
 
-def _parse(line: bytes, where: str) -> Row:
+def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mapping[str, str]:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: given a line that is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with question and answer")
-    for field in ("question", "answer"):
+        raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with {fields}")
+    for field in needed:
         if field not in row:
             raise DataError(f"{where}: given the fields {sorted(row)}, needed {field!r}")
         if not isinstance(row[field], str) or not row[field].strip():
             raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
+    return row
+
+
+def _problem(row: Mapping[str, str], where: str) -> Row:
     _, mark, final = row["answer"].rpartition(FINAL)
     if not mark or final_number(final) is None:
         raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
     return Row(row["question"], final.strip(), row["answer"])
 
 
-def _arithmetic_digits(data: str) -> int | None:
+def arithmetic_digits(data: str) -> int | None:
     """The digits that "arithmetic[:DIGITS]" asks for; None for the path of a file that is there."""
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":

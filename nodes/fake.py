@@ -7,27 +7,29 @@ groups of an update), so a lost group, a wrong order or stale weights change the
 `jitter_ms` adds to each firing's `ms` between nothing and so much more, keyed by the firing.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.graph import node
-from penstock.graph.types import Carried, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Source, Weights
+from penstock.graph.types import Carried, Context, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Source, Weights
+from penstock.nodes.fake_engine import HANG_S, WIDTH, FakeEngine, FakeError, duration, fault, key
+from penstock.nodes.learn.packing import sampled_mask
 
-WIDTH = 64
-TOKENS = 4
-HANG_S = 3600.0
-STEP_S = 0.0005
-"""The longest that one step of the generator sleeps, so that messages are not kept waiting."""
-
-
-class FakeError(RuntimeError):
-    """Raised where `raise_at` says so."""
+__all__ = [
+    "HANG_S",
+    "FakeEngine",
+    "FakeError",
+    "FakePolicy",
+    "FakePrompts",
+    "fake_environment",
+    "fake_generate",
+    "fake_score",
+    "fake_update",
+]
 
 
 class FakePolicy(Policy):
@@ -76,66 +78,6 @@ def open_prompts(context: Context) -> Source:
     return _Ordinals()
 
 
-@dataclass
-class _Group:
-    """A group in work: the time of its next token, and the samples' tokens so far, each [N, 1]."""
-
-    prompts: Prompts
-    behaviour: Weights
-    due: float
-    tokens: list[Tensor] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-
-class FakeEngine:
-    """Works on any number of groups at once; each token is made with the weights that are live when it is due."""
-
-    def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0, raise_at: int = -1, hang_at: int = -1) -> None:
-        self.samples, self.ms, self.jitter_ms = samples, ms, jitter_ms
-        self.raise_at, self.hang_at = raise_at, hang_at
-        self.groups: dict[Any, _Group] = {}
-
-    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        prompts: Prompts = inputs["prompts"]
-        ordinal = prompts.ordinals[0]
-        _fault("fake_generate", ordinal, self.raise_at, self.hang_at)
-        self.groups[tag] = _Group(prompts, inputs["behaviour"], time.monotonic() + self._token_s(ordinal))
-
-    def step(self) -> Sequence[tuple[Any, Any]]:
-        """Make the tokens that are due. With nothing due, wait for the next one, at most `STEP_S`."""
-        wait = min(group.due for group in self.groups.values()) - time.monotonic()
-        if wait > 0:
-            time.sleep(min(wait, STEP_S))
-        now, finished = time.monotonic(), []
-        for tag, group in list(self.groups.items()):
-            while group.due <= now and len(group.tokens) < TOKENS:
-                self._make_token(group)
-            if len(group.tokens) == TOKENS:
-                del self.groups[tag]
-                finished.append((tag, _rollouts(group, self.samples)))
-        return finished
-
-    def busy(self) -> bool:
-        return bool(self.groups)
-
-    def reset(self) -> None:
-        self.groups.clear()
-
-    def _token_s(self, ordinal: int) -> float:
-        return _duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / 1000 / TOKENS
-
-    def _make_token(self, group: _Group) -> None:
-        ordinal, place = group.prompts.ordinals[0], len(group.tokens)
-        weights_W = group.behaviour.tensors["values"]
-        keys_N = torch.tensor([_key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
-        logprobs_N = -weights_W[keys_N].float().abs()
-        group.tokens.append(keys_N[:, None] + (logprobs_N * 1000).long()[:, None].abs())
-        group.logprobs.append(logprobs_N[:, None])
-        group.versions.append(group.behaviour.version)
-        group.due += self._token_s(ordinal)
-
-
 def _init_engine(context: Context, **options: Any) -> FakeEngine:
     return FakeEngine(**options)
 
@@ -145,6 +87,8 @@ def fake_generate(
     engine: FakeEngine,
     prompts: Prompts,
     behaviour: Weights,
+    conversation: Rollouts | None = None,
+    replies: Replies | None = None,
     *,
     samples: int = 4,
     ms: float = 0.0,
@@ -152,12 +96,37 @@ def fake_generate(
     raise_at: int = -1,
     hang_at: int = -1,
 ) -> tuple[FakeEngine, Rollouts]:
-    """`samples` responses of four tokens that depend on the prompt and on each token's weights, `ms` per group."""
-    engine.submit(0, {"prompts": prompts, "behaviour": behaviour})
+    """`samples` responses of four tokens that depend on the prompt and on each token's weights, `ms` per group.
+
+    With a `conversation` and `replies`, four tokens more in each row that is not done, after one for the reply.
+    """
+    inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
+    engine.submit(0, inputs)
     finished: Sequence[tuple[Any, Any]] = ()
     while not finished:
         finished = engine.step()
     return engine, finished[0][1]
+
+
+@node(pool="environment")
+def fake_environment(
+    rollouts: Rollouts,
+    *,
+    most: int = 3,
+    ms: float = 0.0,
+    jitter_ms: float = 0.0,
+    raise_at: int = -1,
+    hang_at: int = -1,
+) -> Replies:
+    """Replies of one token. Each row is done after a number of turns of its own, 1 to `most`, with a reward between 0
+    and 1 that depends on all of its tokens."""
+    ordinal, turn = rollouts.ordinals[0], max(rollouts.turns())
+    fault("fake_environment", ordinal, raise_at, hang_at)
+    time.sleep(duration(ms, jitter_ms, f"fake_environment.{turn}", ordinal) / 1000)
+    done = [spoken > key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
+    texts = tuple(str(key("reply", ordinal, row, turn) % 1000) for row in range(len(rollouts)))
+    rewards_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
+    return Replies(texts, ("user",) * len(texts), torch.tensor(done), rewards_N)
 
 
 @node(pool="scorer")
@@ -166,8 +135,8 @@ def fake_score(
 ) -> tuple[Rewards, Metrics]:
     """A reward between 0 and 1 that depends on every token."""
     ordinal = rollouts.ordinals[0]
-    _fault("fake_score", ordinal, raise_at, hang_at)
-    time.sleep(_duration(ms, jitter_ms, "fake_score", ordinal) / 1000)
+    fault("fake_score", ordinal, raise_at, hang_at)
+    time.sleep(duration(ms, jitter_ms, "fake_score", ordinal) / 1000)
     values_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
     return Rewards(values_N), {"reward_mean": float(values_N.mean())}
 
@@ -184,54 +153,22 @@ def fake_update(
     hang_at: int = -1,
 ) -> tuple[FakePolicy, Metrics]:
     """The next vector: depends on the old one and on each row's place, tokens, log-probabilities and reward."""
-    _fault("fake_update", policy.version, raise_at, hang_at)
-    time.sleep(_duration(ms, jitter_ms, "fake_update", policy.version) / 1000)
+    fault("fake_update", policy.version, raise_at, hang_at)
+    time.sleep(duration(ms, jitter_ms, "fake_update", policy.version) / 1000)
     gradient_W = torch.zeros(WIDTH)
+    sampled_NT = sampled_mask(rollouts)
     for row, value in enumerate(rewards.values_N.tolist()):
-        place_T = rollouts.tokens_NS[row, 1:] % WIDTH
-        gradient_W[place_T] += (value + row * 0.01) * (1 + rollouts.logprobs_NT[row])
+        sampled_T = sampled_NT[row]
+        place_T = rollouts.tokens_NS[row, 1:][sampled_T] % WIDTH
+        gradient_W[place_T] += (value + row * 0.01) * (1 + rollouts.logprobs_NT[row, sampled_T])
     policy.momentum_W = 0.9 * policy.momentum_W + gradient_W / len(rollouts)
     policy.values_W = (policy.values_W + 0.01 * policy.momentum_W).clamp(0.01, 4.0)
-    lags_NT = policy.version - rollouts.versions_NT
+    lags_P = policy.version - rollouts.versions_NT[sampled_NT]
     policy.version += 1
     metrics = {
         "loss": float(gradient_W.mean()),
-        "lag_mean": float(lags_NT.float().mean()),
-        "lag_max": float(lags_NT.max()),
-        "tokens": float(rollouts.lengths().sum()),
+        "lag_mean": float(lags_P.float().mean()),
+        "lag_max": float(lags_P.max()),
+        "tokens": float(sampled_NT.sum()),
     }
     return policy, metrics
-
-
-def _rollouts(group: _Group, samples: int) -> Rollouts:
-    """One prompt token (0), then the response."""
-    tokens_NT, logprobs_NT = torch.cat(group.tokens, 1), torch.cat(group.logprobs, 1)
-    return Rollouts(
-        ordinals=group.prompts.ordinals * samples,
-        prompts=group.prompts.texts * samples,
-        answers=group.prompts.answers * samples,
-        texts=tuple(" ".join(map(str, row)) for row in tokens_NT.tolist()),
-        tokens_NS=torch.cat([torch.zeros(samples, 1, dtype=torch.long), tokens_NT], 1),
-        prompt_lengths_N=torch.ones(samples, dtype=torch.long),
-        response_lengths_N=torch.full((samples,), TOKENS),
-        logprobs_NT=logprobs_NT,
-        versions_NT=torch.tensor(group.versions).expand(samples, TOKENS).clone(),
-        finished_N=torch.ones(samples, dtype=torch.bool),
-    )
-
-
-def _key(*parts: str | int) -> int:
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _duration(ms: float, jitter_ms: float, name: str, index: int) -> float:
-    """Milliseconds of one firing."""
-    return ms + jitter_ms * (_key("jitter", name, index) % 10_000) / 10_000
-
-
-def _fault(name: str, index: int, raise_at: int, hang_at: int) -> None:
-    if index == raise_at:
-        raise FakeError(f"{name}[{index}] was told to raise")
-    if index == hang_at:
-        time.sleep(HANG_S)

@@ -19,6 +19,8 @@ from penstock.nodes.model.config import token_ids
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
 FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
 """A directory with one of these has a tokenizer, though not one that can be read here."""
+_MARKS = "@@question@@", "@@answer@@", "@@reply@@"
+"""Stand for messages where the words around them are looked for."""
 
 
 class TokenizerError(ValueError):
@@ -39,6 +41,7 @@ class Tokenizer:
         self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
         self.special = special or {}
         self._unknown = backend.token_to_id(UNKNOWN)
+        self._frames: dict[str, tuple[str, str]] = {}
 
     @property
     def eos(self) -> int:
@@ -59,15 +62,58 @@ class Tokenizer:
             return self._encode(text, special=True)
         return self._encode(self.render(text), special=False)
 
+    def encode_reply(self, text: str, role: str, after_stop: bool) -> list[int]:
+        """The tokens of an environment's turn in a conversation, from the end of the model's to where it goes on.
+
+        Through the chat template, as `role` ("user" or "tool") or, where the template has no such role, as the user;
+        without a template the text alone. `after_stop`: the model's turn has ended with a stop token, which is not
+        said again. What looks like a special token in the text is text.
+        """
+        if self.template is None:
+            return self._encode_plain(text)
+        if role not in self._frames:
+            self._frames[role] = self._frame(role)
+        before, after = self._frames[role]
+        opening = self._encode(before, special=False)
+        opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
+        return [*opening, *self._encode_plain(text), *self._encode(after, special=False)]
+
+    def _frame(self, role: str) -> tuple[str, str]:
+        """What the chat template writes between the model's turn and the environment's text, and after that."""
+        for speaker in dict.fromkeys((role, "user")):
+            messages = [
+                {"role": "user", "content": _MARKS[0]},
+                {"role": "assistant", "content": _MARKS[1]},
+                {"role": speaker, "content": _MARKS[2]},
+            ]
+            try:
+                parts = self._render(messages).rpartition(_MARKS[1])[2].split(_MARKS[2])
+            except TokenizerError:
+                continue
+            if len(parts) == 2:
+                return parts[0], parts[1]
+        raise TokenizerError(
+            f"chat template: given a conversation of two turns, needed one that has a {role!r} or user"
+        )
+
+    def _encode_plain(self, text: str) -> list[int]:
+        self.backend.encode_special_tokens = True
+        try:
+            return self._encode(text, special=False)
+        finally:
+            self.backend.encode_special_tokens = False
+
     def render(self, text: str) -> str:
         """A user's message in the words of the chat template, up to where the answer begins."""
+        return self._render([{"role": "user", "content": text}])
+
+    def _render(self, messages: Sequence[dict[str, str]]) -> str:
         assert self.template is not None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_template_error
-        messages = [{"role": "user", "content": text}]
         try:
             return environment.from_string(self.template).render(
                 messages=messages, add_generation_prompt=True, **self.special

@@ -1,18 +1,27 @@
-"""GRPO (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300), synchronous: group-relative advantages and PPO's clip.
+"""GRPO (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300): group-relative advantages and PPO's clip.
 
-With `kl` above 0 a frozen copy of the first policy joins the graph, and the divergence from it is a penalty.
+    prompts → generate → score → group_advantage → policy_update → policy
+                 └→ reference_logprobs, if kl ─────────↗
+      policy ⇢ generate: weights, at most `lag` updates old
+
+With `kl` above 0 a frozen copy of the first policy joins the graph, and the divergence from it is a penalty. Left out:
+process rewards (section 4.1.3), and the reference that is replaced by the policy now and then (algorithm 1).
 """
+
+from functools import partial
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts, Reference
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.update import grpo_update, reference_logprobs
+from penstock.nodes.learn.objectives import ppo
+from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 
 
-@program(evaluation=evaluate)
+@program(evaluation=evaluate, defaults={"updates": 150})
 def grpo(
     policy: Policy,
     reference: Reference,
@@ -37,6 +46,7 @@ def grpo(
     rollouts = generate(prompts, behaviour, samples=samples)
     rewards = score(rollouts, by=math_answer)
     advantage = group_advantage(rewards, normalize=True)
-    stay_close = reference_logprobs(reference, rollouts) if kl else None
-    learnt = grpo_update(policy, rollouts, advantage, stay_close, clip=clip, kl=kl, lr=lr)
+    close = reference_logprobs(reference, rollouts) if kl else None
+    loss = partial(ppo, clip_low=clip, clip_high=clip)
+    learnt = policy_update(policy, rollouts, advantage, close, loss=loss, average="sequence_mean", kl=kl, lr=lr)
     return {"policy": learnt, "reference": reference}

@@ -3,7 +3,7 @@
 from penstock.graph import program
 from penstock.graph.types import Policy
 from penstock.nodes.data import Demonstrations
-from penstock.nodes.learn.update import sft_update
+from penstock.nodes.learn.sft import sft_update
 from penstock.programs.evaluate import evaluate
 
 

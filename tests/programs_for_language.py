@@ -320,5 +320,6 @@ def delay_per_update(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> di
 
 @program
 def mute(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    talk, answer = alternate(fake_generate, reply, prompts, broadcast(policy), turns=2)
-    return learn(policy, grade(talk, answer))  # type: ignore[arg-type]
+    rollouts = fake_generate(prompts, broadcast(policy))
+    rewards, _ = alternate(fake_score, reply, rollouts, turns=2)
+    return learn(policy, rewards)

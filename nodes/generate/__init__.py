@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.graph import node
-from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
+from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.base import initial_model
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
@@ -35,6 +35,8 @@ def generate(
     engine: Engine,
     prompts: Prompts,
     behaviour: Weights,
+    conversation: Rollouts | None = None,
+    replies: Replies | None = None,
     *,
     samples: int = 8,
     temperature: float = 1.0,
@@ -45,14 +47,23 @@ def generate(
 
     The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`): at another
     temperature than 1 they are not the policy's own. A response ends with a stop token, or after `max_tokens`.
-    Metrics: `response_length` (tokens), `stale_cache` (share of tokens whose cache holds entries of older weights),
-    and once per version `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
+
+    With a `conversation` (what this node made in the turn before) and the environment's `replies` to it, each row that
+    is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of
+    the reply; the others pass through. A row without room for the reply and a turn (see `max_prompt` in `engine.py`)
+    ends as it was, with `finished_N` False, so an environment should take an unfinished row for done. What comes out
+    is the whole conversation each time; `converse` plays all turns.
+
+    Metrics: `response_length` (tokens of a turn), `stale_cache` (share of tokens whose cache holds entries of older
+    weights), from the second turn on `outgrown` (share of rows that ended for want of room), and once per version
+    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
     """
     given, made = (samples, Sampler(temperature, top_k, top_p)), (engine.samples, engine.sampler)
     if given != made:
         raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
     tag = object()
-    engine.submit(tag, {"prompts": prompts, "behaviour": behaviour})
+    inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
+    engine.submit(tag, inputs)
     while True:
         results: dict[Any, tuple[Rollouts, Metrics]] = dict(engine.step())
         if tag in results:

@@ -5,13 +5,15 @@ One step decodes one token for every slot, then fills free slots from the queue,
 time), so a response is the same bits whatever its neighbours, its slot or its place in the queue, for a given number
 of slots and threads.
 
-The prompt of a group is computed once and copied into a slot for each sample. Weights may change between two steps;
-each token records the version that made it. Left out: pages, segments of responses, speculative decoding.
+The prompt of a group is computed once and copied into a slot for each sample. In a later turn of a conversation each
+row's own prefix is computed again: no cache is kept between turns. Weights may change between two steps; each token
+records the version that made it. Left out: pages, segments of responses, speculative decoding.
 
 Shapes: S slots, V vocabulary, T tokens of a response, M samples that get a slot, R rows of a prefill, P padded prompt
 length. Names without a shape are values on the host.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from penstock.nodes.generate.cache import Prefix
 from penstock.nodes.generate.group import Group
 from penstock.nodes.generate.memory import Memory, Room
 from penstock.nodes.generate.mismatch import mismatch
+from penstock.nodes.generate.row import Row
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.generate.slots import Slots
 from penstock.nodes.model import Llama
@@ -42,19 +45,21 @@ CPU_PREFILL_TOKENS, PREFILL_TOKENS = 128, 4096
 
 @dataclass
 class Request:
-    """A prompt of a group; `placed` of its samples have got a slot."""
+    """Rows of a group that go on from the same tokens; `placed` of them have got a slot."""
 
     group: Group
-    index: int
+    rows: range
+    tokens: list[int]
     placed: int = 0
 
     @property
-    def tokens(self) -> list[int]:
-        return self.group.tokens[self.index]
+    def ordinal(self) -> int:
+        return self.group.prompts.ordinals[self.rows.start // self.group.samples]
 
     @property
-    def ordinal(self) -> int:
-        return self.group.prompts.ordinals[self.index]
+    def sample(self) -> int:
+        """Which of its prompt's samples the next row to be placed is."""
+        return self.rows[self.placed] % self.group.samples
 
 
 @dataclass
@@ -82,33 +87,54 @@ class Engine:
         self.memory: Memory | None = None
         stops = np.zeros(model.config.vocab_size, dtype=bool)
         stops[list(tokenizer.stops)] = True
-        self.slots: Slots[tuple[Request, int]] = Slots(num_slots, context.max_tokens, stops)
+        self.slots: Slots[tuple[Group, Row]] = Slots(num_slots, context.max_tokens, stops)
         self.queue: deque[Request] = deque()
+        self.settled: list[Group] = []
+        self.outgrown = False
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
         self.version = self.scored = -1
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Queue a group of `prompts`, sampled with `behaviour`. Raises ValueError for one that cannot fit."""
+        """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
+
+        Raises ValueError for a prompt that cannot fit. A conversation that has outgrown its room is no error: its row
+        ends there.
+        """
         prompts: Prompts = inputs["prompts"]
-        tokens = [self.tokenizer.encode_prompt(text) for text in prompts.texts]
-        for ordinal, prompt in zip(prompts.ordinals, tokens, strict=True):
-            _check(ordinal, prompt, self.length, self.context.max_tokens)
+        conversation, replies = inputs.get("conversation"), inputs.get("replies")
+        if conversation is None or replies is None:
+            group = Group.begin(tag, prompts, self.samples, self.tokenizer)
+            step = self.samples
+            for ordinal, row in zip(prompts.ordinals, group.rows[::step], strict=True):
+                self._check(ordinal, row.prompt)
+        else:
+            group = Group.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer)
+            step = 1
+            self._end_outgrown(group)
         self.behaviour = inputs["behaviour"]
-        group = Group(tag, prompts, tokens, self.samples)
-        self.queue.extend(Request(group, index) for index in range(len(tokens)))
+        for index in range(0, len(group.rows), step):
+            if group.rows[index].open:
+                self.queue.append(Request(group, range(index, index + step), group.rows[index].prefix))
+        if group.complete:
+            self.settled.append(group)
 
     def busy(self) -> bool:
-        return bool(self.queue or self.staged or self.slots.live.any())
+        return bool(self.settled) or self._sampling
 
     def reset(self) -> None:
         """Forget all groups. The memory goes with them: a number that is none would outlive its row in a cache."""
         self.queue.clear()
+        self.settled.clear()
         self.slots.clear()
         self.staged = self.memory = None
 
     def step(self) -> Sequence[tuple[Any, tuple[Rollouts, Metrics]]]:
-        """One token for each live slot; the groups that are finished with it."""
+        """One token for each live slot; the groups that are finished with it, or had nothing left to sample."""
+        finished = [(group.tag, self._result(group)) for group in self.settled]
+        self.settled.clear()
+        if not self._sampling:
+            return finished
         if self.behaviour.version != self.version:
             self._swap()
         memory = self.memory = self.memory or self.room.take()
@@ -121,13 +147,15 @@ class Engine:
             memory.tokens_S, logprobs_S = self.sampler(memory.logits_SV, memory.uniform_TS[self.slots.column])
             # The one wait for the device in a step.
             self.slots.record(memory.tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
-        finished = []
-        for (request, sample), response in self.slots.release():
-            group = request.group
-            group.responses[request.index * self.samples + sample] = response
+        for (group, row), response in self.slots.release():
+            row.said = response
             if group.complete:
                 finished.append((group.tag, self._result(group)))
         return finished
+
+    @property
+    def _sampling(self) -> bool:
+        return bool(self.queue or self.staged or self.slots.live.any())
 
     def _swap(self) -> None:
         """Go on with the live weights. Prompts that wait for a slot are computed again with them."""
@@ -173,11 +201,12 @@ class Engine:
         slots, rows, keys = [], [], []
         while self.slots.any_free and staged.requests:
             row, request = staged.requests[0]
-            slots.append(self.slots.take((request, request.placed), len(request.tokens)))
+            holder = request.group, request.group.rows[request.rows[request.placed]]
+            slots.append(self.slots.take(holder, len(request.tokens)))
             rows.append(row)
-            keys.append(self.context.key(request.ordinal, request.placed))
+            keys.append(self.context.key(request.ordinal, request.sample))
             request.placed += 1
-            if request.placed == self.samples:
+            if request.placed == len(request.rows):
                 staged.requests.popleft()
         if not staged.requests:
             self.staged = None
@@ -201,18 +230,44 @@ class Engine:
             metrics["mismatch"] = mismatch(self.model, rollouts, self.sampler.temperature)
         return rollouts, metrics
 
+    def _check(self, ordinal: int, prompt: list[int]) -> None:
+        given = f"generate, group {ordinal}: given a prompt of {len(prompt)} tokens"
+        if not prompt:
+            raise ValueError(f"{given}, needed at least one")
+        if len(prompt) > self.max_prefix:
+            raise ValueError(f"{given}, needed at most {self._needed}")
 
-def _check(ordinal: int, prompt: list[int], length: int, max_tokens: int) -> None:
-    given = f"generate, group {ordinal}: given a prompt of {len(prompt)} tokens"
-    if not prompt:
-        raise ValueError(f"{given}, needed at least one")
-    needed = length - max_tokens
-    if len(prompt) > needed:
-        raise ValueError(f"{given}, needed at most {needed}: the context of {length} less max_tokens {max_tokens}")
+    def _end_outgrown(self, group: Group) -> None:
+        """End the rows that have no room for another turn; the first of them is told of."""
+        for index, row in enumerate(group.rows):
+            if row.open and len(row.prefix) > self.max_prefix:
+                row.outgrow()
+                if not self.outgrown:
+                    ordinal = group.prompts.ordinals[index // group.samples]
+                    message = (
+                        f"generate, group {ordinal}, row {index}: given a conversation of {len(row.prefix)} tokens, "
+                        f"needed at most {self._needed}; it ends unfinished (the metric outgrown counts such rows)"
+                    )
+                    warnings.warn(message, OutgrownWarning, stacklevel=2)
+                self.outgrown = True
+
+    @property
+    def max_prefix(self) -> int:
+        """Tokens of the longest prompt, or conversation so far, that a turn has room after."""
+        return self.length - self.context.max_tokens
+
+    @property
+    def _needed(self) -> str:
+        return f"{self.max_prefix}: the context of {self.length} less max_tokens {self.context.max_tokens}"
+
+
+class OutgrownWarning(UserWarning):
+    """A conversation has no room for another turn."""
 
 
 MAX_PROMPT = 2048
-"""Tokens of the longest prompt that a slot's cache has room for, unless the program has an option `max_prompt`."""
+"""Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
+program has an option `max_prompt`."""
 
 
 def _cache_length(model: Llama, context: Context) -> int:

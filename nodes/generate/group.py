@@ -1,90 +1,95 @@
-"""Prompts in work, and the rollouts that they become.
+"""A firing in work: one turn of each conversation of a group, and the rollouts that they become.
 
-Shapes: N responses (the samples of each prompt in turn), S tokens of prompt and response, T tokens of a response.
+Shapes: N rows (the samples of each prompt in turn), S tokens of prompt and response, T tokens of a response.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.graph.types import Metrics, Prompts, Rollouts
+from penstock.graph.types import Metrics, Prompts, Replies, Rollouts
+from penstock.nodes.generate.row import NOBODY, Response, Row, resume
 from penstock.nodes.tokenizer import Tokenizer
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
-FloatArray = np.ndarray[Any, np.dtype[np.float32]]
-
-
-class Response(NamedTuple):
-    """One sample: what `Rollouts` says of each token, and whether it ended by itself."""
-
-    tokens: IntArray
-    logprobs: FloatArray
-    versions: IntArray
-    finished: bool
-
-    @property
-    def drifted(self) -> bool:
-        """Did the weights change while it was sampled?"""
-        return bool(self.versions[0] != self.versions[-1])
 
 
 @dataclass
 class Group:
-    """A firing in work: `samples` responses to each of its prompts (one, unless a caller joined several)."""
+    """`samples` rows for each of its prompts (one, unless a caller joined several)."""
 
     tag: Any
     prompts: Prompts
-    tokens: list[list[int]]
     samples: int
-    responses: dict[int, Response] = field(default_factory=dict)
+    rows: list[Row]
 
-    @property
-    def rows(self) -> int:
-        return len(self.tokens) * self.samples
+    @staticmethod
+    def begin(tag: Any, prompts: Prompts, samples: int, tokenizer: Tokenizer) -> "Group":
+        """The first turn."""
+        encoded = [tokenizer.encode_prompt(text) for text in prompts.texts]
+        return Group(tag, prompts, samples, [Row(prompt) for prompt in encoded for _ in range(samples)])
+
+    @staticmethod
+    def go_on(
+        tag: Any, prompts: Prompts, samples: int, conversation: Rollouts, replies: Replies, tokenizer: Tokenizer
+    ) -> "Group":
+        """The next turn of what an earlier firing made. Raises ValueError where the rows do not match."""
+        needed, given, heard = len(prompts.texts) * samples, len(conversation), len(replies)
+        if (given, heard) != (needed, needed):
+            raise ValueError(
+                f"generate, group {prompts.ordinals[0]}: given a conversation of {given} rows and {heard} replies, "
+                f"needed {needed} of each: {samples} samples of each prompt"
+            )
+        return Group(tag, prompts, samples, list(resume(conversation, replies, tokenizer)))
 
     @property
     def complete(self) -> bool:
-        return len(self.responses) == self.rows
+        return all(row.said is not None or not row.open for row in self.rows)
 
     @property
     def versions(self) -> set[int]:
-        """All versions that made its tokens."""
-        return {version for response in self.responses.values() for version in response.versions.tolist()}
+        """All versions that made its tokens, in this turn and in earlier ones."""
+        parts = [part for row in self.rows for part in (row.before, row.said) if part is not None]
+        return {version for part in parts for version in part.versions.tolist()} - {NOBODY}
 
     def rollouts(self, tokenizer: Tokenizer) -> Rollouts:
-        rows = [self.responses[row] for row in range(self.rows)]
-        prompts = [prompt for prompt in self.tokens for _ in range(self.samples)]
-        lengths = np.array([len(row.tokens) for row in rows])
-        prompt_lengths = np.array([len(prompt) for prompt in prompts])
-        tokens_NS = np.zeros((len(rows), int((prompt_lengths + lengths).max())), dtype=np.int64)
-        logprobs_NT = np.zeros((len(rows), int(lengths.max())), dtype=np.float32)
+        wholes = [row.whole() for row in self.rows]
+        lengths = np.array([len(whole.tokens) for whole in wholes])
+        prompt_lengths = np.array([len(row.prompt) for row in self.rows])
+        tokens_NS = np.zeros((len(wholes), int((prompt_lengths + lengths).max())), dtype=np.int64)
+        logprobs_NT = np.zeros((len(wholes), int(lengths.max())), dtype=np.float32)
         versions_NT = np.zeros(logprobs_NT.shape, dtype=np.int64)
-        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            begin, length = len(prompt), len(row.tokens)
-            tokens_NS[index, :begin] = prompt
-            tokens_NS[index, begin : begin + length] = row.tokens
-            logprobs_NT[index, :length] = row.logprobs
-            versions_NT[index, :length] = row.versions
+        for index, (row, whole) in enumerate(zip(self.rows, wholes, strict=True)):
+            begin, length = len(row.prompt), len(whole.tokens)
+            tokens_NS[index, :begin] = row.prompt
+            tokens_NS[index, begin : begin + length] = whole.tokens
+            logprobs_NT[index, :length] = whole.logprobs
+            versions_NT[index, :length] = whole.versions
+        transcripts = tuple(row.texts(tokenizer) for row in self.rows)
         return Rollouts(
             ordinals=self._each(self.prompts.ordinals),
             prompts=self._each(self.prompts.texts),
             answers=self._each(self.prompts.answers),
-            texts=tuple(tokenizer.decode(row.tokens[: len(row.tokens) - row.finished].tolist()) for row in rows),
+            texts=tuple(transcript[-1] for transcript in transcripts),
             tokens_NS=torch.from_numpy(tokens_NS),
             prompt_lengths_N=torch.from_numpy(prompt_lengths),
             response_lengths_N=torch.from_numpy(lengths),
             logprobs_NT=torch.from_numpy(logprobs_NT),
             versions_NT=torch.from_numpy(versions_NT),
-            finished_N=torch.tensor([row.finished for row in rows]),
+            finished_N=torch.tensor([whole.finished for whole in wholes]),
+            transcripts=transcripts,
         )
 
     def metrics(self) -> Metrics:
-        """`stale_cache` is the share of tokens decoded on a cache that holds entries of older weights."""
-        tokens = sum(len(response.tokens) for response in self.responses.values())
-        stale = sum(int((r.versions != r.versions[0]).sum()) for r in self.responses.values() if r.drifted)
-        return {"response_length": tokens / self.rows, "stale_cache": stale / tokens}
+        """Of this turn: `response_length` is its mean in tokens, `stale_cache` the share of its tokens that were
+        decoded on a cache that holds entries of older weights, `outgrown` that of the rows that had no room for it."""
+        said: list[Response] = [row.said for row in self.rows if row.said is not None]
+        tokens = sum(len(response.tokens) for response in said)
+        stale = sum(int((r.versions != r.versions[0]).sum()) for r in said if r.drifted)
+        metrics = {"response_length": tokens / max(1, len(said)), "stale_cache": stale / max(1, tokens)}
+        if any(row.before is not None for row in self.rows):
+            metrics["outgrown"] = sum(row.outgrown for row in self.rows) / len(self.rows)
+        return metrics
 
     def _each(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(value for value in values for _ in range(self.samples))

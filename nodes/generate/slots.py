@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.nodes.generate.group import Response
+from penstock.nodes.generate.row import Response
 
 H = TypeVar("H")
 

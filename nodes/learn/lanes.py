@@ -12,25 +12,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from penstock.nodes.model import Llama
-
+Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
 
 MAX_LANES = 4
 """Each has a gradient as large as the model; threads beyond these work inside the lanes' operations."""
 
 
-class Lanes:
+class Lanes(Generic[Model]):
     """Lanes for `threads` threads, each with a model on the storage of `model`'s weights; `model` is the first."""
 
-    def __init__(self, model: Llama, threads: int) -> None:
+    def __init__(self, model: Model, threads: int) -> None:
         count = min(threads, MAX_LANES)
         self._inner = threads // count
         self.models = [model, *(_alias(model) for _ in range(count - 1))]
@@ -42,7 +40,7 @@ class Lanes:
                     add = partial(_add_gradient, gradients, name)
                     parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
-    def map(self, work: Callable[[Llama, Item], Result], items: Sequence[Item]) -> list[Result]:
+    def map(self, work: Callable[[Model, Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work(model, item)` of each item, in order. What one raises is raised here once all lanes are done."""
         count = len(self.models)
         if count == 1:
@@ -78,7 +76,7 @@ def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) ->
     gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient.float()
 
 
-def _alias(model: Llama) -> Llama:
+def _alias(model: Model) -> Model:
     """A model of its own with parameters of its own on the same storage."""
     shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     shared |= {id(buffer): buffer for buffer in model.buffers()}

@@ -4,14 +4,18 @@ Sequences of about one length go together: the longest first, those of equal len
 is in which micro-batch is a function of the lengths alone, so that equal rollouts make equal sums to the bit. A
 sequence's last token predicts nothing and is left out.
 
-Shapes: N sequences, S their padded length, R rows (the sequences of a micro-batch), W width of a row, P predicted
-tokens.
+What a policy sampled is predicted; a token that an environment wrote into a conversation is context alone.
+
+Shapes: N sequences, S their padded length, T that of responses, R rows (the sequences of a micro-batch), W width of a
+row, P predicted tokens.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from penstock.graph.types import Rollouts
 
 
 @dataclass(frozen=True)
@@ -29,20 +33,36 @@ class Packed:
     step_P: Tensor
 
 
+def sampled_mask(rollouts: Rollouts) -> Tensor:
+    """Which tokens of each response the policy sampled, bool [N, T]: no padding, and none of an environment's."""
+    versions_NT: Tensor = rollouts.versions_NT
+    steps_T = torch.arange(versions_NT.shape[1], device=versions_NT.device)
+    within_NT: Tensor = steps_T < rollouts.response_lengths_N.to(versions_NT.device)[:, None]
+    return within_NT & (versions_NT >= 0)
+
+
 def pack(
-    tokens_NS: Tensor, prompt_lengths_N: Tensor, response_lengths_N: Tensor, max_tokens: int, multiple: int = 1
+    tokens_NS: Tensor,
+    prompt_lengths_N: Tensor,
+    response_lengths_N: Tensor,
+    max_tokens: int,
+    multiple: int = 1,
+    sampled_NT: Tensor | None = None,
 ) -> list[Packed]:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
 
-    Their number is a multiple of `multiple` where there are sequences enough. Every prompt needs a token: the first
-    one of a response has to be predicted by something. Raises ValueError for an empty prompt.
+    Their number is a multiple of `multiple` where there are sequences enough. `sampled_NT` (bool, see `sampled_mask`)
+    says which tokens of the responses are predicted; None: all of them. Every prompt needs a token: the first one of
+    a response has to be predicted by something. Raises ValueError for an empty prompt.
     """
     if int(prompt_lengths_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompt_lengths_N.argmin())}, needed one token")
     lengths_N = (prompt_lengths_N + response_lengths_N - 1).cpu()
     order_N = torch.argsort(lengths_N, descending=True, stable=True)
     rows = _balanced(lengths_N[order_N].tolist(), max_tokens, multiple)
-    return [_build(tokens_NS, prompt_lengths_N, response_lengths_N, chosen_R) for chosen_R in order_N.split(rows)]
+    lengths = prompt_lengths_N.cpu(), response_lengths_N.cpu()
+    predicted_NT = None if sampled_NT is None else sampled_NT.cpu()
+    return [_build(tokens_NS, *lengths, predicted_NT, chosen_R) for chosen_R in torch.split(order_N, rows)]
 
 
 def _balanced(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
@@ -66,15 +86,20 @@ def _rows(lengths: list[int], max_tokens: int) -> list[int]:
     return rows
 
 
-def _build(tokens_NS: Tensor, prompt_lengths_N: Tensor, response_lengths_N: Tensor, chosen_R: Tensor) -> Packed:
+def _build(
+    tokens_NS: Tensor, prompts_N: Tensor, responses_N: Tensor, sampled_NT: Tensor | None, chosen_R: Tensor
+) -> Packed:
     """The micro-batch of the sequences `chosen_R`, the first of which is the longest."""
     device = tokens_NS.device
-    prompts_R, responses_R = prompt_lengths_N.cpu()[chosen_R], response_lengths_N.cpu()[chosen_R]
+    prompts_R, responses_R = prompts_N[chosen_R], responses_N[chosen_R]
     lengths_R = prompts_R + responses_R - 1
     width = int(lengths_R[0])
     within_RW = torch.arange(width) < lengths_R[:, None]
     row_P = torch.repeat_interleave(torch.arange(len(chosen_R)), responses_R)
     step_P = torch.arange(len(row_P)) - (responses_R.cumsum(0) - responses_R)[row_P]
+    if sampled_NT is not None:
+        sampled_P = sampled_NT[chosen_R[row_P], step_P]
+        row_P, step_P = row_P[sampled_P], step_P[sampled_P]
     place_P = prompts_R[row_P] + step_P
     sequence_P = chosen_R[row_P].to(device)
     return Packed(

@@ -58,3 +58,13 @@ def value_loss(values_P: Tensor, old_P: Tensor, returns_P: Tensor, *, clip: floa
         clipped_P = values_P.clamp(old_P - clip, old_P + clip)
         errors_P = torch.maximum(errors_P, (clipped_P - returns_P).square())
     return errors_P / 2
+
+
+def explained_variance(values_P: Tensor, returns_P: Tensor) -> Tensor:
+    """1 − Var(R − V) / Var(R), a scalar: 1 for a critic that knows all, 0 for a constant one, below 0 for a worse one.
+
+    0 where the returns do not differ.
+    """
+    variance = returns_P.var(correction=0)
+    unexplained = (returns_P - values_P).var(correction=0)
+    return torch.where(variance > 0, 1 - unexplained / variance.clamp(min=torch.finfo(variance.dtype).tiny), 0.0)

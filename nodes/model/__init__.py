@@ -1,7 +1,19 @@
 """Models: what they look like, what they compute, and their files."""
 
 from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.hf import load_model, read_config, save_model, torch_dtype
-from penstock.nodes.model.llama import Llama
+from penstock.nodes.model.hf import grow_scorer, load_model, load_scorer, read_config, save_model, torch_dtype
+from penstock.nodes.model.llama import Decoder, Llama, Scorer
 
-__all__ = ["Llama", "ModelConfig", "ModelError", "load_model", "read_config", "save_model", "torch_dtype"]
+__all__ = [
+    "Decoder",
+    "Llama",
+    "ModelConfig",
+    "ModelError",
+    "Scorer",
+    "grow_scorer",
+    "load_model",
+    "load_scorer",
+    "read_config",
+    "save_model",
+    "torch_dtype",
+]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-FAMILIES = {"llama": "LlamaForCausalLM"}
-"""Supported values of `model_type`, with the name that `architectures` gets."""
+FAMILIES = ("llama",)
+"""Supported values of `model_type`."""
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
@@ -70,11 +70,10 @@ class ModelConfig:
         return embeddings + self.num_hidden_layers * layer + self.hidden_size
 
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
-        """The content of `config.json`, for readers that know `rope_parameters` and for older ones."""
+        """The content of `config.json` but for the head, for readers that know `rope_parameters` and for older ones."""
         rope = {"rope_theta": self.rope_theta, "rope_type": "default", **_scaling_to_json(self.rope_scaling)}
         eos = list(self.eos_token_ids)
         return {
-            "architectures": [FAMILIES[self.model_type]],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.llama import Llama
+from penstock.nodes.model.llama import Decoder, Llama, Scorer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -23,6 +23,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 SHARD_BYTES = 4 << 30
+HEAD = "score.weight"
+"""The head of a model that gives a number."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,25 +48,53 @@ def read_config(folder: str | Path) -> ModelConfig:
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Llama:
     """The model of a directory, its weights converted to `dtype`. Every tensor must be there and fit."""
     model = Llama(read_config(folder), torch_dtype(dtype), device)
-    parameters = dict(model.named_parameters())
-    places = _places(Path(folder))
-    check_names(parameters, places, str(folder), tied=model.lm_head is None)
+    return _fill(model, Path(folder), {"lm_head.weight"} if model.lm_head is None else set())
+
+
+def load_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Scorer:
+    """The reward model of a directory in the layout of `LlamaForSequenceClassification` with one label.
+
+    Raises ModelError for a directory without that head.
+    """
+    if HEAD not in _places(Path(folder)):
+        needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
+        raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
+    return _fill(Scorer(read_config(folder), torch_dtype(dtype), device), Path(folder), {"lm_head.weight"})
+
+
+def grow_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Scorer:
+    """The decoder of a directory, whatever its head, with a new one that is zero."""
+    model = Scorer(read_config(folder), torch_dtype(dtype), device)
+    torch.nn.init.zeros_(model.score.weight)
+    return _fill(model, Path(folder), {"lm_head.weight", HEAD}, own={HEAD})
+
+
+M = TypeVar("M", bound=Decoder)
+
+
+@torch.no_grad()
+def _fill(model: M, folder: Path, unused: set[str], own: Set[str] = frozenset()) -> M:
+    """Copy a directory's tensors into the model: all but its `own`. `unused` ones may be there too."""
+    parameters = {name: p for name, p in model.named_parameters() if name not in own}
+    places = _places(folder)
+    check_names(parameters, {n: p for n, p in places.items() if n not in unused - parameters.keys()}, str(folder))
     for path in sorted(set(places.values())):
         for name, tensor in _read(path, [n for n in parameters if places[n] == path]):
             check_shape(name, tensor, parameters[name], str(path))
-            with torch.no_grad():
-                parameters[name].copy_(tensor)
+            parameters[name].copy_(tensor)
     return model
 
 
 def save_model(
-    model: Llama, folder: str | Path, tokenizer_from: str | Path | None = None, shard_bytes: int = SHARD_BYTES
+    model: Decoder, folder: str | Path, tokenizer_from: str | Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a directory that `load_model` and `transformers` read, with the tokenizer's files of `tokenizer_from`."""
+    """Write a directory that `load_model` or `load_scorer`, and `transformers`, read, with the tokenizer's files of
+    `tokenizer_from`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(model.head_weight().dtype).removeprefix("torch.")
-    (folder / CONFIG).write_text(json.dumps(model.config.to_json(dtype), indent=2) + "\n")
+    head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if isinstance(model, Scorer) else {}
+    facts = {"architectures": [model.architecture], **model.config.to_json(str(model.dtype).removeprefix("torch."))}
+    (folder / CONFIG).write_text(json.dumps(facts | head, indent=2) + "\n")
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
     _write(tensors, folder, shard_bytes)
     for name in TOKENIZER_FILES if tokenizer_from is not None else ():
@@ -73,13 +103,11 @@ def save_model(
             shutil.copyfile(source, folder / name)
 
 
-def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str, *, tied: bool = False) -> None:
+def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
     """The same names on both sides; what follows from other tensors or from `config.json` may be there too."""
     if missing := sorted(needed.keys() - given.keys()):
         raise ModelError(f"{where}: {_listed(missing)} missing; the model needs {len(needed)} tensors")
     extra = sorted(n for n in given.keys() - needed.keys() if not n.endswith("rotary_emb.inv_freq"))
-    if tied and "lm_head.weight" in extra:
-        extra.remove("lm_head.weight")
     if extra:
         raise ModelError(f"{where}: {_listed(extra)} not known to this family of models")
 
@@ -147,7 +175,7 @@ def _write(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def point_at(model: Llama, tensors: Mapping[str, Tensor], where: str) -> None:
+def point_at(model: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
     """Make the model compute with these very tensors (copies, if on another device). All must be there and fit."""
     parameters = dict(model.named_parameters())
     check_names(parameters, tensors, where)

@@ -1,8 +1,8 @@
 """The Llama decoder: rotary positions, RMS norms, gated MLP, grouped-query attention. One definition for all uses.
 
 Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal, or over
-a cache. Parameters are named as in Hugging Face's checkpoints. Left out:
-dropout, biases, attention weights as output.
+a cache. What stands on top is a language model's head (`Llama`) or one that gives a number (`Scorer`). Parameters are
+named as in Hugging Face's checkpoints. Left out: dropout, biases, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
 P positions.
@@ -10,7 +10,7 @@ P positions.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,14 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated."""
 
 
-class Llama(nn.Module):
-    """Weights are uninitialised until `init_weights` or a loader fills them."""
+class Decoder(nn.Module):
+    """The decoder that all models share; a subclass adds its head.
 
+    Weights are uninitialised until `init_weights` or a loader fills them.
+    """
+
+    architecture: ClassVar[str]
+    """What `transformers` calls a Llama with this head."""
     cos_PK: Tensor
     sin_PK: Tensor
 
@@ -33,12 +38,15 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):  # draws nothing from the global generator, and touches no memory
-            self.model = _Decoder(config)
-            self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+            self.model = _Layers(config)
+            self._add_head()
         self.to(dtype).to_empty(device=device)
         cos_PK, sin_PK = rope_tables(config)
         self.register_buffer("cos_PK", cos_PK.to(device, dtype), persistent=False)
         self.register_buffer("sin_PK", sin_PK.to(device, dtype), persistent=False)
+
+    def _add_head(self) -> None:
+        raise NotImplementedError
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None, attend: Attend | None = None) -> Tensor:
         """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention to causal."""
@@ -48,19 +56,20 @@ class Llama(nn.Module):
         hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal)
         return hidden_BSD
 
-    def head_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits, [V, D]: the embedding's own if they are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
 
-    def logits(self, hidden_BSD: Tensor) -> Tensor:
-        """Unnormalised log-probabilities of the next token, [B, S, V]."""
-        return linear(hidden_BSD, self.head_weight())
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Normal weights of `initializer_range`, scaled down where they write into the residual stream (GPT-2).
 
-        A function of the seed alone: neither device, dtype nor the global generator change what is drawn.
+        A function of the seed alone: neither device, dtype nor the global generator change what is drawn, and models
+        with different heads have the same decoder.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -73,7 +82,42 @@ class Llama(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-class _Decoder(nn.Module):
+class Llama(Decoder):
+    """The language model."""
+
+    architecture = "LlamaForCausalLM"
+    lm_head: Linear | None
+
+    def _add_head(self) -> None:
+        config = self.config
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    def head_weight(self) -> Tensor:
+        """The matrix that turns hidden states into logits, [V, D]: the embedding's own if they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden_BSD: Tensor) -> Tensor:
+        """Unnormalised log-probabilities of the next token, [B, S, V]."""
+        return linear(hidden_BSD, self.head_weight())
+
+
+class Scorer(Decoder):
+    """A decoder that gives each token a number: a critic, or a reward model.
+
+    Named and shaped as `LlamaForSequenceClassification` with one label: the head is `score.weight`, [1, D].
+    """
+
+    architecture = "LlamaForSequenceClassification"
+
+    def _add_head(self) -> None:
+        self.score = Linear(self.config.hidden_size, 1)
+
+    def values(self, hidden_PD: Tensor) -> Tensor:
+        """The number of each hidden state, float32, without the last dimension."""
+        return F.linear(hidden_PD, self.score.weight).float().squeeze(-1)
+
+
+class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

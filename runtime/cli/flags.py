@@ -9,7 +9,11 @@ from penstock.runtime.control.config import Flags
 
 NEW = "new"
 """What --model is for an untrained model."""
-POLICY_MAKERS = ("penstock.nodes.policy:make_policy", "penstock.nodes.policy:make_reference")
+POLICY_MAKERS = (
+    "penstock.nodes.policy:make_policy",
+    "penstock.nodes.policy:make_reference",
+    "penstock.nodes.reward_model:make_preference_model",
+)
 """Who makes language models of `--model`."""
 
 
@@ -126,6 +130,11 @@ class SimulateFlags:
     duration: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=S[~SIGMA] …", help_behavior_hint="")] = ()
     """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
     mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default."""
+    drop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=SHARE …", help_behavior_hint="")] = ()
+    """Share of the groups that a filter drops, such as keep=0.3; none by default."""
+    again: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=SHARE …", help_behavior_hint="")] = ()
+    """Share of the turns after which the node that answers asks for another one, such as answer=0.5; by default all,
+    up to the bound."""
     width: int = 0
     """Columns of the drawing; 0 for the terminal's."""
     svg: Annotated[str, _text("FILE", "none")] = ""

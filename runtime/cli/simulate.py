@@ -28,6 +28,7 @@ from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
 from penstock.runtime.schedule.simulator import Simulation, simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.verdicts import Verdicts
 
 SYNC = ("publish", "wire", "swap")
 DRAWN = 6
@@ -44,7 +45,11 @@ def main(argv: Sequence[str]) -> int:
     timed = timing(graph, flags.duration)
     plan = servers(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
     rules = Rules(flags.batch, flags.updates, versions=flags.versions)
-    result = simulate(compile_tables(graph, plan), rules, timed.durations)
+    verdicts = deciding(graph, flags.drop, flags.again)
+    try:
+        result = simulate(compile_tables(graph, plan), rules, timed.durations, verdicts=verdicts)
+    except ValueError as error:
+        raise CommandError(str(error), 2) from None
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
     bound = period_bound(graph, timed.means, flags.batch, capacity)
     title = f"{graph.name}: {flags.updates} updates of {flags.batch} groups"
@@ -78,6 +83,8 @@ def timing(graph: Graph, given: Sequence[str]) -> Timing:
             low, jitter = options["ms"] / 1e3, options.get("jitter_ms", 0.0) / 1e3
             nodes[node.name] = Uniform(low, jitter) if jitter else low
             means[node.name] = low + jitter / 2
+        elif node.construct == "keep":
+            nodes[node.name] = means[node.name] = 0.0
     sync = dict.fromkeys(SYNC, 0.0)
     sync["publish"] = float(dict(graph.options).get("sync_ms", 0.0)) / 1e3
     for word in given:
@@ -91,6 +98,30 @@ def timing(graph: Graph, given: Sequence[str]) -> Timing:
         raise CommandError(f"no duration of {', '.join(missing)}; needed all, such as --duration {example}", 2)
     means |= {node.name: sum(sync.values()) for node in graph.nodes if node.construct == "broadcast"}
     return Timing(Durations(nodes, **sync), means)
+
+
+def deciding(graph: Graph, drop: Sequence[str], again: Sequence[str]) -> Verdicts:
+    """Shares as given. Raises CommandError for what is not NODE=SHARE of a filter, or of a node that answers."""
+    filters = [node.name for node in graph.nodes if node.construct == "keep"]
+    answers = [node.name for node in graph.nodes if node.answers]
+    return Verdicts(
+        dict(_share("--drop", word, filters, "filters (keep)") for word in drop),
+        dict(_share("--again", word, answers, "nodes that answer") for word in again),
+    )
+
+
+def _share(flag: str, word: str, names: Sequence[str], kind: str) -> tuple[str, float]:
+    name, _, rest = word.partition("=")
+    if name not in names:
+        needed = f"one of {', '.join(names)} before '='" if names else f"none, since the program has no {kind}"
+        raise CommandError(f"{flag}: given {word!r}, needed {needed}", 2)
+    try:
+        share = float(rest)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise CommandError(f"{flag}: given {word!r}, needed a share from 0 to 1, such as {name}=0.3", 2)
+    return name, share
 
 
 @dataclass(frozen=True)
@@ -149,6 +180,7 @@ def _facts(graph: Graph, flags: SimulateFlags, result: Simulation, bound: Bound)
         "bound_cause": bound.cause,
         "wall_s": result.wall_s,
         "lag_mean": result.lag_mean,
+        "dropped": result.dropped,
         "lags": {str(lag): count for lag, count in sorted(result.lags.items())},
         "busy_s": result.busy,
         "idle_s": result.idle,
@@ -168,6 +200,7 @@ def _text(title: str, flags: SimulateFlags, result: Simulation, bound: Bound) ->
         f"period  {_ms(result.period_s)} per update{_measured(result)}",
         *wrap(f"bound   {_ms(bound.seconds)}{beside}, because of {bound.cause}", width, subsequent_indent=" " * 8),
         *_lags(result.lags),
+        *([f"groups  {result.dropped} dropped, {flags.updates * flags.batch} kept"] if result.dropped else []),
         *_work(result, width),
         "",
     ]

@@ -18,6 +18,7 @@ from typing import Literal
 
 import zmq
 
+from penstock.runtime.control.context import SHARED
 from penstock.runtime.control.endpoints import bind_fault, socket_file
 from penstock.runtime.control.gate import Gate
 from penstock.runtime.control.keys import Door, Join
@@ -231,8 +232,7 @@ class Client:
         self._down_since: float | None = monotonic()
         self._numbers = count(1)
         self._heard = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = SHARED.take().socket(zmq.DEALER)
         _tune(self._socket)
         if not join.endpoint.startswith("ipc://"):
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, join.server.encode())
@@ -294,7 +294,9 @@ class Client:
     def close(self) -> None:
         """What is still being sent gets half a second."""
         self._socket.disable_monitor()
-        self._context.destroy(linger=int(1000 * _FLUSH_S))
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(1000 * _FLUSH_S))
+        SHARED.give()
         os.close(self._waker)
 
     def _note_connection(self) -> None:

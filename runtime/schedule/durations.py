@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from math import exp
 from statistics import NormalDist
 
+from penstock.graph.ir import Firing
 from penstock.runtime.schedule.tables import Tables
 
 Duration = float | Callable[[str, int], float]
-"""Seconds, or a pure function of the node's name and its firing's index (ordinal or update) that gives them."""
+"""Seconds, or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
+first one ("speak.1"), and of its index (ordinal or update)."""
+
+
+def draw(key: str) -> float:
+    """A number between 0 and 1 that depends on the key alone."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +29,13 @@ class Lognormal:
     seed: int = 0
 
     def __call__(self, node: str, index: int) -> float:
-        key = hashlib.blake2b(f"{self.seed}/{node}/{index}".encode(), digest_size=8).digest()
-        uniform = (int.from_bytes(key, "big") + 0.5) / 2**64
+        uniform = draw(f"{self.seed}/{node}/{index}")
         return self.mean * exp(self.sigma * NormalDist().inv_cdf(uniform) - self.sigma**2 / 2)
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of each node, and of the three parts of a sync. Sources take no time unless they are given.
+    """Seconds of each node, and of the three parts of a sync. Sources and filters take no time unless they are given.
 
     publish: the snapshot, on the trainer. wire: the transfer to one replica, beside other work. swap: between steps.
     """
@@ -38,18 +45,20 @@ class Durations:
     wire: float = 0.0
     swap: float = 0.0
 
-    def of(self, node: str, index: int) -> float:
-        given = self.nodes.get(node, 0.0)
-        return given(node, index) if callable(given) else given
+    def of(self, firing: Firing) -> float:
+        given = self.nodes.get(firing.node, 0.0)
+        turn = f".{firing.turn}" if firing.turn else ""
+        return given(firing.node + turn, firing.index) if callable(given) else given
 
     def check(self, tables: Tables) -> None:
         """Raises ValueError for a node without a duration, one that does not exist, and less than no time."""
-        missing = [s.name for s in tables.steps.values() if not s.source and s.name not in self.nodes]
+        instant = [s.name for s in tables.steps.values() if s.source or s.filters]
+        missing = [name for name in tables.steps if name not in (*instant, *self.nodes)]
         unknown = [name for name in self.nodes if name not in tables.steps]
         if missing or unknown:
             given, needed = ", ".join(self.nodes) or "none", ", ".join(s for s in tables.steps)
             raise ValueError(
-                f"durations: given {given}; needed one for each node of {needed} (sources may be left out)"
+                f"durations: given {given}; needed one for each node of {needed} (sources and filters may be left out)"
             )
         parts = {"publish": self.publish, "wire": self.wire, "swap": self.swap}
         times = parts | {name: value for name, value in self.nodes.items() if not callable(value)}

@@ -8,15 +8,27 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/inv
 2.  A replica has at most `capacity` firings in work (sources are free of charge).
 3.  Group g starts on a replica only while before(g) < (live version + lag + 1) * batch for each lagged edge;
     with pinned versions only while live = max(start, before(g) // batch - lag). A per-update step of update u
-    reads a version in u - lag … u, and no swap happens under it.
+    reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens under it.
 4.  Update u consumes the next `batch` kept groups in ordinal order, once, after update u - 1. It begins when all of
-    them are finished, and a cut falls between two updates.
-5.  The version of a carried value that changes is the number of updates applied to it; no reader of version u is in
-    work while the update that donates it is.
+    them are finished, and a cut falls between two updates. A step with every=k takes part where u + 1 is a multiple
+    of k.
+5.  The version of a carried value that changes is the number of updates that are over for it, whether they made a
+    next value or left it as it was; no reader of version u is in work while the update that donates it is, and no
+    version goes while a reader to come needs it.
 6.  No group past the last update starts: before(g) < end * batch.
 7.  A value is freed once, after its last reader, and never read afterwards; a lost group's when nobody works on it.
-8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it.
-9.  With free versions, no per-group firing waits that may start.
+8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it,
+    or filters dropped `drops` batches' worth of groups between two updates.
+9.  With free versions, no per-group firing waits that may start; a step that trails never does, but for a cut.
+10. A channel with every=m publishes the version that the run starts with, and multiples of m.
+11. A step that trails (it reads nothing but weights, and nobody reads it) fires at each update that is due, in order,
+    once that update has come; nothing waits for it but the end of the run, the versions that it needs, and, if it
+    has state and is in work, a cut.
+12. Two steps that alternate on a group take turns 0, 1, … in order, the one that speaks before the one that answers.
+    What a turn has made is freed when the next one has spoken; what the last one has made is the group's, settled
+    once if it was not turn 0, and only then read by others.
+13. A group that reads a delayed value starts when its version is at least before(g) // batch - lag, and is told that
+    update: before(g) // batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +47,10 @@ from penstock.runtime.schedule.events import (
     Saved,
     Swapped,
 )
+from penstock.runtime.schedule.pinned import check_rules
 from penstock.runtime.schedule.rules import cuts, fates, groups, updates, weights
 from penstock.runtime.schedule.state import Key, State
-from penstock.runtime.schedule.tables import Rules, Step, Tables, check_rules
+from penstock.runtime.schedule.tables import Rules, Step, Tables
 
 
 class Scheduler(State):
@@ -64,6 +77,8 @@ class Scheduler(State):
             return []
         self.out = []
         stirred = self._hear(event)
+        if stirred is None and not self.finished:
+            fates.end_updates(self)
         self.say_freed()
         if not self.finished:
             if stirred is None:

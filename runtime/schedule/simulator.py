@@ -1,4 +1,4 @@
-"""The schedule on a virtual clock: the real scheduler, answered after given durations.
+"""The schedule on a virtual clock: the real scheduler, answered after given durations and with given verdicts.
 
 What it leaves out: time spent between an answer and the next command. So a real run differs from its simulation by
 durations and by the runtime's own cost.
@@ -29,6 +29,7 @@ from penstock.runtime.schedule.events import (
 )
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, Tables
+from penstock.runtime.schedule.verdicts import Verdicts
 
 Observer = Callable[[float, Event, list[Command]], None]
 """Told the time, an event and the commands that followed it."""
@@ -42,6 +43,7 @@ class Simulation:
     lags: how many groups were consumed at each difference of update and version. queue: for each update, the
     finished groups that lay ready when it began, its own batch included.
     busy, idle: seconds of each replica with something in work, and without by cause; they add up to the wall time.
+    dropped: how many groups filters have dropped.
     """
 
     bars: list[Bar] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Simulation:
     queue: list[int] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
     idle: dict[str, dict[str, float]] = field(default_factory=dict)
+    dropped: int = 0
     events: int = 0
     max_lag: int = 0
 
@@ -88,19 +91,31 @@ def simulate(
     durations: Durations,
     live: Mapping[tuple[str, str], int] | None = None,
     observe: Observer | None = None,
+    verdicts: Verdicts | None = None,
 ) -> Simulation:
-    """Run all updates on a virtual clock. Deterministic. Raises ValueError for durations that do not fit the graph."""
+    """Run all updates on a virtual clock. Deterministic.
+
+    Raises ValueError for durations and verdicts that do not fit the graph, and for a run that would fail since its
+    filters drop too much.
+    """
+    verdicts = verdicts or Verdicts()
     durations.check(tables)
-    return _Clock(tables, rules, durations, live).run(observe)
+    verdicts.check(tables)
+    return _Clock(tables, rules, durations, verdicts, live).run(observe)
 
 
 class _Clock:
     """A heap of answers by the time at which they come; equal times in the order in which they were asked for."""
 
     def __init__(
-        self, tables: Tables, rules: Rules, durations: Durations, live: Mapping[tuple[str, str], int] | None
+        self,
+        tables: Tables,
+        rules: Rules,
+        durations: Durations,
+        verdicts: Verdicts,
+        live: Mapping[tuple[str, str], int] | None,
     ) -> None:
-        self.tables, self.durations = tables, durations
+        self.tables, self.durations, self.verdicts = tables, durations, verdicts
         self.scheduler = Scheduler(tables, rules, live=live)
         self.now = 0.0
         self.result = Simulation(max_lag=tables.max_lag)
@@ -123,7 +138,7 @@ class _Clock:
             for command in commands:
                 self._do(command)
             if self.scheduler.finished:
-                self.result.wall_s = self.now
+                self.result.wall_s, self.result.dropped = self.now, self.scheduler.ledger.fates["dropped"]
                 return self.result
             time, _, event = heapq.heappop(self._answers)
             if time > self.now:
@@ -151,13 +166,13 @@ class _Clock:
                 self._answer(self.durations.swap, replica, lambda rank: Swapped(channel, version, replica, rank))
             case Save(update, replica):
                 self._answer(0.0, replica, lambda rank: Saved(update, replica, rank))
-            case Finish(status, error):
-                assert status == "done", error
+            case Finish("failed", error):
+                raise ValueError(f"simulation: {error}")
 
     def _fire(self, command: Fire) -> None:
         firing, replica = command.firing, command.replica
         step = self.tables.steps.get(firing.node)
-        seconds = self.durations.publish if step is None else self.durations.of(firing.node, firing.index)
+        seconds = self.durations.publish if step is None else self.durations.of(firing)
         version: int | None = firing.index
         kind: Kind = "publish" if step is None else "update" if step.per_update else "group"
         if step is not None and not step.per_update:
@@ -170,7 +185,9 @@ class _Clock:
         if step is not None and step.groups and step.per_update:
             self._consume(firing.index, command.groups)
         self._take(seconds, kind, replica, firing.node, firing.index, version)
-        self._answer(seconds, replica, lambda rank: Done(firing, replica, rank))
+        dropped = step is not None and step.filters and self.verdicts.dropped(firing)
+        again = step is not None and step.answers and self.verdicts.goes_on(firing)
+        self._answer(seconds, replica, lambda rank: Done(firing, replica, rank, dropped, again))
 
     def _consume(self, update: int, groups: tuple[int, ...]) -> None:
         """The first step of an update that takes its groups: note how old they are, and how many are waiting."""

@@ -97,6 +97,7 @@ class State:
 
     def finish(self, status: str, error: str = "") -> None:
         self.finished = True
+        self.say_freed()
         self.out.append(Finish(status, error))
 
     # Looking ----------------------------------------------------------------------------------------------

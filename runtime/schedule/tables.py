@@ -174,32 +174,6 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
     )
 
 
-def check_rules(tables: Tables, rules: Rules) -> None:
-    """Raises ValueError for pinned versions that the graph's lags do not allow.
-
-    A replica keeps one version live and a resumed run makes none older than its cut: so all per-group readers of
-    weights need the same version for a group, and per-update readers the current one.
-    """
-    if rules.versions == "free":
-        return
-    filters = [s.name for s in tables.steps.values() if s.filters]
-    slow = [c.node for c in tables.channels.values() if c.every > 1]
-    if filters or slow:
-        given = ", ".join([f"the filter {name}" for name in filters] + [f"{name} with every=…" for name in slow])
-        raise ValueError(
-            f'versions="pinned": given {given}; needed none, since which groups an update takes, or which versions '
-            'exist, would not be known beforehand; use versions="free"'
-        )
-    lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
-    late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
-    if len({lag for _, lag in lags}) > 1 or late:
-        given = ", ".join(f"{name} lag={lag}" for name, lag in sorted(lags | late))
-        raise ValueError(
-            f'versions="pinned": given {given}; needed one lag for all per-group nodes that read weights, and lag=0 '
-            'for per-update ones; use versions="free" or make the lags equal'
-        )
-
-
 def channel_name(carried: str, pool: str) -> str:
     return f"{carried}>{pool}"
 

@@ -8,7 +8,15 @@ import torch
 
 from penstock.graph.types import Carried, Context, Prompts, Rewards, Rollouts, Stream, Weights
 from penstock.nodes import fake
-from penstock.nodes.fake import FakeEngine, FakeError, FakePolicy, fake_generate, fake_score, fake_update
+from penstock.nodes.fake import (
+    FakeEngine,
+    FakeError,
+    FakePolicy,
+    fake_environment,
+    fake_generate,
+    fake_score,
+    fake_update,
+)
 
 CONTEXT = Context(node="policy")
 
@@ -151,3 +159,23 @@ def test_a_restored_fake_policy_goes_on_to_the_bit() -> None:
         fake_update.fn(learner, rollouts, fake_score.fn(rollouts)[0])
     assert torch.equal(whole.values_W, resumed.values_W)
     assert whole.version == resumed.version == 3
+
+
+def test_a_fake_conversation_goes_on_in_the_rows_that_are_not_done() -> None:
+    behaviour = weights(policy())
+    engine = FakeEngine(8, 0.0)
+    _, rollouts = fake_generate.fn(engine, prompt(5), behaviour, samples=8)
+    for _ in range(2):
+        replies = fake_environment.fn(rollouts)
+        assert not replies.done
+        _, after = fake_generate.fn(engine, prompt(5), behaviour, rollouts, replies, samples=8)
+        for row, done in enumerate(replies.done_N.tolist()):
+            assert after.turns()[row] == rollouts.turns()[row] + (not done)
+            old = int(rollouts.response_lengths_N[row])
+            assert torch.equal(after.tokens_NS[row, : 1 + old], rollouts.tokens_NS[row, : 1 + old])
+            if not done:
+                assert after.versions_NT[row, old:].tolist() == [-1] + [behaviour.version] * 4
+                assert after.tokens_NS[row, 1 + old] == int(replies.texts[row])
+        rollouts = after
+    assert fake_environment.fn(rollouts).done
+    assert sorted(set(rollouts.turns())) == [1, 2, 3]

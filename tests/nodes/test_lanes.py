@@ -12,7 +12,7 @@ from penstock.nodes.model import Llama
 INPUTS = [torch.arange(i, i + 7) % 13 for i in range(5)]
 
 
-def lanes(threads: int, dtype: str = "float32") -> Lanes:
+def lanes(threads: int, dtype: str = "float32") -> Lanes[Llama]:
     return Lanes(open_model(Context(seed=1, dtype=dtype))[0], threads)
 
 
@@ -37,7 +37,7 @@ def test_equal_items_make_equal_sums_to_the_bit_whichever_lane_is_faster() -> No
     for slow in (0, 1):
         each = lanes(2)
 
-        def work(model: Llama, tokens_S: Tensor, each: Lanes = each, slow: int = slow) -> float:
+        def work(model: Llama, tokens_S: Tensor, each: Lanes[Llama] = each, slow: int = slow) -> float:
             if model is each.models[slow]:
                 torch.randn(1000, 1000).mm(torch.randn(1000, 1000))
             return backward(model, tokens_S)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.graph.types import Carried, Context
 from penstock.nodes.data import Demonstrations
-from penstock.nodes.learn.update import sft_update
+from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.model import ModelError
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 

@@ -128,3 +128,28 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_a_reply_is_plain_text_without_a_template() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode_reply("a<eos>", "tool", after_stop=True) == list(b"a<eos>")
+    assert tokenizer.encode("a<eos>") == [97, tokenizer.eos]
+
+
+def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path: Path) -> None:
+    """What follows the model's turn in the template: its end, the reply as its role says, and the next beginning."""
+    template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{{ '<end>' if m.role == 'assistant' else ' is ' }}{% endfor %}what"
+    )
+    tokenizer = load_tokenizer(words_folder(tmp_path, chat_template=template, eos_token="<end>"))
+    end, what, is_ = tokenizer.eos, *tokenizer.encode("what is")
+    assert tokenizer.encode_reply("what", "user", after_stop=True) == [what, is_, what]
+    assert tokenizer.encode_reply("what", "user", after_stop=False) == [end, what, is_, what]
+    assert tokenizer.encode_reply("what", "tool", after_stop=True) == [what, is_, what]
+
+
+def test_a_template_without_a_second_turn_is_an_error(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(words_folder(tmp_path, chat_template="{{ messages[0].content }}"))
+    with pytest.raises(TokenizerError, match="needed one that has a 'tool' or user"):
+        tokenizer.encode_reply("what", "tool", after_stop=True)

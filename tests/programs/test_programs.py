@@ -1,14 +1,16 @@
 """Each program fits on a page, traces, has no fault, and explains its flags."""
 
 import inspect
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import programs
 from penstock.graph import Graph, Program, check, load, trace
 
-NAMES = ("aipo", "evaluate", "grpo", "sft", "toy")
+NAMES = tuple(module.name for module in pkgutil.iter_modules(programs.__path__))
 
 
 def program(name: str) -> Program[..., Any]:
@@ -72,7 +74,7 @@ def test_grpo_is_synchronous_and_leaves_the_reference_out() -> None:
     traced = graph("grpo")
     assert traced["broadcast"].lag == 0
     assert [a.name for a in traced.carried] == ["policy"]
-    assert [i.name for i in traced["grpo_update"].inputs] == ["policy", "rollouts", "advantage"]
+    assert [i.name for i in traced["policy_update"].inputs] == ["policy", "rollouts", "advantage"]
     assert "reference" not in traced.pools()
 
 
@@ -83,8 +85,35 @@ def test_grpo_with_a_penalty_holds_a_frozen_reference_in_a_pool_of_its_own() -> 
     assert (reference.kind, reference.pool) == ("carried", "reference")
     assert reference.maker == "penstock.nodes.policy:make_reference"
     assert traced.producer("reference") is None
-    assert [i.name for i in traced["grpo_update"].inputs] == ["policy", "rollouts", "advantage", "reference"]
+    assert [i.name for i in traced["policy_update"].inputs] == ["policy", "rollouts", "advantage", "reference"]
     assert not check(traced)
+
+
+@pytest.mark.parametrize("name", ["tis", "decoupled_ppo"])
+def test_the_trainers_own_logprobs_are_made_once_per_update_where_the_policy_is(name: str) -> None:
+    traced = graph(name)
+    node = traced["policy_logprobs"]
+    assert (node.pool, node.clock) == ("trainer", "update")
+    assert {i.name: i.ref.node for i in node.inputs} == {"policy": "policy", "rollouts": "generate"}
+    assert {i.name: i.ref.node for i in traced["policy_update"].inputs}["proximal"] == "policy_logprobs"
+
+
+def test_remax_samples_a_greedy_response_beside() -> None:
+    traced = graph("remax", samples=3)
+    drawn = [(n.option("samples"), n.option("temperature")) for n in traced.nodes if n.op.endswith(":generate")]
+    assert drawn == [(3, 1.0), (1, 0.0)]
+
+
+def test_dapo_keeps_the_groups_that_teach_something() -> None:
+    traced = graph("dapo", clip_high=0.3)
+    assert traced["keep"].option("when") == {"path": "penstock.nodes.rewards:mixed"}
+    assert traced["policy_update"].option("loss")["options"] == {"clip_low": 0.2, "clip_high": 0.3}
+    assert [i.ref.node for i in traced["policy_update"].inputs] == ["policy", "keep", "group_advantage"]
+
+
+def test_reinforce_pp_takes_the_groups_mean_off_if_asked_to() -> None:
+    assert "plain_advantage" in names(graph("reinforce_pp"))
+    assert "group_advantage" in names(graph("reinforce_pp", baseline=True))
 
 
 def test_sft_needs_no_generator() -> None:

@@ -2,7 +2,7 @@
 
 Free-running admissions go on while a cut is due and while it is written; they are later than the cut and do not
 change it. What was in work then starts again in a run that resumes: groups in the middle of their turns at the first
-one, a step that trails at the update it was at.
+one, a step that trails at the update it was at, with the oldest version that there is by then: the cut's.
 """
 
 import heapq
@@ -19,7 +19,7 @@ def save(state: State) -> None:
     """When nothing that moves state is in work, have every replica write its part."""
     if state.saving or state.begun() or any(way.publishing for way in state.ways.values()):
         return
-    if any(f.node in state.tables.stateful for f in state.running) or not _drained(state):
+    if any(f.node in state.tables.stateful for f in state.running) or not drained(state):
         return
     cut = {"update": state.update, **state.ledger.to_json(), "trailing": state.trailing}
     state.saving = json.dumps(cut, sort_keys=True)
@@ -40,7 +40,7 @@ def commit(state: State) -> None:
         state.finish("stopped")
 
 
-def _drained(state: State) -> bool:
+def drained(state: State) -> bool:
     """Pinned: have the groups that need an older version than the resumed run can make been through its readers?"""
     readers = [step for step in state.tables.steps.values() if step.weights and not step.per_update]
     return not state.pinned or all(

@@ -8,6 +8,7 @@ from penstock.runtime.schedule.ledger import Group
 from penstock.runtime.schedule.rules import turns
 from penstock.runtime.schedule.rules.groups import offer
 from penstock.runtime.schedule.rules.updates import assemble
+from penstock.runtime.schedule.rules.weights import spare
 from penstock.runtime.schedule.state import State
 from penstock.runtime.schedule.tables import Step
 
@@ -19,11 +20,7 @@ def group_done(
     group = state.ledger.find(firing.index)
     group.working -= 1
     state.tries.pop(firing, None)
-    made = {step.name: replica}
-    if step.turns:
-        made = _take_turn(state, group, step, firing, replica, again)
-        if not made:
-            return None
+    made = _take_turn(state, group, step, firing, replica, again) if step.turns else {step.name: replica}
     for name, holder in made.items():
         _note_value(state, group, state.tables.steps[name], holder)
     if group.ordinal in state.ledger.leaving:
@@ -31,6 +28,8 @@ def group_done(
         return None
     if dropped:
         _drop(state, group, firing)
+        return None
+    if not made:
         return None
     offer(state, group.ordinal, group.made, [state.tables.steps[name] for name in made])
     group.finished = len(group.made) == state.tables.num_group_steps
@@ -56,31 +55,47 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
 
 
 def update_done(state: State, step: Step, firing: Firing, replica: str) -> None:
-    """A per-update firing is done. The last one of an update consumes its batch and frees what was made between."""
+    """A per-update firing is done."""
     if step.readers:
         state.between[firing] = replica
     elif not step.makes:
         state.free(firing, replica)
     if step.trails:
         state.trailing[step.name] = step.due(firing.index + 1)
-        return
-    state.updates_done[step.name] = firing.index + 1
-    if not all(map(state.over, state.updates_done)):
-        return
-    for group in state.ledger.consume(state.batch) if state.batch else ():
-        _release(state, group)
-    for made, holder in state.between.items():
-        state.free(made, holder)
-    state.between.clear()
-    state.update, state.batch, state.drops = state.update + 1, None, 0
-    state.updates_done = dict.fromkeys(state.updates_done, state.update)
+    else:
+        state.updates_done[step.name] = firing.index + 1
+
+
+def end_updates(state: State) -> None:
+    """Consume the batch of an update that is over, and free what was made between its steps. One at which no step is
+    due is over when its batch is there."""
+    while _is_over(state):
+        for group in state.ledger.consume(state.batch) if state.batch else ():
+            _release(state, group)
+        for made, holder in state.between.items():
+            state.free(made, holder)
+        state.between.clear()
+        state.update, state.batch, state.drops = state.update + 1, None, 0
+        state.updates_done = dict.fromkeys(state.updates_done, state.update)
+
+
+def _is_over(state: State) -> bool:
+    """Are all due steps done, and may the versions go of those values that this update leaves as they are?"""
+    if state.update >= state.rules.end or not all(map(state.over, state.updates_done)):
+        return False
+    if state.cutting is not None and not state.begun():
+        return False
+    assemble(state)
+    if state.tables.takes_groups and state.batch is None:
+        return False
+    left = [state.tables.steps[name] for name, done in state.updates_done.items() if done == state.update]
+    return all(spare(state, channel) for step in left for channel in step.publishes)
 
 
 def _take_turn(state: State, group: Group, step: Step, firing: Firing, replica: str, again: bool) -> dict[str, str]:
     """A step of a bounded cycle is done: what the cycle has made, and where, if that was its end."""
     if group.ordinal in state.ledger.leaving:
         state.free(firing, replica)
-        _leave(state, group)
     elif not step.answers:
         turns.spoken(state, group, step, firing, replica)
     elif turns.answered(state, group, step, firing, replica, again):

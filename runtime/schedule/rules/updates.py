@@ -1,6 +1,8 @@
 """Per-update firings: when the batch is complete, and when a step of the current update may start."""
 
 from penstock.graph.ir import Firing
+from penstock.runtime.schedule.rules.cuts import drained
+from penstock.runtime.schedule.rules.weights import spare
 from penstock.runtime.schedule.state import State
 from penstock.runtime.schedule.tables import Step
 
@@ -15,13 +17,13 @@ def assemble(state: State) -> bool:
 
 def start_updates(state: State, steps: tuple[Step, ...]) -> None:
     """Start the steps of the current update whose inputs are there, once its batch is complete: an update that has
-    begun can always be finished. While a cut is due, none begins."""
+    begun can always be finished. While a cut is due, none begins, and a step trails only if versions that it keeps may
+    be in the way of what the cut waits for."""
+    in_flight = state.cutting is None or state.begun()
     for step in steps:
-        if step.trails and state.cutting is None:
+        if step.trails and (in_flight or not drained(state)):
             _start_trailing(state, step)
-    if state.update >= state.rules.end or (state.tables.takes_groups and state.batch is None):
-        return
-    if state.cutting is not None and not state.begun():
+    if not in_flight or state.update >= state.rules.end or (state.tables.takes_groups and state.batch is None):
         return
     for step in steps:
         firing, replica = Firing(step.name, state.update), state.tables.by_pool[step.pool][0]
@@ -42,7 +44,7 @@ def _start_trailing(state: State, step: Step) -> None:
 def _has_inputs(state: State, step: Step, replica: str) -> bool:
     if not all(state.over(name) for name in (*step.updates, *step.after)):
         return False
-    if not all(_may_donate(state, channel) for channel in step.publishes):
+    if not all(spare(state, channel) for channel in step.publishes):
         return False
     return _has_weights(state, step, state.update, replica)
 
@@ -50,21 +52,6 @@ def _has_inputs(state: State, step: Step, replica: str) -> bool:
 def _has_weights(state: State, step: Step, update: int, replica: str) -> bool:
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
-        if receiver.live < update - lag or receiver.swapping:
+        if receiver.live < max(update - lag, 0) or receiver.swapping:
             return False
     return state.has_fixed(step, replica)
-
-
-def _may_donate(state: State, channel: str) -> bool:
-    """May the update change what `channel` publishes? Not while it is read, nor while its version is still needed."""
-    way = state.ways[channel]
-    if way.publishing:
-        return False
-    for reader, lag in state.tables.weight_readers[channel]:
-        first = state.tables.by_pool[reader.pool][0].name
-        if not reader.per_update:
-            if state.pinned and not all(way.holds(state.update, replica) for replica in way.receivers):
-                return False
-        elif (update := state.next_update(reader)) <= state.update and not way.holds(update - lag, first):
-            return False
-    return True

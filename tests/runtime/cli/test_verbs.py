@@ -1,6 +1,7 @@
 """The verbs that start nothing, in this process."""
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from penstock.runtime.cli.traced import CommandError
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]
+LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
 
 
 def test_show_reads_like_the_program(capsys: Output) -> None:
@@ -120,6 +122,39 @@ def test_durations_are_given_by_node(capsys: Output) -> None:
     words = "generate=0.02~0.5 score=0.001 group_advantage=0 aipo_update=0.03 publish=0.002 wire=0.004 swap=0.001"
     assert simulate.main(["aipo", "--json", "--duration", *words.split()]) == 0
     assert json.loads(capsys.readouterr().out)["period_s"] > 0.03
+
+
+def test_a_simulation_drops_and_ends_turns_by_the_given_shares(capsys: Output) -> None:
+    words = ["--updates", "40", "--batch", "4", "--width", "90"]
+    talking = [f"{LANGUAGE}:talking", *words, "--duration", "grade=0.01", "learn=0.05", "speak=0.1", "reply=0.02"]
+    found = []
+    for again in ([], ["--again", "reply=0.2"]):
+        simulate.main([*talking, *again, "--json"])
+        found.append(json.loads(capsys.readouterr().out)["wall_s"])
+    assert found[1] < found[0]
+    filtered = [f"{LANGUAGE}:filtered", *words, "--drop", "keep=0.3"]
+    simulate.main([*filtered, "--json"])
+    dropped = json.loads(capsys.readouterr().out)["dropped"]
+    assert 30 < dropped < 120
+    simulate.main(filtered)
+    assert f"groups  {dropped} dropped, 160 kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--drop", "score=0.3"], "given 'score=0.3', needed one of keep before '='"),
+        (["--drop", "keep=1.5"], "needed a share from 0 to 1, such as keep=0.3"),
+        (["--drop", "keep=half"], "needed a share from 0 to 1"),
+        (["--drop", "keep=1"], "simulation: given 128 groups dropped for update 0"),
+        (["--again", "reply=0.3"], "needed none, since the program has no nodes that answer"),
+        (["--versions", "pinned"], 'versions="pinned": given the filter keep'),
+    ],
+)
+def test_shares_that_cannot_work_are_a_usage_error(words: list[str], said: str) -> None:
+    with pytest.raises(CommandError, match=re.escape(said)) as error:
+        simulate.main([f"{LANGUAGE}:filtered", *words])
+    assert error.value.status == 2
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.plan.plan import Plan, Replica
-from penstock.runtime.schedule.events import Arrived, Checkpoint, Done, Event, Failed, Finish, Saved, Swapped
+from penstock.runtime.schedule.events import Finish
 from penstock.runtime.schedule.tables import Rules
 
-from .facts import Facts, read_facts
+from .facts import Facts, read_beats, read_facts
 
 
 @dataclass
@@ -27,15 +27,16 @@ class Arenas:
 
 @dataclass
 class Lineage:
-    """What survives a crash: the books at a cut."""
+    """What survives a crash: the books at a cut. `versions` by group, node, channel and turn."""
 
     update: int = 0
     fates: dict[int, str] = field(default_factory=dict)
     made: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     values: dict[Firing, str] = field(default_factory=dict)
-    versions: dict[tuple[int, str, str], int] = field(default_factory=dict)
+    versions: dict[tuple[int, str, str, int], int] = field(default_factory=dict)
     consumed: dict[int, int] = field(default_factory=dict)
     stateful: dict[str, int] = field(default_factory=dict)
+    trailed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass
@@ -43,6 +44,15 @@ class Work:
     replica: str
     failed: bool = False
     dropped: bool = False
+    again: bool = False
+
+
+@dataclass
+class Talk:
+    """The turn that a group is at, and whether its first half is done."""
+
+    turn: int = 0
+    spoken: bool = False
 
 
 class Books:
@@ -64,7 +74,13 @@ class Books:
         self.total = rules.end * rules.batch
         self.replicas: dict[str, Replica] = {r.name: r for r in plan.replicas}
         self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
-        self.applied = {f.name: self.books.update for f in self.facts.values() if f.per_update}
+        self.beats = read_beats(graph, plan)
+        self.applied = {f.name: self.books.update for f in self.facts.values() if f.per_update and not f.trails}
+        self.takes_groups = any(f.groups for f in self.facts.values() if f.per_update)
+        self.talks: dict[tuple[str, int], Talk] = defaultdict(Talk)
+        self.unsettled: dict[Firing, str] = {}
+        self.drops = 0
+        self.doomed = False
         self.running: dict[Firing, Work] = {}
         self.attempts: dict[Firing, int] = defaultdict(int)
         self.debris: set[tuple[Firing, str]] = set()
@@ -81,100 +97,40 @@ class Books:
             held = {r.name: (live or {}).get((channel, r.name), -1) for r in pool.replicas}
             self.arenas[channel] = {name: Arenas(version, version) for name, version in held.items()}
 
-    # What was heard ---------------------------------------------------------------------------------------
-
-    def _hear(self, event: Event) -> None:
-        match event:
-            case Done(firing, replica, rank, dropped):
-                self._answer(("fire", firing, replica), rank)
-                self.running[firing].dropped |= dropped
-                self._settle_work(firing)
-            case Failed(firing, replica, rank):
-                self._answer(("fire", firing, replica), rank)
-                self.running[firing].failed = True
-                self._settle_work(firing)
-            case Arrived(channel, version, replica, rank):
-                if self._answer(("send", (channel, version), replica), rank):
-                    arenas = self.arenas[channel][replica]
-                    arenas.sending, arenas.shadow = False, version
-            case Swapped(channel, version, replica, rank):
-                if self._answer(("swap", (channel, version), replica), rank):
-                    arenas = self.arenas[channel][replica]
-                    arenas.swapping, arenas.live = False, version
-            case Saved(update, replica, rank):
-                self._answer(("save", update, replica), rank)
-            case Checkpoint(final):
-                self.cutting, self.final = True, self.final or final
-
-    def _ask(self, key: tuple[str, Any, str]) -> None:
-        self._true(key not in self.awaited, 1, f"{key} asked twice")
-        self.awaited[key] = set(range(len(self.replicas[key[-1]].ranks)))
-
-    def _answer(self, key: tuple[str, Any, str], rank: int) -> bool:
-        self.awaited[key].remove(rank)
-        if self.awaited[key]:
-            return False
-        del self.awaited[key]
-        return True
-
-    def _settle_work(self, firing: Firing) -> None:
-        work = self.running[firing]
-        if ("fire", firing, work.replica) in self.awaited:
-            return
-        del self.running[firing]
-        facts = self.facts.get(firing.node)
-        if facts is None:
-            self.published[firing.node] = firing.index
-        elif facts.per_update:
-            self._update_done(facts, firing, work)
-        else:
-            self._group_done(firing, work)
-
-    def _group_done(self, firing: Firing, work: Work) -> None:
-        alive = self.books.fates[firing.index] == "pending"
-        if not work.failed:
-            self.books.made[firing.index][firing.node] = work.replica
-            self.books.values[firing] = work.replica
-            if alive and work.dropped:
-                self.books.fates[firing.index] = "dropped"
-            return
-        self.debris.add((firing, work.replica))
-        self.attempts[firing] += 1
-        if alive and self.attempts[firing] > self.rules.retries and self.rules.on_failure == "replace":
-            self.books.fates[firing.index] = "failed"
-
-    def _update_done(self, facts: Facts, firing: Firing, work: Work) -> None:
-        if work.failed:
-            return
-        self.applied[firing.node] += 1
-        if facts.readers or not facts.makes:
-            self.books.values[firing] = work.replica
-        if all(count > self.books.update for count in self.applied.values()):
-            for ordinal in self.batch or ():
-                self._consumed(ordinal)
-            self.books.update, self.batch = self.books.update + 1, None
-
-    def _consumed(self, ordinal: int) -> None:
-        update = self.books.update
-        self.books.fates[ordinal] = "consumed"
-        self.books.consumed[ordinal] = update
-        for node, facts in self.facts.items():
-            for channel, lag in () if facts.per_update else facts.weights:
-                version = self.books.versions[ordinal, node, channel]
-                fits = update - lag <= version <= update
-                self._true(fits, 3, f"group {ordinal} of update {update}: {node} used version {version}, lag {lag}")
-                if self.rules.versions == "pinned":
-                    self._true(version == max(0, update - lag), 3, f"group {ordinal}: {version} for update {update}")
-
     # What follows from the books --------------------------------------------------------------------------
 
     def before(self, ordinal: int) -> int:
         lost = sum(self.books.fates.get(g) in ("dropped", "failed") for g in range(ordinal))
         return self.earlier + ordinal - lost
 
+    def _maker(self, channel: str) -> str | None:
+        """The node that makes the next value of what a channel carries; None if it never changes."""
+        carried = channel.split(">")[0]
+        return next((f.name for f in self.facts.values() if carried in f.makes), None)
+
+    def _version(self, channel: str) -> int:
+        maker = self._maker(channel)
+        return self.start if maker is None else self.applied[maker]
+
+    def _replicas(self, facts: Facts) -> tuple[Replica, ...]:
+        """Where a node may run: one with state, or per update, on the first replica only."""
+        replicas = next(p for p in self.plan.pools if p.name == facts.pool).replicas
+        return replicas[: 1 if facts.stateful or facts.per_update else None]
+
+    def _next(self, facts: Facts, books: Lineage | None = None) -> int:
+        """The update that a per-update node is next to fire at."""
+        first = self.applied.get(facts.name, self.rules.start)
+        if facts.trails and (fired := (books or self.books).trailed[facts.name]):
+            first = fired[-1] + 1
+        return next(update for update in range(first, first + facts.every) if facts.due(update))
+
     def _load(self, replica: str) -> int:
         counted = (f for f, w in self.running.items() if w.replica == replica)
         return sum(f.node not in self.facts or not self.facts[f.node].source for f in counted)
+
+    def _working(self, name: str, ordinal: int | None = None) -> bool:
+        """Is a firing of a node in work, on a group or at all?"""
+        return any(f.node == name and ordinal in (None, f.index) for f in self.running)
 
     def _begun(self) -> bool:
         per_update = any(f.node in self.applied for f in self.running)
@@ -185,37 +141,59 @@ class Books:
         publishing = any(f.node not in self.facts for f in self.running)
         return publishing or self._begun() or any(self.facts[f.node].stateful for f in self.running)
 
+    def _spare(self, channel: str) -> bool:
+        """May the present version go: is each reader to come served by one that is held, or can still be published?"""
+        update, held = self.books.update, self.arenas[channel]
+        if self._working(channel):
+            return False
+        later = {v for v in range(update + 1, self.rules.end) if v % self.beats[channel] == 0}
+        for facts in self.facts.values():
+            for lag in [lag for c, lag in facts.weights if c == channel]:
+                if self.rules.versions == "pinned" and not facts.per_update:
+                    if any(max(self.published.get(channel, -1), a.shadow) < update for a in held.values()):
+                        return False
+                    continue
+                first = self._next(facts) if facts.per_update else update + 1
+                to_come = [u for u in range(first, self.rules.end) if not facts.per_update or facts.due(u)]
+                known = [
+                    {held[r.name].live, held[r.name].shadow, self.published.get(channel, -1), *later}
+                    for r in self._replicas(facts)
+                ]
+                if not all(any(self._fits(v, u, lag) for have in known for v in have) for u in to_come):
+                    return False
+        return True
+
+    def _fits(self, version: int, update: int, lag: int) -> bool:
+        """Is a version old and new enough for an update? A resumed run has none older than its first."""
+        return max(update - lag, 0) <= version <= max(update, self.start)
+
     def _needed(self, value: Firing) -> bool:
         """Has a value a reader in work or still to come?"""
         facts = self.facts[value.node]
         if facts.per_update:
-            return any(self.applied[r] <= value.index for r in facts.readers)
-        if any(Firing(r, value.index) in self.running for r in facts.readers):
+            return any(self.applied[r] <= value.index and self.facts[r].due(value.index) for r in facts.readers)
+        alive = self.books.fates[value.index] == "pending"
+        if facts.turns and (value in self.unsettled or value.node not in self.books.made[value.index]):
+            return self._needed_in_turns(facts, value, alive)
+        if any(self._working(r, value.index) for r in facts.readers if not self.facts[r].per_update):
             return True
-        if self.books.fates[value.index] != "pending":
-            return False
-        return any(self.facts[r].per_update or r not in self.books.made[value.index] for r in facts.readers)
+        return alive and any(self.facts[r].per_update or r not in self.books.made[value.index] for r in facts.readers)
+
+    def _needed_in_turns(self, facts: Facts, value: Firing, alive: bool) -> bool:
+        """What a turn has made is read by the next half, and by the next turn's first one."""
+        speaks, answers = (facts.name, facts.heard_by) if facts.heard_by else (facts.hears, facts.name)
+        if not alive:
+            readers = Firing(answers, value.index, value.turn), Firing(speaks, value.index, value.turn + 1)
+            return any(reader in self.running for reader in readers)
+        talk = self.talks[speaks, value.index]
+        return value.turn == talk.turn or (value.turn == talk.turn - 1 and not talk.spoken)
 
     def _to_read(self, value: Firing) -> bool:
-        """Will a run that resumes here read it?"""
-        return any(
-            self.facts[r].per_update or r not in self.books.made[value.index] for r in self.facts[value.node].readers
+        """Will a run that resumes here read it? It begins the turns of a group anew."""
+        made = self.books.made[value.index]
+        return value.node in made and any(
+            self.facts[r].per_update or r not in made for r in self.facts[value.node].readers
         )
-
-    def _over(self, value: Firing) -> bool:
-        if self.facts[value.node].per_update:
-            done = value.index < self.books.update or not self.facts[value.node].readers
-            return done and not self._needed(value)
-        lost = self.books.fates[value.index] != "pending"
-        working = any(
-            f.index == value.index and f.node in self.facts and not self.facts[f.node].per_update for f in self.running
-        )
-        return not self._needed(value) and not (lost and working)
-
-    def _to_start(self, facts: Facts, ordinal: int) -> bool:
-        if self.books.fates.get(ordinal, "pending") != "pending":
-            return False
-        return facts.name not in self.books.made[ordinal] and Firing(facts.name, ordinal) not in self.running
 
     def _true(self, holds: bool, number: int, message: str) -> None:
         """Raises AssertionError for a broken invariant."""

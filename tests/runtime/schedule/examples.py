@@ -60,4 +60,4 @@ def is_fire(node: str, index: int) -> Callable[[Command], bool]:
 
 def versions(world: World) -> dict[int, int]:
     """The version that each consumed group was started with."""
-    return {ordinal: v for (ordinal, node, _), v in world.checker.books.versions.items() if node == "generate"}
+    return {ordinal: v for (ordinal, node, *_), v in world.checker.books.versions.items() if node == "generate"}

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Command, Commit, Event, Finish, Fire, Free, Save, Send, Swap
+from penstock.runtime.schedule.events import Command, Commit, Event, Finish, Fire, Free, Save, Send, Settle, Swap
 
-from .books import Books, Work
+from .books import Work
 from .facts import Facts
+from .rest import Rest
 
 
-class Checker(Books):
+class Checker(Rest):
     """Call `see` after each `handle`."""
 
     def see(self, event: Event, commands: Iterable[Command]) -> None:
@@ -35,6 +36,8 @@ class Checker(Books):
         self._true((firing, replica) not in self.debris, 7, f"{firing} is tried again before its debris is freed")
         if facts is None:
             self._publish(firing, replica)
+        elif facts.trails:
+            self._trail(facts, command)
         elif facts.per_update:
             self._update(facts, command)
         else:
@@ -54,24 +57,34 @@ class Checker(Books):
         for read in facts.groups:
             self._true(Firing(read, ordinal) in self.books.values, 7, f"{command.firing} reads {read}, not there")
         self._true(self.before(ordinal) < self.total, 6, f"{command.firing} is past the last update")
-        self._true(not facts.stateful or self._in_turn(facts, ordinal), 1, f"{command.firing} is out of turn")
+        self._true(not facts.stateful or self._in_order(facts, ordinal), 1, f"{command.firing} is out of order")
+        self._take_turn(facts, command.firing)
         for channel, _ in facts.weights:
-            self.books.versions[ordinal, name, channel] = self.arenas[channel][command.replica].live
+            turn = command.firing.turn
+            self.books.versions[ordinal, name, channel, turn] = self.arenas[channel][command.replica].live
         self._true(self._admitted(facts, ordinal, command.replica), 3, f"{command.firing} is not admissible")
+        slot = self.before(ordinal) // self.rules.batch if facts.delays else 0
+        self._true(command.update == slot, 13, f"{command} is for update {slot}")
 
-    def _admitted(self, facts: Facts, ordinal: int, replica: str) -> bool:
-        before, batch = self.before(ordinal), self.rules.batch
-        if any(self.arenas[channel][replica].live < self.start for channel in facts.fixed):
-            return False
-        for channel, lag in facts.weights:
-            arenas = self.arenas[channel][replica]
-            if arenas.live < 0 or before >= (arenas.live + lag + 1) * batch:
-                return False
-            if self.rules.versions == "pinned" and (arenas.live != max(0, before // batch - lag) or arenas.swapping):
-                return False
-        return True
+    def _take_turn(self, facts: Facts, firing: Firing) -> None:
+        """The halves of a group's turns come in order, and read what the half and the turn before have made."""
+        if not facts.turns:
+            self._true(firing.turn == 0, 12, f"{firing} of a node that takes no turns")
+            return
+        speaks = facts.hears or facts.name
+        talk = self.talks[speaks, firing.index]
+        fits = firing.turn == talk.turn < facts.turns and self._its_turn(facts, firing.index)
+        self._true(fits, 12, f"{firing} while {talk} is due")
+        reads = [Firing(speaks, firing.index, firing.turn)]
+        if facts.heard_by:
+            reads = [firing._replace(node=n, turn=firing.turn - 1) for n in (speaks, facts.heard_by) if firing.turn]
+        for read in reads:
+            self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
+        if facts.heard_by and not firing.turn:
+            for key in [k for k in self.books.versions if k[:2] == (firing.index, firing.node)]:
+                del self.books.versions[key]
 
-    def _in_turn(self, facts: Facts, ordinal: int) -> bool:
+    def _in_order(self, facts: Facts, ordinal: int) -> bool:
         """A node with state takes the groups one by one, in order, and rests while a cut is due, unless it must not.
 
         Pinned groups whose version the resumed run could not make again are finished before the cut.
@@ -89,54 +102,64 @@ class Checker(Books):
 
     def _update(self, facts: Facts, command: Fire) -> None:
         firing, update = command.firing, self.books.update
-        fits = firing.index == update == self.applied[facts.name] and update < self.rules.end
+        fits = firing.index == update < self.rules.end and self._due(facts.name)
         self._true(fits, 4, f"{firing} while update {update} is in work")
         self._true(self.pool_of[command.replica] == facts.pool, 1, f"{firing} runs on {command.replica}")
         self._true(not self.cutting or self._begun(), 4, f"{firing} begins an update while a cut is due")
         if facts.groups:
-            self.batch = self._next_batch()
+            self._true(self._batch_ready(), 4, f"{firing} lacks groups")
             self._true(command.groups == self.batch, 4, f"{firing} takes {command.groups}, next are {self.batch}")
-            for ordinal in self.batch:
+            for ordinal in command.groups:
                 for read in facts.groups:
                     self._true(Firing(read, ordinal) in self.books.values, 7, f"{firing} reads {read}[{ordinal}]")
         for read in facts.updates:
             self._true(Firing(read, update) in self.books.values, 7, f"{firing} reads {read}, which is not there")
-        for channel, lag in facts.weights:
-            live = self.arenas[channel][command.replica].live
-            self._true(not self.arenas[channel][command.replica].swapping, 3, f"{firing} starts during a swap")
-            fits = update - lag <= live <= update and (self.rules.versions == "free" or live == max(0, update - lag))
-            self._true(fits, 3, f"{firing} reads version {live} of {channel}, lag {lag}")
+        self._has_weights(facts, command)
         self._carried(facts, firing)
+
+    def _trail(self, facts: Facts, command: Fire) -> None:
+        """A step that no update waits for: at each update that is due, in order, once that update has begun."""
+        firing = command.firing
+        fits = firing.index == self._next(facts) <= self.books.update and firing.index < self.rules.end
+        self._true(fits, 11, f"{firing}: due at {self._next(facts)}, and update {self.books.update} is in work")
+        self._true(self.pool_of[command.replica] == facts.pool, 1, f"{firing} runs on {command.replica}")
+        draining = self.rules.versions == "pinned" and self.cut is None
+        self._true(not self.cutting or self._begun() or draining, 4, f"{firing} starts while a cut is due")
+        self._true(command.groups == (), 11, f"{firing} is given the groups {command.groups}")
+        self._has_weights(facts, command)
+
+    def _has_weights(self, facts: Facts, command: Fire) -> None:
+        """A per-update step reads versions that are neither too old nor newer than its update."""
+        firing = command.firing
+        for channel, lag in facts.weights:
+            arenas = self.arenas[channel][command.replica]
+            self._true(not arenas.swapping, 3, f"{firing} starts during a swap")
+            fits = self._fits(arenas.live, firing.index, 0 if self.rules.versions == "pinned" else lag)
+            self._true(fits, 3, f"{firing} reads version {arenas.live} of {channel}, lag {lag}")
+        for channel in facts.fixed:
+            self._true(self.arenas[channel][command.replica].live >= self.start, 3, f"{firing} lacks {channel}")
 
     def _carried(self, facts: Facts, firing: Firing) -> None:
         """No one reads the version that this update donates, and this firing reads none that is being donated."""
         for carried in facts.makes:
             for other in self.facts.values():
                 reads = carried in other.carried and other.name != facts.name
-                done = self.applied.get(other.name, 0) > firing.index
+                done = reads and not self._due(other.name)
                 self._true(not reads or done, 5, f"{firing} donates {carried} before {other.name} has read it")
             publishing = any(f.node.startswith(f"{carried}>") for f in self.running)
             self._true(not publishing, 5, f"{firing} donates {carried} while it is being published")
+            for channel in [c for c in self.beats if c.split(">")[0] == carried]:
+                self._true(self._spare(channel), 5, f"{firing} donates a version of {channel} that is still needed")
         for carried in facts.carried:
             makers = [f.name for f in self.facts.values() if carried in f.makes]
             version = self.applied[makers[0]]
             self._true(version == firing.index, 5, f"{firing} reads version {version} of {carried}")
 
-    def _next_batch(self) -> tuple[int, ...]:
-        """The groups that the current update must take; all of them have been through every group node."""
-        nodes = {n for n, f in self.facts.items() if not f.per_update}
-        kept = sorted(g for g, fate in self.books.fates.items() if fate == "pending")[: self.rules.batch]
-        late = [g for g in kept if set(self.books.made[g]) != nodes]
-        self._true(
-            not late and len(kept) == self.rules.batch, 4, f"update {self.books.update} lacks {late or 'groups'}"
-        )
-        return tuple(kept)
-
     def _publish(self, firing: Firing, replica: str) -> None:
-        carried = firing.node.split(">")[0]
-        maker = next((f.name for f in self.facts.values() if carried in f.makes), None)
-        version = self.start if maker is None else self.applied[maker]
-        self._true(firing.index == version, 5, f"{firing} is published while {carried} has version {version}")
+        maker, version = self._maker(firing.node), self._version(firing.node)
+        self._true(firing.index == version, 5, f"{firing} is published while version {version} is there")
+        on_the_beat = version % self.beats[firing.node] == 0 or version == self.start
+        self._true(on_the_beat, 10, f"{firing} is published, at every {self.beats[firing.node]}. update")
         self._true(version > self.published.get(firing.node, -1), 5, f"{firing} is published again")
         donated = maker is not None and Firing(maker, version) in self.running
         self._true(not donated, 5, f"{firing} is published while it is being donated")
@@ -176,6 +199,15 @@ class Checker(Books):
             self._true(not self._needed(firing), 7, f"{firing} is freed before its last reader")
             del self.books.values[firing]
 
+    def _settle(self, command: Settle) -> None:
+        """The last turn's values are the group's: they are named like those of the first one from now on."""
+        firing = command.firing
+        held = self.unsettled.pop(firing, "nowhere")
+        self._true(held == command.replica == self.books.values.get(firing), 12, f"{command}: held by {held}")
+        settled = firing._replace(turn=0)
+        self._true(settled not in self.books.values, 12, f"{command} while {settled} is there")
+        self.books.values[settled] = self.books.values.pop(firing)
+
     # Cuts and the end -------------------------------------------------------------------------------------
 
     def _save(self, command: Save) -> None:
@@ -204,7 +236,10 @@ class Checker(Books):
         counts = {fate: list(self.cut.fates.values()).count(fate) for fate in ("consumed", "dropped", "failed")}
         self._true(told["fates"] == counts, 4, f"the cut says {told['fates']}, known {counts}")
         self.cut.made = defaultdict(dict, made)
+        trailing = {n: self._next(f, self.cut) for n, f in self.facts.items() if f.trails}
+        self._true(told["trailing"] == trailing, 11, f"the cut says {told['trailing']}, known {trailing}")
         self.committed, self.cut, self.cutting = self.cut, None, False
+        self._end_updates()
 
     def _finish(self, command: Finish) -> None:
         self.finish = command
@@ -212,65 +247,17 @@ class Checker(Books):
             fates = list(self.books.fates.values())
             self._true(self.books.update == self.rules.end, 8, f"done at update {self.books.update}")
             self._true(
-                "pending" not in fates and fates.count("consumed") == self.total - self.earlier,
+                "pending" not in fates and fates.count("consumed") == self.takes_groups * (self.total - self.earlier),
                 4,
                 f"fates at the end: {fates}",
             )
             self._true(not self.awaited and not self.running, 8, f"done while {self.awaited} is awaited")
             self._true(not self.books.values and not self.debris, 7, f"never freed: {self.books.values}")
+            for facts in [f for f in self.facts.values() if f.trails]:
+                due = [u for u in range(self.rules.start, self.rules.end) if facts.due(u)]
+                fired = self.books.trailed[facts.name]
+                self._true(fired == due, 11, f"{facts.name} fired at {fired}, due at {due}")
+        if command.status == "failed":
+            self._true(self.doomed, 8, f"{command} without a cause")
         if command.status == "stopped":
             self._true(self.final and self.committed is not None, 8, "stopped without a cut")
-
-    def _quiet(self) -> None:
-        """After the commands: something is in work, what nobody reads is freed, and what may start has started."""
-        self._true(bool(self.awaited), 8, "nothing is in work: deadlock")
-        idle = [v for v in self.books.values if self._over(v)]
-        self._true(not idle and not self.debris, 7, f"not freed: {idle} {self.debris}")
-        for channel, arenas in self.arenas.items():
-            for replica, held in arenas.items():
-                waits = held.shadow > held.live and not held.swapping and not self._reads_live(channel, replica)
-                self._true(not waits, 9, f"version {held.shadow} could go live on {replica}")
-        if self.rules.versions == "pinned":
-            return
-        self._true(not self.cutting or self.cut is not None or self._moving(), 9, "the cut could be written")
-        if self.cutting:
-            return
-        for facts in self.facts.values():
-            if facts.per_update:
-                continue
-            for ordinal in [g for g, fate in self.books.fates.items() if fate == "pending"]:
-                self._true(not self._could_start(facts, ordinal), 9, f"{facts.name}[{ordinal}] could start")
-
-    def _reads_live(self, channel: str, replica: str) -> bool:
-        """Does a step of this update read what is live, or a pinned group to come?"""
-        arenas = self.arenas[channel][replica]
-        for facts in self.facts.values():
-            for lag in [lag for c, lag in facts.weights if c == channel]:
-                running = any(f.node == facts.name and w.replica == replica for f, w in self.running.items())
-                first = next(p for p in self.plan.pools if p.name == facts.pool).replicas[0].name
-                if facts.per_update:
-                    if replica == first and (running or arenas.shadow > self.applied[facts.name]):
-                        return True
-                elif self.rules.versions == "pinned":
-                    to_come = (g for g in range(self.total - self.earlier) if self._to_start(facts, g))
-                    pins = (self.before(g) // self.rules.batch - lag for g in to_come)
-                    if running or any(max(0, pin) <= arenas.live for pin in pins):
-                        return True
-        return False
-
-    def _could_start(self, facts: Facts, ordinal: int) -> bool:
-        if facts.name in self.books.made[ordinal] or Firing(facts.name, ordinal) in self.running:
-            return False
-        if facts.groups - set(self.books.made[ordinal]) or self.before(ordinal) >= self.total:
-            return False
-        if facts.stateful and any(f.node == facts.name for f in self.running):
-            return False
-        if facts.stateful:
-            ahead = (g for g, fate in self.books.fates.items() if g < ordinal and fate == "pending")
-            if any(facts.name not in self.books.made[g] for g in ahead):
-                return False
-        replicas = next(p for p in self.plan.pools if p.name == facts.pool).replicas
-        return any(
-            (facts.source or self._load(r.name) < r.capacity) and self._admitted(facts, ordinal, r.name)
-            for r in replicas[: 1 if facts.stateful else None]
-        )

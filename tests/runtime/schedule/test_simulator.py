@@ -1,6 +1,7 @@
 """The simulated schedule: its period against the bound, its invariants, and what it accounts for."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from random import Random
 from time import perf_counter
@@ -10,11 +11,12 @@ import pytest
 from penstock.graph.ir import Graph
 from penstock.graph.passes import Bound, period_bound
 from penstock.runtime.plan.plan import Plan
-from penstock.runtime.schedule.durations import Durations, Lognormal
+from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
 from penstock.runtime.schedule.simulator import Simulation, simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.verdicts import Verdicts
 
-from .graphs import aipo, evaluate, place, sft
+from .graphs import aipo, alternate, broadcast, call, evaluate, graph, keep, place, sft
 from .invariants import Checker
 from .world import random_setting
 
@@ -50,7 +52,7 @@ def test_the_period_never_beats_the_bound() -> None:
         rng = Random(seed)
         setting = random_setting(rng)
         rules = Rules(setting.rules.batch, end=80, versions=setting.rules.versions)
-        seconds = {n.name: rng.choice([0, 0.1, 1, 3]) for n in setting.graph.nodes if n.construct == "call"}
+        seconds = {n.name: rng.choice([0, 0.1, 1, 3]) for n in setting.graph.nodes if n.fires}
         sync = (rng.choice([0, 0.5]), rng.choice([0, 0.5]), rng.choice([0, 0.1]))
         result = simulated(setting.graph, setting.plan, rules, seconds, sync)
         lowest = bound(setting.graph, setting.plan, rules, seconds, sum(sync))
@@ -67,16 +69,21 @@ def test_the_simulated_scheduler_keeps_its_invariants() -> None:
     for seed in range(40):
         rng = Random(seed)
         setting = random_setting(rng)
-        nodes = [n.name for n in setting.graph.nodes if n.construct == "call"]
+        nodes = [n.name for n in setting.graph.nodes if n.fires]
+        rules = replace(setting.rules, drops=99)
+        filters = {n.name: rng.choice([0.2, 0.6]) for n in setting.graph.nodes if n.construct == "keep"}
+        again = {n.name: setting.again[n.name] for n in setting.graph.nodes if n.answers}
         durations = Durations({n: Lognormal(rng.choice([0.1, 1]), 1.0, seed) for n in nodes}, wire=rng.choice([0, 2]))
-        checker = Checker(setting.graph, setting.plan, setting.rules)
+        checker = Checker(setting.graph, setting.plan, rules)
         result = simulate(
             compile_tables(setting.graph, setting.plan),
-            setting.rules,
+            rules,
             durations,
             observe=lambda now, event, commands, checker=checker: checker.see(event, commands),  # type: ignore[misc]
+            verdicts=Verdicts(filters, again, seed),
         )
-        assert len(result.ends) == setting.rules.end
+        assert len(result.ends) == rules.end
+        assert result.dropped == list(checker.books.fates.values()).count("dropped")
 
 
 def test_lag_zero_takes_the_sum_and_a_lag_the_slowest_pool() -> None:
@@ -131,6 +138,76 @@ def test_graphs_without_weights_and_evaluations_are_simulated() -> None:
     seconds = {"evaluate.generate": 1.0, "evaluate.score": 0.5, "evaluate.accuracy": 0.0}
     result = simulated(evaluate(), place(evaluate()), Rules(8, end=31, start=30), seconds)
     assert result.wall_s == pytest.approx(2.5)
+
+
+def conversing(turns: int) -> Graph:
+    """Turns, and a filter after them."""
+    nodes = (
+        broadcast("broadcast", "policy", 0),
+        *alternate("speak", "answer", ["prompts", "broadcast"], turns),
+        keep("keep", ["answer"]),
+        call("update", ["policy", "keep"], "trainer", "update"),
+    )
+    return graph("conversing", {"policy": "update"}, ["prompts"], nodes)
+
+
+def conversed(turns: int, updates: int, verdicts: Verdicts, speak: Duration = 1.0) -> Simulation:
+    """One group at a time."""
+    made = conversing(turns)
+    tables = compile_tables(made, place(made, capacity={"generator": 1}))
+    durations = Durations({"speak": speak, "answer": 0.5, "update": 2.0})
+    return simulate(tables, Rules(1, updates), durations, verdicts=verdicts)
+
+
+def test_all_turns_are_taken_and_nothing_is_dropped_unless_it_is_said() -> None:
+    result = conversed(3, 20, Verdicts())
+    assert result.period_s == pytest.approx(3 * (1.0 + 0.5) + 2.0)
+    assert result.dropped == 0
+
+
+def test_a_filter_drops_its_share_and_an_answer_ends_the_turns_by_its() -> None:
+    full, short = (conversed(3, 200, Verdicts(again={"answer": share})) for share in (1.0, 0.5))
+    turns = sum(bar.name == "answer" for bar in short.bars) / sum(bar.name == "update" for bar in short.bars)
+    assert turns == pytest.approx(1 + 0.5 + 0.25, rel=0.1)
+    assert short.wall_s < full.wall_s
+    dropping = conversed(1, 200, Verdicts(drops={"keep": 0.25}))
+    assert dropping.dropped / (dropping.dropped + 200) == pytest.approx(0.25, rel=0.2)
+    assert conversed(1, 5, Verdicts(again={"answer": 0.0})) == conversed(3, 5, Verdicts(again={"answer": 0.0}))
+
+
+def test_the_same_verdicts_give_the_same_schedule() -> None:
+    first, second = (conversed(3, 20, Verdicts({"keep": 0.3}, {"answer": 0.5})) for _ in range(2))
+    assert first == second
+    assert first != conversed(3, 20, Verdicts({"keep": 0.3}, {"answer": 0.5}, seed=1))
+
+
+def test_each_turn_has_a_duration_of_its_own() -> None:
+    result = conversed(3, 1, Verdicts(), Lognormal(1.0, 0.8))
+    assert len({bar.seconds for bar in result.bars if bar.name == "speak"}) == 3
+
+
+def test_a_run_that_would_drop_too_much_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"simulation: given 16 groups dropped for update 0, the last by keep\[15\], and 0"
+    ):
+        conversed(1, 5, Verdicts(drops={"keep": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "message"),
+    [
+        (Verdicts(drops={"answer": 0.1}), "drops: given answer; needed names of keep"),
+        (Verdicts(again={"speak": 0.1}), "again: given speak; needed names of answer"),
+        (Verdicts(drops={"keep": 1.5}), "drops: given keep=1.5; needed shares from 0 to 1"),
+    ],
+)
+def test_verdicts_are_checked(verdicts: Verdicts, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        conversed(2, 1, verdicts)
+    with pytest.raises(ValueError, match="needed none, since no node of the graph decides it"):
+        simulate(
+            compile_tables(sft(), place(sft())), Rules(1, 1), Durations({"pack": 0, "update": 0}), None, None, verdicts
+        )
 
 
 def test_durations_are_checked() -> None:

@@ -87,7 +87,7 @@ def test_a_value_is_read_before_the_update_that_donates_it() -> None:
 
 
 def test_a_per_update_reader_of_weights_never_reads_newer_ones_than_its_update() -> None:
-    nodes = (*aipo(1).nodes, broadcast("mine", "policy", 0), call("watch", ["mine"], "generator", "update"))
+    nodes = (*aipo(1).nodes, broadcast("mine", "policy", 0), call("watch", ["generate", "mine"], "generator", "update"))
     watched = graph("watched", {"policy": "update"}, ["prompts"], nodes)
     for seed in range(10):
         made = world(watched, Rules(batch=2, end=5))
@@ -96,7 +96,7 @@ def test_a_per_update_reader_of_weights_never_reads_newer_ones_than_its_update()
 
 
 def test_a_version_that_a_per_update_reader_needs_is_published_before_it_is_donated() -> None:
-    nodes = (*aipo(3).nodes, broadcast("mine", "policy", 0), call("watch", ["mine"], "generator", "update"))
+    nodes = (*aipo(3).nodes, broadcast("mine", "policy", 0), call("watch", ["generate", "mine"], "generator", "update"))
     made = world(graph("watched", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=4), replicas=2)
     made.feed(Begin())
     exhaust(made, but="generator/1")

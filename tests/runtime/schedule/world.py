@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -28,8 +28,8 @@ from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .books import Lineage
-from .graphs import random_graph, random_plan
 from .invariants import Checker
+from .random_graphs import random_graph, random_plan
 
 Live = Mapping[tuple[str, str], int]
 
@@ -38,8 +38,8 @@ Live = Mapping[tuple[str, str], int]
 class Setting:
     """What is run, and how its ranks behave.
 
-    `fails` and `drops` map nodes to probabilities; a group's verdict is the same in every life. Answers that name
-    something in `slow` (a node, a replica or a channel) come late.
+    `fails`, `drops` and `again` map nodes to probabilities; a group's verdict is the same in every life. Answers that
+    name something in `slow` (a node, a replica or a channel) come late.
     """
 
     graph: Graph
@@ -48,6 +48,7 @@ class Setting:
     fails: Mapping[str, float]
     drops: Mapping[str, float]
     slow: frozenset[str] = frozenset()
+    again: Mapping[str, float] = field(default_factory=dict)
 
 
 class World:
@@ -91,14 +92,15 @@ class World:
     def step(self, index: int = 0) -> list[Command]:
         """Let the rank at `index` of the pending ones answer."""
         event = self.pending.pop(index)
-        if isinstance(event, Done) and event.firing.node in self.setting.drops:
-            dropped = Random(f"{event.firing}").random() < self.setting.drops[event.firing.node]
-            event = replace(event, dropped=dropped)
+        if isinstance(event, Done):
+            drops, again = (shares.get(event.firing.node, 0) for shares in (self.setting.drops, self.setting.again))
+            verdicts = Random(f"{event.firing}")
+            event = replace(event, dropped=verdicts.random() < drops, again=verdicts.random() < again)
         return self.feed(event)
 
-    def find(self, node: str, index: int) -> int:
+    def find(self, node: str, index: int, turn: int = 0) -> int:
         """Which of the pending answers says that a firing is done; its first rank's."""
-        firing = Firing(node, index)
+        firing = Firing(node, index, turn)
         return next(i for i, event in enumerate(self.pending) if isinstance(event, Done) and event.firing == firing)
 
     def drop(self, index: int) -> list[Command]:
@@ -159,18 +161,21 @@ def random_setting(rng: Random) -> Setting:
     """Any graph, plan and rules the scheduler must cope with."""
     pinned = rng.random() < 0.35
     lags = [rng.choice([0, 1, 2, 4])] if pinned else [0, 1, 2, 3, 4]
-    graph = random_graph(rng, lags, [0] if pinned else lags)
-    firing = [n.name for n in graph.nodes if n.construct == "call" and n.clock == "group" and not n.stateful]
-    fails = {n: rng.choice([0.05, 0.2]) for n in firing if rng.random() < 0.3}
-    drops = {} if pinned else {n: 0.3 for n in firing if rng.random() < 0.2}
+    graph = random_graph(rng, lags, pinned)
+    firing = [n for n in graph.nodes if n.fires and n.clock == "group"]
+    fails = {n.name: rng.choice([0.05, 0.2]) for n in firing if not n.stateful and rng.random() < 0.3}
+    filters = {n.name for n in firing if n.construct == "keep"}
+    drops = {n.name: 0.3 for n in firing if n.name in filters or rng.random() < 0.15}
     rules = Rules(
         batch=rng.randint(1, 4),
-        end=rng.randint(1, 6),
+        end=rng.randint(1, 9),
         versions="pinned" if pinned else "free",
         retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),
         on_failure="stop" if pinned else rng.choice(["stop", "replace", "replace"]),
+        drops=rng.choice([1, 2, 4, 16, 16, 16, 16, 16]),
     )
     plan = random_plan(rng, graph)
     names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
     slow = frozenset(rng.sample(names, rng.choice([0, 0, 1, 2])))
-    return Setting(graph, plan, rules, fails if rng.random() < 0.5 else {}, drops, slow)
+    again = {n.name: rng.choice([0.0, 0.5, 0.9, 1.0]) for n in firing if n.turns}
+    return Setting(graph, plan, rules, fails if rng.random() < 0.5 else {}, {} if pinned else drops, slow, again)

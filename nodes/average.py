@@ -1,0 +1,61 @@
+"""A copy that follows the policy in the trainer's pool: its moving average, or a snapshot taken now and then."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.graph import node
+from penstock.graph.types import Average, Carried, Context, Metrics, Policy
+from penstock.nodes.base import open_model
+from penstock.nodes.mastered import Mastered
+from penstock.nodes.model import Llama
+from penstock.nodes.policy import LanguageModel, language_policy
+
+
+class FollowingPolicy(LanguageModel, Mastered[Llama], Average):
+    """A policy that does not learn by itself."""
+
+    called: ClassVar[str] = "average"
+
+
+def make_average(context: Context) -> Carried:
+    """The first policy itself: what it follows has not moved yet."""
+    model, tokenizer = open_model(context, "float32")
+    return FollowingPolicy(model.requires_grad_(False), tokenizer, context)
+
+
+@node(pool="trainer", clock="update")
+def ema(average: Average, policy: Policy, *, decay: float = 0.9) -> tuple[Average, Metrics]:
+    """average ← decay · average + (1 − decay) · policy, in float32: Polyak and Juditsky 1992, with a fixed decay.
+
+    `policy` is the one after its update. Figure: `average_distance`, the 2-norm of the difference before this step, as
+    a share of the policy's.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"ema: given decay={decay}, needed at least 0 and less than 1")
+    return average, _follow(average, policy, decay)
+
+
+@node(pool="trainer", clock="update")
+def refresh(average: Average, policy: Policy) -> tuple[Average, Metrics]:
+    """average ← policy, as it is after its update. Figure: `average_distance`, as of `ema`."""
+    return average, _follow(average, policy, 0.0)
+
+
+@torch.no_grad()
+def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
+    if not isinstance(average, FollowingPolicy):
+        raise TypeError(f"average: given a {type(average).__name__}, needed a FollowingPolicy")
+    goals = language_policy(policy).masters
+    distance = _norm(average.masters[name] - goal for name, goal in goals.items()) / _norm(goals.values())
+    for name, goal in goals.items():
+        average.masters[name].lerp_(goal, 1 - decay)  # exactly the goal where decay is 0
+    average.copy_masters()
+    average.version += 1
+    return {"average_distance": distance}
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(list(tensors)))

@@ -1,0 +1,89 @@
+"""On-policy distillation: a teacher says of each token that the student sampled how likely it finds it.
+
+Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.graph import node
+from penstock.graph.types import Carried, Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
+from penstock.nodes.base import initial_model
+from penstock.nodes.learn.distillation import distillation_advantages
+from penstock.nodes.learn.divergences import reverse_kl
+from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.model import Llama, ModelError, load_model
+from penstock.nodes.policy import LanguageModel, Step, language_model, language_policy
+from penstock.nodes.sequence_model import Frozen
+from penstock.nodes.tokenizer import load_tokenizer
+
+
+class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
+    """A teacher with the student's tokens."""
+
+
+def open_teacher(context: Context) -> Carried:
+    """The model of the directory that the program's option `teacher_model` names, in the run's dtype.
+
+    Raises ModelError without a directory, or where its tokens are not the policy's.
+    """
+    folder = str(context.options.get("teacher_model", ""))
+    if not folder:
+        raise ModelError("teacher_model: given no directory, needed a model directory with the policy's tokenizer")
+    tokenizer = load_tokenizer(folder)
+    own = load_tokenizer(context.model) if context.model else initial_model(context.data)[1]
+    theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
+    if theirs != ours:
+        given, needed = f"a tokenizer of {len(theirs)} tokens", f"the policy's own tokenizer, which has {len(ours)}"
+        raise ModelError(f"teacher_model {folder}: given {given}, needed {needed}")
+    model = load_model(folder, context.dtype, context.device).requires_grad_(False)
+    return FrozenTeacher(model, tokenizer, context)
+
+
+@node(pool="teacher")
+def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[TokenAdvantages, Metrics]:
+    """log π_T − log μ of each sampled token: what the teacher thinks of it (Thinking Machines Lab 2025).
+
+    Figure: `teacher_kl`, the mean of its negative, which is KL(μ ‖ π_T) per token, estimated (k1, nats).
+    """
+    mask_NT = sampled_mask(rollouts)
+    advantages_NT = distillation_advantages(rollouts.logprobs_NT, teacher.logprobs_NT).masked_fill(~mask_NT, 0.0)
+    return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
+
+
+@node(pool="trainer", clock="update")
+def distill_update(
+    policy: Policy,
+    teacher: Teacher,
+    rollouts: Rollouts,
+    *,
+    lr: float = 1e-4,
+    clip_norm: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+    micro_tokens: int | None = None,
+) -> tuple[Policy, Metrics]:
+    """One AdamW step on KL(π ‖ π_T) over the whole vocabulary, averaged over sampled tokens (GKD, arXiv 2306.13649).
+
+    Whoever sampled, π weighs the words; μ still says after which words. Policy and teacher are in one pool, and memory
+    grows with the tokens of a micro-batch times the vocabulary.
+    """
+    learner, guide = language_policy(policy), language_model(teacher)
+
+    def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            teacher_PV = _all_logprobs(guide.model, packed)
+        total = reverse_kl(_all_logprobs(model, packed), teacher_PV).sum()
+        return total, total.detach()
+
+    sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
+    tokens = int(sampled_mask(rollouts).sum())
+    grad_norm = learner.apply(Step(lr, clip_norm, betas, weight_decay), normaliser=tokens)
+    mean = float(torch.stack(sums).sum()) / tokens
+    return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens)}
+
+
+def _all_logprobs(model: Llama, packed: Packed) -> Tensor:
+    """log π of every word of the vocabulary before each target, float32 [P, V]."""
+    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
+    return torch.log_softmax(model.logits(hidden_PD).float(), dim=-1)

@@ -1,0 +1,62 @@
+"""A game of turns that costs nothing: guess a whole number, and be told whether it is higher or lower."""
+
+import re
+
+import torch
+
+from penstock.graph import node
+from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Source
+
+LOW, HIGH = 0, 9
+_NUMBER = re.compile(r"[0-9]+")
+
+
+class Secrets(Prompts):
+    """A range to guess in as the prompt ("0-9:"), and a number of it as the answer.
+
+    The program's options `low` and `high` are its bounds, 0 and 9 if it has none.
+    """
+
+    maker = "penstock.nodes.environments.guessing_game:open_secrets"
+
+
+class _Secrets:
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.low, self.high = (int(context.options.get(name, bound)) for name, bound in (("low", LOW), ("high", HIGH)))
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"secrets: given the range {self.low} to {self.high}, needed 0 <= low < high")
+
+    def read(self, ordinal: int) -> Prompts:
+        """Drawn by key; the evaluation has one number after the other."""
+        number = ordinal if self.context.split == "evaluate" else self.context.key("secret", ordinal)
+        secret = self.low + number % (self.high - self.low + 1)
+        return Secrets((ordinal,), (f"{self.low}-{self.high}:",), (str(secret),))
+
+
+def open_secrets(context: Context) -> Source:
+    return _Secrets(context)
+
+
+@node(pool="environment")
+def guessing_game(
+    rollouts: Rollouts, *, higher: str = "higher", lower: str = "lower", unclear: str = "a number?"
+) -> tuple[Replies, Metrics]:
+    """Says whether each row's secret (its `answers`) is `higher` or `lower` than the guess, the first number that the
+    newest turn has; `unclear` where it has none.
+
+    A row is done, with reward 1, when the guess is right; until then its reward is 0. Raises ValueError for a secret
+    that is no whole number. Metric: `unclear`, the share of turns without a number.
+    """
+    texts, right = [], []
+    for row, (said, answer) in enumerate(zip(rollouts.texts, rollouts.answers, strict=True)):
+        if not _NUMBER.fullmatch(answer):
+            place = f"guessing_game, group {rollouts.ordinals[row]}"
+            raise ValueError(f"{place}: given the secret {answer!r}, needed a whole number (see Secrets)")
+        found = _NUMBER.search(said)
+        guess = None if found is None else int(found[0])
+        right.append(guess == int(answer))
+        texts.append(unclear if guess is None else higher if guess < int(answer) else lower)
+    done_N = torch.tensor(right)
+    replies = Replies(tuple(texts), ("user",) * len(texts), done_N, done_N.float())
+    return replies, {"unclear": texts.count(unclear) / len(texts)}

@@ -1,0 +1,77 @@
+"""A tool that runs the Python code of a model's call.
+
+A call is the text between `<python>` and `</python>`; of several in one turn the last counts, and the model must end
+its turn to get an answer. The reply is `<output>…</output>`: what the code printed, and the value of its last line if
+that is an expression, as in a notebook. An exception, or a limit that was exceeded, is the last line of the output.
+The standard library is there, nothing else; a call knows nothing of earlier ones.
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import torch
+
+from penstock.graph import node
+from penstock.graph.types import Metrics, Replies, Rollouts
+from penstock.nodes.environments.sandbox import Answer, Limits, isolation, run_python
+
+_CALL = re.compile(r"<python>((?:(?!<python>).)*?)</python>", re.DOTALL)
+
+
+class ToolTimeout(RuntimeError):
+    """A call had no end at its deadline: whose it was, and the code."""
+
+
+def find_call(text: str) -> str | None:
+    """The code of the last call in a text; None if there is none."""
+    calls = _CALL.findall(text)
+    return calls[-1] if calls else None
+
+
+@node(pool="environment")
+def python_tool(
+    rollouts: Rollouts,
+    *,
+    seconds: float = 5.0,
+    cpu_seconds: int = 2,
+    memory_mib: int = 256,
+    max_output: int = 1000,
+    workers: int = 4,
+    on_timeout: Literal["reply", "fail"] = "reply",
+) -> tuple[Replies, Metrics]:
+    """The output of the call in each row's newest turn (the module says how calls are written).
+
+    A row without a call is done, and so is one whose turn did not end by itself. `workers` calls run at once, each in
+    a process with the limits of `Limits`; code that several rows call is run once. A call that has no end after
+    `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises ToolTimeout with group and code.
+    Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
+    """
+    if workers < 1 or on_timeout not in ("reply", "fail"):
+        needed = 'needed 1 or more workers and "reply" or "fail"'
+        raise ValueError(f"python_tool: given workers {workers} and on_timeout {on_timeout!r}, {needed}")
+    limits = Limits(seconds, cpu_seconds, memory_mib, max_output)
+    finished = rollouts.finished_N.tolist()
+    calls = [find_call(text) if ended else None for text, ended in zip(rollouts.texts, finished, strict=True)]
+    answers = _run_all([call for call in calls if call is not None], limits, workers)
+    late = [row for row, call in enumerate(calls) if call is not None and answers[call].late]
+    if late and on_timeout == "fail":
+        given = f"given no end of the call within {seconds:g} s, needed one; its code was {calls[late[0]]!r}"
+        raise ToolTimeout(f"python_tool, group {rollouts.ordinals[late[0]]}, row {late[0]}: {given}")
+    texts = tuple("" if call is None else f"<output>{answers[call].output}</output>" for call in calls)
+    failures = [answers[call].failed for call in calls if call is not None]
+    metrics = {"tool_calls": len(failures) / len(calls)}
+    if failures:
+        metrics["tool_errors"] = sum(failures) / len(failures)
+    done_N = torch.tensor([call is None for call in calls])
+    return Replies(texts, ("tool",) * len(texts), done_N), metrics
+
+
+def _run_all(codes: list[str], limits: Limits, workers: int) -> dict[str, Answer]:
+    """The answer to each piece of code; equal ones are run once."""
+    if not codes:
+        return {}
+    isolation()  # found, and spoken of, before there are threads
+    distinct = list(dict.fromkeys(codes))
+    with ThreadPoolExecutor(min(workers, len(distinct)), "tool") as pool:
+        return dict(zip(distinct, pool.map(lambda code: run_python(code, limits), distinct), strict=True))

@@ -1,0 +1,79 @@
+"""What runs in the process of a tool: limits first, then code that somebody else has written. Never imported.
+
+Started as `python -I -S -c THIS CPU_SECONDS MEMORY_MIB ALARM_SECONDS GUARD`, with the code as standard input. GUARD is
+1 where no kernel namespace keeps files, network and processes away: then an audit hook refuses them. It stops
+accidents, not somebody who means to break out.
+"""
+
+import ast
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+REFUSED = ("os.", "socket.", "subprocess.", "shutil.", "ctypes.", "pty.", "resource.", "signal.", "syslog.", "fcntl.")
+READS = ("open", "os.listdir", "os.scandir")
+MODULES = ("ctypes", "_ctypes", "_posixsubprocess", "multiprocessing")
+
+
+def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int) -> None:
+    """Hard limits of this process. The alarm ends it even if nobody is left who would kill it."""
+    size = memory_mib << 20
+    for kind, bounds in (
+        (resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1)),
+        (resource.RLIMIT_AS, (size, size)),
+        (resource.RLIMIT_FSIZE, (0, 0)),
+        (resource.RLIMIT_CORE, (0, 0)),
+        (resource.RLIMIT_NPROC, (0, 0)),
+    ):
+        resource.setrlimit(kind, bounds)
+    signal.alarm(alarm_seconds)
+
+
+def guard() -> None:
+    """From here on refuse other processes, the network, and all files but the standard library's for reading."""
+    library = os.path.realpath(os.path.dirname(os.__file__)) + os.sep
+    realpath, fsdecode = os.path.realpath, os.fsdecode
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        if event in READS:
+            path, flags = args[0], args[2] if event == "open" else 0
+            known = isinstance(path, str | bytes) and (realpath(fsdecode(path)) + os.sep).startswith(library)
+            if isinstance(path, int) or (known and not (flags or 0) & writing):
+                return
+        elif not event.startswith(REFUSED) and not (event == "import" and args[0] in MODULES):
+            return
+        what = f"{event} of {args[0]!r}" if event in (*READS, "import") else event
+        raise PermissionError(f"{what} is not allowed here")
+
+    sys.addaudithook(refuse)
+
+
+def run(code: str) -> int:
+    """Run it as a notebook would: the value of the last line is printed too, if it is an expression."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        tree = ast.parse(code, "<call>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<call>", "exec"), scope)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "<call>", "eval"), scope)
+            if value is not None:
+                print(repr(value))
+    except SystemExit:
+        return 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}".removesuffix(": "))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    _cpu, _memory, _alarm, _guarded = map(int, sys.argv[1:])
+    _code = sys.stdin.buffer.read().decode()
+    limit(_cpu, _memory, _alarm)
+    if _guarded:
+        guard()
+    sys.exit(run(_code))

@@ -1,0 +1,80 @@
+"""What an update learns from: rollouts, their advantages, and log-probabilities under other policies.
+
+Only tokens that a policy sampled count, those with version ≥ 0.
+
+Shapes: N responses, T tokens of a response, P sampled tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from penstock.graph.types import Advantages, Logprobs, Rollouts
+from penstock.nodes.learn.minibatches import minibatch_rows, take_rows
+from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.learn.sampled import Sampled
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`others` are log-probabilities of the rollouts' tokens under other policies, by the names of `Sampled`.
+
+    `behaviour` is among them unless `rollouts.logprobs_NT` is None, which says that it was not recorded.
+    """
+
+    rollouts: Rollouts
+    advantage: Advantages
+    others: Mapping[str, Logprobs]
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, advantage: Advantages, device: torch.device, **others: Logprobs | None) -> Self:
+        """On the learner's device. Raises ValueError for inputs that are not of the same tokens."""
+        if rollouts.logprobs_NT is not None:
+            others["behaviour"] = Logprobs(rollouts.logprobs_NT)
+        given = {name: Logprobs(other.logprobs_NT.to(device)) for name, other in others.items() if other is not None}
+        if len(advantage.values_N) != len(rollouts):
+            raise ValueError(
+                f"advantage: given {len(advantage.values_N)} of them for {len(rollouts)} responses, needed one for each"
+            )
+        for name, other in given.items():
+            if other.logprobs_NT.shape != rollouts.versions_NT.shape:
+                shapes = list(other.logprobs_NT.shape), list(rollouts.versions_NT.shape)
+                raise ValueError(
+                    f"{name}: given log-probabilities of shape {shapes[0]}, needed the rollouts' {shapes[1]}"
+                )
+        there = replace(rollouts, versions_NT=rollouts.versions_NT.to(device))
+        return cls(there, replace(advantage, values_N=advantage.values_N.to(device)), given)
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def cut(self, minibatches: int, key: int) -> list["Batch"]:
+        """Minibatches of whole prompt groups, drawn by `key`."""
+        parts = minibatch_rows(self.rollouts.ordinals, minibatches, key)
+        return [self._take(rows) for rows in parts]
+
+    def _take(self, rows: Sequence[int]) -> "Batch":
+        others = {name: take_rows(other, rows) for name, other in self.others.items()}
+        return Batch(take_rows(self.rollouts, rows), take_rows(self.advantage, rows), others)
+
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all."""
+        lengths_N = sampled_mask(self.rollouts).sum(1)
+        if not int(lengths_N.sum()):
+            given = f"{len(self)} responses without a sampled token (all versions are -1)"
+            raise ValueError(f"rollouts: given {given}, needed at least one")
+        return lengths_N
+
+    def sampled(self, packed: Packed, lengths_N: Tensor) -> Sampled:
+        """What is known of a micro-batch's targets."""
+        place = packed.sequence_P, packed.step_P
+        return Sampled(
+            advantages_P=self.advantage.at(*place),
+            lengths_P=lengths_N[packed.sequence_P],
+            versions_P=self.rollouts.versions_NT[place],
+            sequence_P=packed.sequence_P,
+            given={name: other.logprobs_NT[place] for name, other in self.others.items()},
+        )

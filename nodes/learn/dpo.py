@@ -1,0 +1,85 @@
+"""Learning from the best and the worst of the samples to each prompt.
+
+The loss of a pair needs the log-probabilities of two whole responses, which may be in different micro-batches: they
+are computed first, without a gradient, and then each token gets the weight that the loss's gradient gives it.
+
+Shapes: N responses (the chosen, then the rejected), G pairs, P tokens of a micro-batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.graph import node
+from penstock.graph.types import Logprobs, Metrics, Policy, Rewards, Rollouts
+from penstock.nodes.learn.minibatches import take_rows
+from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.preference import best_and_worst, dpo_loss
+from penstock.nodes.policy import LanguagePolicy, Step, language_policy
+
+
+@node(pool="trainer", clock="update")
+def dpo_update(
+    policy: Policy,
+    rollouts: Rollouts,
+    rewards: Rewards,
+    reference: Logprobs,
+    *,
+    beta: float = 0.1,
+    lr: float = 1e-4,
+    clip_norm: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+    micro_tokens: int | None = None,
+) -> tuple[Policy, Metrics]:
+    """One AdamW step on the DPO loss of each prompt's best and worst response, averaged over the pairs.
+
+    DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
+    equal make no pair. Figures: `pairs`, how many there were; of them `margin`, the mean of
+    log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
+    """
+    learner = language_policy(policy)
+    rows_N = _pairs(rollouts.ordinals, rewards.values_N)
+    pairs = len(rows_N) // 2
+    figures = {"loss": 0.0, "pairs": float(pairs), "margin": 0.0, "preferred": 0.0, "tokens": 0.0}
+    if pairs:
+        chosen, others = take_rows(rollouts, rows_N), take_rows(reference, rows_N)
+        figures |= _backward(learner, chosen, others.logprobs_NT.to(learner.device), beta, micro_tokens)
+    grad_norm = learner.apply(Step(lr, clip_norm, betas, weight_decay), normaliser=max(1, pairs))
+    return policy, {**figures, "grad_norm": grad_norm}
+
+
+def _pairs(ordinals: Sequence[int], rewards_N: Tensor) -> list[int]:
+    """The rows of all chosen responses, then those of the rejected ones in the same order."""
+    prompts = {ordinal: group for group, ordinal in enumerate(dict.fromkeys(ordinals))}
+    group_N = torch.tensor([prompts[ordinal] for ordinal in ordinals])
+    best_G, worst_G, weight_G = best_and_worst(rewards_N.cpu(), group_N)
+    return [*best_G[weight_G > 0].tolist(), *worst_G[weight_G > 0].tolist()]
+
+
+def _backward(
+    learner: LanguagePolicy, rollouts: Rollouts, reference_NT: Tensor, beta: float, micro_tokens: int | None
+) -> Metrics:
+    """Add the gradient of the pairs' summed loss to the learner's."""
+    micro_batches = learner.pack(rollouts, micro_tokens)
+    ours_N, reference_N = (torch.zeros(len(rollouts), device=learner.device) for _ in range(2))
+    for packed, logprobs_P in zip(micro_batches, learner.logprobs(micro_batches), strict=True):
+        ours_N.index_add_(0, packed.sequence_P, logprobs_P)
+        reference_N.index_add_(0, packed.sequence_P, reference_NT[packed.sequence_P, packed.step_P])
+    with torch.enable_grad():
+        ours_N.requires_grad_()
+        losses_G = dpo_loss(*ours_N.chunk(2), *reference_N.chunk(2), beta=beta)
+        (weights_N,) = torch.autograd.grad(losses_G.sum(), ours_N)
+
+    def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, None]:
+        return (weights_N[packed.sequence_P] * logprobs_P).sum(), None
+
+    learner.accumulate(micro_batches, loss)
+    chosen_G, rejected_G = (ours_N.detach() - reference_N).chunk(2)
+    return {
+        "loss": float(losses_G.detach().mean()),
+        "margin": float((chosen_G - rejected_G).mean()),
+        "preferred": float((chosen_G > rejected_G).float().mean()),
+        "tokens": float(sum(len(packed.targets_P) for packed in micro_batches)),
+    }

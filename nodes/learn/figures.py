@@ -1,0 +1,89 @@
+"""The figures of an update: what its optimizer steps say of it, as sums over tokens until the end.
+
+Shapes: P sampled tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.graph.types import Metrics
+from penstock.nodes.learn.divergences import kl_estimate
+from penstock.nodes.learn.sampled import Sampled
+
+Sums = dict[str, float]
+"""By name: sums over the tokens of an optimizer step, and `*_max`, the largest."""
+
+
+def token_sums(
+    logprobs_P: Tensor, entropy_P: Tensor, clipped_P: Tensor, sampled: Sampled, version: int
+) -> dict[str, Tensor]:
+    """The sums of one micro-batch, float64 scalars on its device. `version` is that of the policy that learns."""
+    lag_P = (version - sampled.versions_P).double()
+    sums = {
+        "tokens": torch.ones_like(lag_P).sum(),
+        "entropy": entropy_P.double().sum(),
+        "lag": lag_P.sum(),
+        "lag_max": lag_P.max(),
+        "ratio_clipped": clipped_P.double().sum(),
+    }
+    if "behaviour" in sampled.given:
+        # in float64, where the square of no float32's exponential is infinite
+        behaviour_P, now_P = sampled.behaviour_P.double(), logprobs_P.detach().double()
+        ratio_P = torch.exp(now_P - behaviour_P)
+        sums |= {"ratio": ratio_P.sum(), "ratio_max": ratio_P.max(), "ratio_squared": ratio_P.square().sum()}
+        sums["kl"] = kl_estimate(behaviour_P, now_P, estimator="k3").sum()
+    return sums
+
+
+def add_up(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
+    """The sums of several micro-batches as one, by a single copy from the device."""
+    names = list(parts[0])
+    table = torch.stack([torch.stack([part[name] for name in names]) for part in parts])
+    totals, peaks = table.sum(0).tolist(), table.amax(0).tolist()
+    return {name: peaks[i] if name.endswith("_max") else totals[i] for i, name in enumerate(names)}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An optimizer step that was taken: the sums over its tokens, its mean loss, its gradient's norm, its epoch."""
+
+    sums: Sums
+    loss: float
+    grad_norm: float
+    epoch: int
+
+
+def update_figures(steps: Sequence[Taken]) -> Metrics:
+    """The figures of an update of several steps. Means are over all tokens that its steps took.
+
+    `tokens` counts those of one epoch. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
+    gone from the one that sampled; so far as μ was recorded, as all that follows. `ess` is the effective sample size
+    (Kish) of the tokens' ratios π / μ, as a share of the tokens. `loss` and `grad_norm` are means over the steps.
+    """
+    whole = _total([step.sums for step in steps])
+    last = _total([step.sums for step in steps if step.epoch == steps[-1].epoch])
+    tokens = whole["tokens"]
+    figures = {
+        "loss": sum(step.loss for step in steps) / len(steps),
+        "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+        "optimizer_steps": float(len(steps)),
+        "tokens": last["tokens"],
+        "entropy": whole["entropy"] / tokens,
+        "lag_mean": whole["lag"] / tokens,
+        "lag_max": whole["lag_max"],
+        "ratio_clipped": whole["ratio_clipped"] / tokens,
+    }
+    if "ratio" in whole:
+        figures["ratio_mean"] = whole["ratio"] / tokens
+        figures["ratio_max"] = whole["ratio_max"]
+        figures["ess"] = whole["ratio"] ** 2 / (whole["ratio_squared"] * tokens)
+        figures["kl"] = last["kl"] / last["tokens"]
+    return figures
+
+
+def _total(parts: Sequence[Sums]) -> Sums:
+    joined = {name: [part[name] for part in parts] for name in parts[0]}
+    return {name: max(values) if name.endswith("_max") else sum(values) for name, values in joined.items()}

@@ -1,0 +1,62 @@
+"""What a loss sees: the tokens of a micro-batch that the policy sampled, and what is known of each.
+
+Shapes: P sampled tokens of some responses, one response after the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+NEEDED = {
+    "behaviour": "rollouts whose logprobs_NT were recorded when they were sampled",
+    "reference": "a frozen policy's log-probabilities as the input `reference` of the update (see reference_logprobs)",
+    "proximal": "the trainer's own log-probabilities as the input `proximal` of the update (see policy_logprobs)",
+}
+"""Log-probabilities that a loss may read, and where they come from."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The sampled tokens of a micro-batch, for those who write losses. Nothing here has a gradient.
+
+    What nobody sampled, such as an environment's reply, is left out. A micro-batch holds whole responses, so that
+    sums over `sequence_P` (see `segments`) are sums over responses.
+
+    `advantages_P` is each token's advantage (its response's, unless the algorithm has one per token), `lengths_P` the
+    number of sampled tokens of its response, `versions_P` the version of the weights that sampled it, `sequence_P`
+    (int64) the row of its response in the batch. `given` has log-probabilities of the same tokens (nats) under other
+    policies; the properties name them.
+    """
+
+    advantages_P: Tensor
+    lengths_P: Tensor
+    versions_P: Tensor
+    sequence_P: Tensor
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def behaviour_P(self) -> Tensor:
+        """log μ: of the policy that sampled the tokens. ValueError where it was not recorded, as all of these."""
+        return self._given("behaviour")
+
+    @property
+    def reference_P(self) -> Tensor:
+        """log π_ref: of a frozen policy to stay close to."""
+        return self._given("reference")
+
+    @property
+    def proximal_P(self) -> Tensor:
+        """log π_old: of the policy as it was before this update's first step."""
+        return self._given("proximal")
+
+    def _given(self, name: str) -> Tensor:
+        if name not in self.given:
+            have = ", ".join(self.given) or "none"
+            raise ValueError(f"loss: given no {name}_P (log-probabilities there are: {have}), needed {NEEDED[name]}")
+        return self.given[name]
+
+
+Loss = Callable[[Tensor, Sampled], Tensor | tuple[Tensor, Tensor]]
+"""(log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for
+the figures, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""

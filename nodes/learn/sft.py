@@ -1,0 +1,51 @@
+"""Imitation of demonstrations, which makes the base model that RL starts from."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from penstock.graph import node
+from penstock.graph.types import Metrics, Policy
+from penstock.nodes.data import Demonstrations
+from penstock.nodes.learn.losses import sft_loss
+from penstock.nodes.learn.packing import Packed
+from penstock.nodes.policy import Step, language_policy
+
+
+@node(pool="trainer", clock="update")
+def sft_update(
+    policy: Policy,
+    demonstrations: Demonstrations,
+    *,
+    lr: float = 2e-3,
+    warmup: int = 20,
+    final: float = 0.0,
+    clip_norm: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.01,
+    micro_tokens: int | None = None,
+) -> tuple[Policy, Metrics]:
+    """One AdamW step on the cross-entropy of the demonstrated responses, averaged over their tokens.
+
+    The learning rate rises over `warmup` updates to `lr`, and falls along a cosine to `final` · `lr` at the run's end.
+    """
+    learner = language_policy(policy)
+
+    def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, Tensor]:
+        total = sft_loss(logprobs_P).sum()
+        return total, total.detach()
+
+    micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, micro_tokens)
+    losses = learner.accumulate(micro_batches, loss)
+    rate = lr * _schedule(learner.version, learner.updates, warmup, final)
+    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
+    mean = float(torch.stack(losses).sum()) / tokens
+    return policy, {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
+
+
+def _schedule(update: int, updates: int, warmup: int, final: float) -> float:
+    """The share of the highest learning rate: a line up, then half a cosine down to `final`."""
+    rise = min(1.0, (update + 1) / (warmup + 1))
+    fall = 0.5 * (1 + math.cos(math.pi * min(1.0, update / max(1, updates))))
+    return rise * (final + (1 - final) * fall)

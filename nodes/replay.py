@@ -1,0 +1,82 @@
+"""A buffer of past prompt groups, some of which are learnt from once more beside each fresh batch.
+
+Shapes: N rows, of an update or of the buffer.
+"""
+
+import random
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from penstock.graph import node
+from penstock.graph.types import Advantages, Array, Context, Metrics, Rollouts
+from penstock.nodes.learn.minibatches import take_rows
+
+
+@dataclass
+class Past(Rollouts):
+    """Rollouts with the values of their advantages, [N] or [N, T], and the updates in which they were fresh."""
+
+    values_N: Array = None
+    born_N: Array = None
+
+
+@dataclass
+class Memory(Past):
+    """What a buffer holds, flat, so that a checkpoint can keep it: rows, the updates so far, and the key of its draws.
+
+    Before the first update it has no rows, and no arrays.
+    """
+
+    key: int = 0
+    update: int = 0
+
+    def past(self) -> Past:
+        return Past(**{field.name: getattr(self, field.name) for field in fields(Past)})
+
+
+def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> Memory:
+    """An empty buffer. Raises ValueError for sizes that make none."""
+    for name, value in (("capacity", capacity), ("take", take), ("max_age", max_age)):
+        if value < 1:
+            raise ValueError(f"replay: given {name}={value}, needed at least 1")
+    nothing: dict[str, Array] = dict.fromkeys(field.name for field in fields(Rollouts))
+    nothing |= dict.fromkeys(("ordinals", "prompts", "answers", "texts", "transcripts"), ())
+    return Memory(**nothing, key=context.key("replay"))
+
+
+@node(pool="trainer", clock="update", init=open_memory)
+def replay(
+    memory: Memory, rollouts: Rollouts, advantage: Advantages, *, capacity: int = 256, take: int = 16, max_age: int = 4
+) -> tuple[Memory, tuple[Rollouts, Advantages], Metrics]:
+    """The fresh batch, and after it `take` past prompt groups, or as many as there are.
+
+    Which ones is drawn anew at each update, each group alike. A group stays until it is more than `max_age` updates
+    old, or `capacity` groups are younger. It keeps its advantage, and each token its log-probability and version: the
+    loss has to weight them. Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none) and
+    `buffered` (groups in the buffer after the update).
+    """
+    born_N = torch.full((len(rollouts),), memory.update)
+    fresh = Past(**_columns(rollouts), values_N=advantage.values_N, born_N=born_N)
+    past = list(dict.fromkeys(memory.ordinals))
+    drawn = set(random.Random(Context(seed=memory.key).key(memory.update)).sample(past, min(take, len(past))))
+    chosen = [row for row, ordinal in enumerate(memory.ordinals) if ordinal in drawn]
+    old = [take_rows(memory.past(), chosen)] if chosen else []
+    mixed = Past.concat([fresh, *old])
+    ages = [float((memory.update - each.born_N).float().mean()) for each in old]
+    everything = Past.concat([memory.past(), fresh]) if past else fresh
+    kept = take_rows(everything, _young(everything, memory.update + 1 - max_age, capacity))
+    figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
+    learnt = Rollouts(**_columns(mixed)), replace(advantage, values_N=mixed.values_N)
+    return Memory(**vars(kept), key=memory.key, update=memory.update + 1), learnt, figures
+
+
+def _columns(rollouts: Rollouts) -> dict[str, Array]:
+    return {field.name: getattr(rollouts, field.name) for field in fields(Rollouts)}
+
+
+def _young(past: Past, oldest: int, capacity: int) -> list[int]:
+    """The rows of the newest `capacity` groups among those that were fresh in update `oldest` or later."""
+    born = dict(zip(past.ordinals, past.born_N.tolist(), strict=True))
+    young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] >= oldest}
+    return [row for row, ordinal in enumerate(past.ordinals) if ordinal in young]

@@ -1,0 +1,93 @@
+"""A decoder with its tokenizer and its lanes, ready to read rollouts: what every model of a run has in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.graph.types import Context, Rollouts
+from penstock.nodes.learn.lanes import Lanes
+from penstock.nodes.learn.packing import Packed, pack, sampled_mask
+from penstock.nodes.model import Decoder, save_model
+from penstock.nodes.tokenizer import Tokenizer
+
+CPU_MICRO_TOKENS, MICRO_TOKENS = 1024, 16384
+"""Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device
+without too many activations for the backward pass to keep."""
+
+Model = TypeVar("Model", bound=Decoder)
+
+
+class SequenceModel(Generic[Model]):
+    """A model with its tokenizer. On a CPU its rank's threads work on micro-batches of their own (`Lanes`)."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.lanes = Lanes(model, context.threads if context.device == "cpu" else 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None) -> list[Packed]:
+        """Micro-batches of at most `max_tokens` tokens with padding; by default what suits the device.
+
+        Only tokens that a policy sampled are predicted.
+        """
+        lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
+        return self.pack_tokens(rollouts.tokens_NS.to(self.device), *lengths, max_tokens, sampled_mask(rollouts))
+
+    def pack_tokens(
+        self,
+        tokens_NS: Tensor,
+        prompts_N: Tensor,
+        responses_N: Tensor,
+        max_tokens: int | None = None,
+        sampled_NT: Tensor | None = None,
+    ) -> list[Packed]:
+        """The same of bare tokens: prompts and responses of the given lengths, padded on the right; see `pack`."""
+        bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
+        return pack(tokens_NS, prompts_N, responses_N, bound, len(self.lanes.models), sampled_NT)
+
+    def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.
+
+        Each response ends with an end token. Raises ValueError for a row that is longer than the model's context.
+        """
+        prompts = [self.tokenizer.encode_prompt(text) for text in texts]
+        wholes = [
+            prompt + self.tokenizer.encode(response) + [self.tokenizer.eos]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        limit = self.model.config.max_position_embeddings
+        prompt_lengths_N = torch.tensor([len(p) for p in prompts])
+        lengths_N = torch.tensor([len(w) for w in wholes])
+        if int(lengths_N.max()) > limit:
+            row = int(lengths_N.argmax())
+            raise ValueError(f"demonstration {texts[row]!r}: given {len(wholes[row])} tokens, needed at most {limit}")
+        tokens_NS = torch.zeros(len(wholes), int(lengths_N.max()), dtype=torch.long)
+        for row, whole in enumerate(wholes):
+            tokens_NS[row, : len(whole)] = torch.tensor(whole)
+        return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def export(self, folder: str) -> None:
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer."""
+        save_model(self.model, folder)
+        self.tokenizer.save(folder)
+
+
+class Frozen(SequenceModel[Model]):
+    """A model that never changes, so that the directory it was read from is all the state it has."""
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {}, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Nothing was saved."""
+
+    def export(self, folder: str) -> None:
+        """It is the model that the run was given."""

@@ -1,0 +1,43 @@
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): the policy samples, a judge orders, and the pair is a DPO lesson.
+
+    prompts ─► generate ─► score ───────────────┐
+       policy ───▲  └────► reference_logprobs ─► dpo_update ─► policy
+
+Left out: a language model as the judge (the rule of `score` orders here), and a correction for stale samples: the loss
+compares two responses whoever sampled them. Of more than two samples the best and the worst make the pair.
+"""
+
+from penstock.graph import broadcast, program
+from penstock.graph.types import Policy, Prompts, Reference
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.dpo import dpo_update
+from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.score import math_answer, score
+from penstock.programs.evaluate import evaluate
+
+
+@program(evaluation=evaluate)
+def online_dpo(
+    policy: Policy,
+    reference: Reference,
+    prompts: Prompts,
+    *,
+    samples: int = 8,
+    lag: int = 0,
+    beta: float = 0.1,
+    lr: float = 1e-4,
+) -> dict[str, Policy]:
+    """Direct preference optimisation on pairs that the policy has just sampled (arXiv 2402.04792, algorithm 1).
+
+    Args:
+        samples: responses per prompt, of which the best and the worst are compared.
+        lag: updates that the generator's weights may be old; 0 is synchronous.
+        beta: how much the first policy counts against the preferences.
+        lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
+    """
+    behaviour = broadcast(policy, lag=lag)
+    rollouts = generate(prompts, behaviour, samples=samples)
+    rewards = score(rollouts, by=math_answer)
+    stay_close = reference_logprobs(reference, rollouts)
+    learnt = dpo_update(policy, rollouts, rewards, stay_close, beta=beta, lr=lr)
+    return {"policy": learnt, "reference": reference}

@@ -1,0 +1,21 @@
+"""The base model of `tool_use`: supervised fine-tuning on a teacher who knows the Python tool but seldom calls it."""
+
+from penstock.graph import program
+from penstock.graph.types import Policy
+from penstock.nodes.calculator import ToolDemonstrations
+from penstock.nodes.learn.sft import sft_update
+from penstock.programs.tool_use import calculate
+
+DEFAULTS = {"model": "new", "data": "calculator", "updates": 800, "batch": 2, "max_tokens": 24}
+
+
+@program(evaluation=calculate, defaults=DEFAULTS)
+def tool_sft(policy: Policy, demonstrations: ToolDemonstrations, *, lr: float = 2e-3) -> Policy:
+    """Supervised fine-tuning on sums and differences, 32 in a group; some with a call of the tool.
+
+    What the tool says is imitated like the rest: it does no harm, since in a conversation the tool says it.
+
+    Args:
+        lr: highest learning rate of AdamW; it warms up, then falls along a cosine to 0 at the run's end.
+    """
+    return sft_update(policy, demonstrations, lr=lr)

@@ -1,0 +1,48 @@
+"""Figures are means over tokens, whatever the micro-batches and the steps they came in."""
+
+import pytest
+import torch
+
+from penstock.nodes.learn.figures import Taken, add_up, token_sums, update_figures
+from penstock.nodes.learn.sampled import Sampled
+
+LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
+BEHAVIOUR = torch.tensor([-1.2, -1.0, -0.5, -3.5, -1.0])
+CLIPPED = torch.tensor([False, True, False, True, False])
+
+
+def sums(rows: slice, version: int = 7) -> dict[str, torch.Tensor]:
+    ones_P = torch.ones(5, dtype=torch.long)[rows]
+    known = Sampled(ones_P.float(), ones_P, torch.arange(5)[rows], ones_P * 0, {"behaviour": BEHAVIOUR[rows]})
+    return {**token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, version)}
+
+
+def test_figures_do_not_depend_on_the_micro_batches() -> None:
+    whole = update_figures([Taken(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
+    parts = update_figures([Taken(add_up([sums(slice(0, 2)), sums(slice(2, 5))]), 0.5, 2.0, 0)])
+    assert whole == pytest.approx(parts)
+    ratio = (LOGPROBS - BEHAVIOUR).exp()
+    assert whole["ratio_mean"] == pytest.approx(float(ratio.mean()))
+    assert whole["ratio_clipped"] == pytest.approx(0.4)
+    assert (whole["lag_mean"], whole["lag_max"]) == (5, 7)
+    assert whole["ess"] == pytest.approx(float(ratio.sum() ** 2 / ratio.square().sum() / 5))
+
+
+def test_steps_of_an_epoch_are_parts_of_its_batch() -> None:
+    once = update_figures([Taken(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
+    halves = [add_up([sums(slice(0, 2))]), add_up([sums(slice(2, 5))])]
+    cut = update_figures([Taken(halves[0], 0.4, 1.0, 0), Taken(halves[1], 0.6, 3.0, 0)])
+    twice = update_figures([Taken(half, 0.5, 2.0, epoch) for epoch in range(2) for half in halves])
+    assert {**cut, "optimizer_steps": 1.0} == pytest.approx(once)
+    assert {**twice, "optimizer_steps": 1.0} == pytest.approx(once)
+    assert (cut["optimizer_steps"], twice["optimizer_steps"], twice["tokens"]) == (2, 4, 5)
+
+
+def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> None:
+    known = Sampled(
+        torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2), {"behaviour": torch.tensor([-90.0, -1])}
+    )
+    found = add_up([token_sums(torch.tensor([-0.1, -1.0]), torch.zeros(2), torch.zeros(2), known, 0)])
+    figures = update_figures([Taken(found, 0.0, 0.0, 0)])
+    assert figures["ess"] == pytest.approx(0.5)
+    assert figures["kl"] > 0

@@ -1,0 +1,46 @@
+"""Minibatches are whole prompt groups, each in one of them, drawn by a key."""
+
+import pytest
+import torch
+
+from penstock.graph.types import Rewards
+from penstock.nodes.learn.minibatches import minibatch_rows, take_rows
+
+from .updating import batch
+
+ORDINALS = [4, 4, 6, 6, 6, 9, 12, 12]
+
+
+def test_every_row_is_in_one_minibatch_with_its_group() -> None:
+    for key in range(20):
+        parts = minibatch_rows(ORDINALS, 2, key)
+        assert sorted(row for part in parts for row in part) == list(range(8))
+        for part in parts:
+            assert part == sorted(part)
+            assert len({ORDINALS[row] for row in part}) == 2
+    assert len({str(minibatch_rows(ORDINALS, 2, key)) for key in range(20)}) > 2
+
+
+def test_one_minibatch_is_the_batch_as_it_is() -> None:
+    assert all(minibatch_rows(ORDINALS, 1, key) == [list(range(8))] for key in range(5))
+
+
+def test_a_key_says_which() -> None:
+    assert minibatch_rows(ORDINALS, 4, 3) == minibatch_rows(ORDINALS, 4, 3)
+
+
+@pytest.mark.parametrize("minibatches", [-1, 0, 3, 8])
+def test_groups_are_never_torn(minibatches: int) -> None:
+    given = f"given minibatches={minibatches} for a batch of 4 prompt groups, needed a number that divides"
+    with pytest.raises(ValueError, match=given):
+        minibatch_rows(ORDINALS, minibatches, 0)
+
+
+def test_rows_are_taken_of_arrays_and_of_tuples_alike() -> None:
+    rollouts, _ = batch()
+    rollouts.logprobs_NT = None
+    taken = take_rows(rollouts, [3, 1])
+    assert taken.ordinals == (3, 1)
+    assert taken.logprobs_NT is None
+    assert torch.equal(taken.tokens_NS, rollouts.tokens_NS[[3, 1]])
+    assert take_rows(Rewards(torch.tensor([5.0, 6.0])), [1]).values_N.tolist() == [6]

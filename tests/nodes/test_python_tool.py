@@ -1,0 +1,265 @@
+"""The tool runs code within hard limits, answers every call by its deadline, and leaves no process behind."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from penstock.graph.types import Rollouts
+from penstock.nodes.environments import sandbox
+from penstock.nodes.environments.python_tool import ToolTimeout, find_call, python_tool
+from penstock.nodes.environments.sandbox import Answer, Limits, SandboxWarning, isolation, run_python
+
+LIMITS = Limits(seconds=120.0, cpu_seconds=5, memory_mib=256, max_output=200)
+SLEEP = "import time; print('begun', flush=True); time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    isolation()
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def told_once() -> Iterator[None]:
+    """Without bubblewrap a warning is due, once."""
+    isolation.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
+        isolation()
+    yield
+    isolation.cache_clear()
+
+
+def rollouts(*texts: str, finished: Any = None) -> Rollouts:
+    count = len(texts)
+    return Rollouts(
+        ordinals=(7,) * count,
+        prompts=("p",) * count,
+        answers=("a",) * count,
+        texts=texts,
+        tokens_NS=torch.ones(count, 3, dtype=torch.long),
+        prompt_lengths_N=torch.ones(count, dtype=torch.long),
+        response_lengths_N=torch.full((count,), 2),
+        logprobs_NT=torch.zeros(count, 2),
+        versions_NT=torch.zeros(count, 2, dtype=torch.long),
+        finished_N=torch.tensor(finished or [True] * count),
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("1 + 1", "2"),
+        ("x = 3\nx * x", "9"),
+        ("print('a'); 'b'", "a\n'b'"),
+        ("None", ""),
+        ("", ""),
+        ("print('é')", "é"),
+        ("import math, random, json, fractions\nmath.floor(math.pi)", "3"),
+        ("import sys\nprint(1)\nsys.exit(4)", "1"),
+    ],
+)
+def test_the_answer_is_what_is_printed_and_the_value_of_the_last_line(code: str, output: str) -> None:
+    assert run_python(code, LIMITS) == Answer(output)
+
+
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        ("print(1)\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("(", "SyntaxError: '(' was never closed (<call>, line 1)"),
+        ("[0] * 10**9", "MemoryError"),
+        ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("print('x' * 10_000)", "OutputError: more than 200 bytes"),
+        ("while True: print('x')", "OutputError: more than 200 bytes"),
+        ("import os; os._exit(3)", "SystemError: the process ended with status 3"),
+    ],
+)
+def test_what_goes_wrong_is_the_last_line(code: str, last: str) -> None:
+    answer = run_python(code, LIMITS)
+    assert (answer.output.splitlines()[-1], answer.failed, answer.late) == (last, True, False)
+    assert len(answer.output) < 300
+
+
+def test_computing_without_end_meets_its_limit() -> None:
+    answer = run_python("while True: pass", Limits(60.0, 1, 256, 200))
+    assert answer == Answer("TimeoutError: more than 1 s of computing", failed=True)
+
+
+def test_a_call_that_hangs_is_killed_at_its_deadline() -> None:
+    answer = run_python(SLEEP, Limits(1.0, 5, 256, 200))
+    assert answer == Answer("begun\nTimeoutError: no end within 1 s", failed=True, late=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('/etc/passwd').read()",
+        "open('here', 'w')",
+        "import os; os.listdir('/home')",
+        "import socket; socket.create_connection(('127.0.0.1', 1), 5)",
+        f"import os; os.kill({os.getpid()}, 9)",
+    ],
+)
+def test_files_network_and_other_processes_are_out_of_reach(code: str) -> None:
+    answer = run_python(code, LIMITS)
+    assert answer.failed
+    assert "Error: " in answer.output
+
+
+def test_without_a_kernel_s_help_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "isolation", tuple)
+    for code in ("import os; os.fork()", "import subprocess; subprocess.run(['true'])", "import ctypes"):
+        assert "is not allowed here" in run_python(code, LIMITS).output
+
+
+def test_a_child_of_a_call_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that keeps the output open, where nothing refuses to start it."""
+    monkeypatch.setattr(sandbox, "_CHILD", _unguarded(monkeypatch))
+    answer = run_python("import os, time\nif os.fork() == 0: time.sleep(60)\nprint('parent')", LIMITS)
+    assert answer == Answer("parent")
+
+
+def _unguarded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    text = Path(sandbox.__file__).with_name("sandbox_child.py").read_text()
+    limits = text.replace("resource.RLIMIT_NPROC, (0, 0)", "resource.RLIMIT_CORE, (0, 0)")
+
+    class Source:
+        @staticmethod
+        def read_text() -> str:
+            return limits.replace("if _guarded:", "if False:")
+
+    return Source
+
+
+def test_nothing_of_this_process_s_environment_is_handed_on_but_the_run_s_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "x")
+    monkeypatch.setenv("PENSTOCK_RUN", "r1")
+    answer = run_python("import os; sorted(os.environ.items())", LIMITS)
+    assert "A_SECRET" not in answer.output
+    assert "('PENSTOCK_RUN', 'r1')" in answer.output
+
+
+def test_missing_isolation_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    isolation.cache_clear()
+    with pytest.warns(SandboxWarning, match=r"bubblewrap \(bwrap\) is not installed") as told:
+        assert (isolation(), isolation()) == ((), ())
+    assert len(told) == 1
+
+
+def test_isolation_that_does_not_work_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "bwrap"
+    path.write_text("#!/bin/sh\necho no namespaces here >&2\nexit 1\n")
+    path.chmod(0o700)
+    monkeypatch.setattr("shutil.which", lambda name: str(path))
+    isolation.cache_clear()
+    with pytest.warns(SandboxWarning, match="bubblewrap: no namespaces here"):
+        assert isolation() == ()
+
+
+@pytest.mark.parametrize("limits", [(0.0, 1, 256, 10), (1.0, 0, 256, 10), (1.0, 1, 16, 10), (1.0, 1, 256, 0)])
+def test_limits_that_let_nothing_run_are_refused(limits: tuple[float, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="sandbox: given"):
+        Limits(*limits)
+
+
+def test_the_last_whole_call_of_a_turn_counts() -> None:
+    assert find_call("95") is None
+    assert find_call("<python>1") is None
+    assert find_call("a <python>1\n2</python> b <python>3</python> c <python>4") == "3"
+    assert find_call("<python>1<python>2</python>") == "2"
+
+
+def test_rows_with_a_call_are_answered_and_the_others_are_done() -> None:
+    texts = ("<python>1+1</python>", "2", "<python>1/0</python>", "<python>1+1</python>")
+    replies, metrics = python_tool.fn(rollouts(*texts, finished=[True, True, True, False]))
+    assert replies.texts == ("<output>2</output>", "", "<output>ZeroDivisionError: division by zero</output>", "")
+    assert replies.done_N.tolist() == [False, True, False, True]
+    assert not replies.done
+    assert replies.roles == ("tool",) * 4
+    assert metrics == {"tool_calls": 0.5, "tool_errors": 0.5}
+    replies, metrics = python_tool.fn(rollouts("1", "2"))
+    assert replies.done
+    assert metrics == {"tool_calls": 0.0}
+
+
+def test_equal_code_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = list[str]()
+
+    def counted(code: str, limits: Limits) -> Answer:
+        run.append(code)
+        return Answer(code)
+
+    monkeypatch.setattr("penstock.nodes.environments.python_tool.run_python", counted)
+    replies, _ = python_tool.fn(rollouts("<python>1</python>", "<python>2</python>", "<python>1</python>"))
+    assert sorted(run) == ["1", "2"]
+    assert replies.texts[0] == replies.texts[2]
+
+
+def test_as_many_calls_run_at_once_as_there_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls that wait for each other end if they run at once."""
+    meet = threading.Barrier(3, timeout=20)
+    monkeypatch.setattr(
+        "penstock.nodes.environments.python_tool.run_python", lambda code, limits: Answer(str(meet.wait() >= 0))
+    )
+    replies, _ = python_tool.fn(rollouts(*(f"<python>{i}</python>" for i in range(3))), workers=3)
+    assert set(replies.texts) == {"<output>True</output>"}
+
+
+def test_a_hung_tool_is_answered_or_fails_its_firing_by_name() -> None:
+    hung = rollouts("<python>1</python>", f"<python>{SLEEP}</python>")
+    replies, metrics = python_tool.fn(hung, seconds=1.0)
+    assert replies.texts[1] == "<output>begun\nTimeoutError: no end within 1 s</output>"
+    assert metrics["tool_errors"] == 0.5
+    with pytest.raises(ToolTimeout, match=r"python_tool, group 7, row 1: given no end .* within 1 s.*time.sleep\(60\)"):
+        python_tool.fn(hung, seconds=1.0, on_timeout="fail")
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="given workers 0"):
+        python_tool.fn(rollouts("1"), workers=0)
+    with pytest.raises(ValueError, match='needed 1 or more workers and "reply" or "fail"'):
+        python_tool.fn(rollouts("1"), on_timeout="never")  # type: ignore[arg-type]
+
+
+def test_a_call_whose_caller_is_killed_ends_by_itself() -> None:
+    """Nobody is left who would kill it: the alarm in its process does."""
+    code = f"""
+from penstock.nodes.environments.sandbox import Limits, run_python
+run_python({SLEEP!r}, Limits(1.0, 5, 256, 200))
+"""
+    environment = {**os.environ, "PENSTOCK_RUN": f"tool-{os.getpid()}"}
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment) as caller:
+        until(lambda: len(marked(environment["PENSTOCK_RUN"])) > 1)
+        caller.kill()
+    until(lambda: not marked(environment["PENSTOCK_RUN"]))
+
+
+def marked(run: str) -> list[int]:
+    """The processes that carry a run's mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("PENSTOCK_RUN") == run and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def until(look: Callable[[], bool]) -> None:
+    end = monotonic() + 60
+    while not look():
+        assert monotonic() < end
+        sleep(0.02)

@@ -1,0 +1,24 @@
+"""A group is worth learning from if its rewards differ; what is too long costs, up to one."""
+
+import pytest
+import torch
+
+from penstock.graph.types import Rewards
+from penstock.nodes.rewards import mixed, penalize_overlong
+
+from .updating import batch
+
+
+@pytest.mark.parametrize(
+    ("values", "differ"), [([1, 0, 1], True), ([1, 1, 1], False), ([0, 0, 0], False), ([0.3], False)]
+)
+def test_a_group_is_mixed_if_its_rewards_differ(values: list[float], differ: bool) -> None:
+    rollouts, _ = batch()
+    assert mixed(rollouts, Rewards(torch.tensor(values))) is differ
+
+
+def test_a_penalty_falls_along_a_line_to_the_longest_length() -> None:
+    rollouts, _ = batch()
+    assert rollouts.response_lengths_N.tolist() == [3, 1, 4, 2, 3]
+    found = penalize_overlong.fn(Rewards(torch.ones(5)), rollouts, max_length=4, buffer=2)
+    assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]

@@ -1,0 +1,144 @@
+"""Short runs of the programs with more than one model, from the demo's base: the figure they are for goes up."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from penstock.runtime.control.config import Flags
+from tests.gates.running import assert_equal_bits, make_run, rows, run_here, status_here, summary
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+Row = dict[str, Any]
+
+
+def run(path: Path, program: str, options: dict[str, Any], base: str, updates: int, **flags: Any) -> Path:
+    """A run in this process, with the demo's batch unless `flags` say otherwise."""
+    known = {"updates": updates, "model": base, "batch": 32, "slots": 256, **flags}
+    return run_here(make_run(path, program, options, Flags(**known)))
+
+
+def gain(figures: Sequence[Row], name: str, last: int = 3) -> float:
+    """The mean of a figure over the last updates, less that of the first two."""
+    late, early = figures[-last:], figures[:2]
+    return float(sum(row[name] for row in late) / last - sum(row[name] for row in early) / 2)
+
+
+@pytest.fixture(scope="module")
+def reward_model(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    """A short run of `reward_model`: the directory that it leaves, and its figures."""
+    folder = run(tmp_path_factory.mktemp("reward") / "r", "reward_model", {}, base, 50, batch=2)
+    return folder / "checkpoints" / "00000050" / "reward_model", rows(folder)
+
+
+@pytest.fixture(scope="module")
+def taught(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    """A short run of `ppo`: the policy that it leaves, and its figures."""
+    options = {"lr": 3e-4, "critic_lr": 1e-3}
+    folder = run(tmp_path_factory.mktemp("ppo") / "r", "ppo", options, base, 14)
+    return folder / "checkpoints" / "00000014" / "policy", rows(folder)
+
+
+def test_ppo_learns_and_its_critic_comes_to_expect_the_reward(taught: tuple[Path, list[Row]]) -> None:
+    _, figures = taught
+    assert gain(figures, "reward_mean") > 0.25
+    assert gain(figures, "critic_loss") < -0.08
+    assert figures[0]["value_mean"] == 0.0
+    assert figures[-1]["value_mean"] > 0.4
+
+
+def test_a_reward_model_learns_to_tell_right_from_wrong(reward_model: tuple[Path, list[Row]]) -> None:
+    folder, figures = reward_model
+    assert figures[0]["accuracy"] == 0.5
+    assert sum(row["accuracy"] for row in figures[-10:]) / 10 > 0.75
+    assert (folder / "config.json").exists()
+
+
+def test_rlhf_finds_right_answers_by_the_reward_model_alone(
+    tmp_path: Path, base: str, reward_model: tuple[Path, list[Row]]
+) -> None:
+    options = {"reward_model": str(reward_model[0]), "lr": 3e-4, "critic_lr": 1e-3}
+    figures = rows(run(tmp_path / "r", "rlhf", options, base, 14, batch=16))
+    assert gain(figures, "learned_reward") > 1.0
+    assert gain(figures, "accuracy") > 0.1
+
+
+def test_online_dpo_learns_from_best_and_worst(tmp_path: Path, base: str) -> None:
+    figures = rows(run(tmp_path / "r", "online_dpo", {"lr": 3e-4}, base, 12))
+    assert gain(figures, "reward_mean") > 0.08
+    assert figures[0]["margin"] == 0.0
+    assert max(row["margin"] for row in figures) > 0.5
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_student_comes_closer_to_its_teacher(
+    tmp_path: Path, base: str, taught: tuple[Path, list[Row]], full: bool
+) -> None:
+    options = {"teacher_model": str(taught[0]), "lr": 3e-4, "full": full}
+    figures = rows(run(tmp_path / "r", "distill", options, base, 10))
+    assert gain(figures, "teacher_kl") < -0.2
+
+
+def test_a_reference_is_moved_at_every_fourth_update(tmp_path: Path, base: str) -> None:
+    figures = rows(run(tmp_path / "r", "moving_reference", {"lr": 3e-4, "every": 4}, base, 10))
+    assert gain(figures, "reward_mean") > 0.08
+    assert [row["version"] for row in figures if "average_distance" in row] == [4, 8]
+
+
+def test_an_average_follows_and_is_what_is_evaluated(tmp_path: Path, base: str) -> None:
+    config = Flags(updates=10, model=base, batch=32, slots=256, eval_groups=100)
+    folder = run_here(make_run(tmp_path / "r", "ema", {"lr": 3e-4, "decay": 0.8}, config, evaluate=True))
+    figures = rows(folder)
+    assert gain(figures, "reward_mean") > 0.05
+    assert 0 < figures[0]["average_distance"] < figures[5]["average_distance"]
+    assert summary(folder)["accuracy_after"] > summary(folder)["accuracy_before"] + 0.2
+    assert (folder / "checkpoints" / "00000010" / "average" / "config.json").exists()
+
+
+def test_replay_learns_from_more_groups_than_are_fresh(tmp_path: Path, base: str) -> None:
+    figures = rows(run(tmp_path / "r", "replay", {"lr": 3e-4, "take": 16}, base, 10))
+    assert gain(figures, "reward_mean") > 0.08
+    assert [row["groups"] for row in figures] == [32] * 10
+    assert [row["replayed"] for row in figures] == [0] + [16] * 9
+    assert all(0 < row["replayed_age"] <= 4 for row in figures[1:])
+
+
+SMALL = {"samples": 2, "lr": 1e-3}
+SHORT: dict[str, Any] = {"batch": 4, "slots": 16, "max_tokens": 6}
+UPDATES = 5
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("ppo", {**SMALL, "minibatches": 2}),
+        ("replay", {**SMALL, "lag": 0, "take": 3, "capacity": 9}),
+        ("ema", {**SMALL, "lag": 0}),
+        ("moving_reference", {**SMALL, "every": 2}),
+        ("online_dpo", SMALL),
+        ("reward_model", {}),
+    ],
+)
+def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, program: str, options: dict[str, Any]
+) -> None:
+    """All that updates carry on, and the state of their nodes, is in a checkpoint."""
+    whole = run(tmp_path / "whole", program, options, "", UPDATES, **SHORT)
+    cut = make_run(tmp_path / "cut", program, options, Flags(updates=UPDATES, **SHORT))
+
+    def stop(line: Row) -> None:
+        if line.get("kind") == "row" and line["row"]["update"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    assert status_here(cut, stop)[0] == "stopped"
+    assert 3 <= len(rows(cut)) < UPDATES
+    run_here(cut)
+    last = Path("checkpoints") / f"{UPDATES:08d}"
+    parts = [path.name for path in (whole / last).glob("*.safetensors")]
+    assert parts
+    for name in parts:
+        assert_equal_bits(load_file(cut / last / name), load_file(whole / last / name))

@@ -1,0 +1,153 @@
+"""Random graphs and plans for the scheduler's tests: every construct of the language, in any company."""
+
+from collections.abc import Sequence
+from random import Random
+
+from penstock.graph.ir import Graph, Node
+from penstock.runtime.plan.plan import Plan
+
+from .graphs import alternate, broadcast, call, delay, graph, keep, place
+
+POOLS = ("generator", "scorer", "trainer")
+
+
+class Draft:
+    """A graph that grows. `values` are the per-group ones so far, `unread` those that nobody reads yet."""
+
+    def __init__(self, rng: Random, lags: Sequence[int], pinned: bool) -> None:
+        """`lags` are those of per-group readers of weights. Pinned versions allow no filter and no slow broadcast, a
+        lag of 0 for per-update readers, and no delay shorter than the lag."""
+        self.rng, self.lags, self.pinned = rng, lags, pinned
+        self.changing = ["policy", "critic"][: rng.choice([1, 1, 2])]
+        self.carried = {c: f"update_{c}" for c in self.changing}
+        self.frozen = rng.random() < 0.3
+        if self.frozen:
+            self.carried["reference"] = "reference"
+        self.sources = ["prompts", "images"][: rng.choice([1, 1, 1, 2])]
+        self.weightless = rng.random() < 0.15
+        self.nodes: list[Node] = []
+        self.values = list(self.sources)
+        self.unread = set(self.sources)
+        self.between: dict[str, int] = {}
+        self.slow = {c: rng.choice([2, 3]) for c in self.changing[1:] if rng.random() < 0.35}
+
+    def add(self, *nodes: Node) -> str:
+        self.nodes += nodes
+        return nodes[-1].name
+
+    def weights(self, pool: str, per_update: bool = False) -> str:
+        lag = self.rng.choice([0] if per_update and self.pinned else self.lags)
+        every = self.rng.randint(1, lag + 1) if not self.pinned and self.rng.random() < 0.4 else 1
+        return self.add(broadcast(f"broadcast_{len(self.nodes)}", self.rng.choice(self.changing), lag, pool, every))
+
+    def reference(self, pool: str) -> str:
+        """The value that never changes, as it is or sent."""
+        if pool == "trainer":
+            return "reference"
+        return self.add(broadcast(f"reference_{len(self.nodes)}", "reference", 0, pool))
+
+    def group_node(self, index: int) -> None:
+        """A node, a filter, two nodes that take turns, or one that reads what an update before has left."""
+        rng, name = self.rng, f"group_{index}"
+        few = rng.sample(self.values, min(len(self.values), rng.choice([1, 1, 2])))
+        reads = sorted(set(self.sources) if index == 0 else set(few))
+        pool = "generator" if index == 0 else rng.choice(POOLS)
+        edges = []
+        kind = rng.choice(["call"] * 6 + ["keep", "turns", "turns", "delay"])
+        if kind == "delay":
+            pool, lag = "trainer", rng.choice([0, 1, 2, 5])
+            carried = rng.choice(self.changing)
+            edges.append(self.add(delay(f"delay_{index}", carried, lag + self.pinned * max(self.lags))))
+        if not self.weightless and (index == 0 or rng.random() < 0.25):
+            edges.append(self.weights(pool))
+        if self.frozen and rng.random() < (1 if pool == "trainer" else 0.0 if self.weightless else 0.3):
+            edges.append(self.reference(pool))
+        made = {name}
+        if kind == "keep" and index > 0 and not self.pinned:
+            self.add(keep(name, reads, pool))
+        elif kind == "turns":
+            answers = rng.choice(["environment", "environment", *POOLS])
+            self.add(*alternate(name, f"answer_{index}", [*reads, *edges], rng.randint(1, 4), pool, answers))
+            made = {name, f"answer_{index}"}
+        else:
+            self.add(call(name, [*reads, *edges], pool, stateful=rng.random() < 0.15))
+        self.values += sorted(made)
+        self.unread = (self.unread - set(reads)) | made
+
+    def between_node(self, index: int) -> None:
+        """A value within an update, or at each `every`th one; some read the value that another one made."""
+        rng, every = self.rng, self.rng.choice([1, 1, 2, 3])
+        reads = [] if every > 1 and rng.random() < 0.5 else [rng.choice(self.values)]
+        edges = [rng.choice(self.changing)] if rng.random() < 0.6 or not reads else []
+        edges += [name for name, beat in self.between.items() if every % beat == 0 and rng.random() < 0.5]
+        pool = "trainer" if edges or self.weightless else rng.choice(POOLS)
+        if not self.weightless and rng.random() < 0.5:
+            edges.append(self.weights(pool, per_update=True))
+        name = self.add(call(f"between_{index}", [*reads, *edges], pool, "update", rng.random() < 0.3, every))
+        self.between[name] = every
+        if every == 1:
+            self.unread -= set(reads)
+
+    def watch(self) -> None:
+        """One whose output nobody reads: it reports figures."""
+        rng = self.rng
+        edges = [rng.choice(self.changing)] if self.weightless or rng.random() < 0.5 else []
+        pool = "trainer" if edges else rng.choice(["generator", "scorer"])
+        edges = edges or [self.weights(pool, per_update=True)]
+        self.add(call("watch", [self.rng.choice(self.values), *edges], pool, "update"))
+
+    def trailing(self, index: int) -> None:
+        """One that reads nothing but weights."""
+        pool = self.rng.choice([*POOLS, "evaluator", "evaluator"])
+        edges = [self.weights(pool, per_update=True) for _ in range(self.rng.choice([1, 1, 2]))]
+        if self.frozen and pool != "trainer" and self.rng.random() < 0.3:
+            edges.append(self.reference(pool))
+        stateful = self.rng.random() < 0.2
+        self.add(call(f"trailing_{index}", edges, pool, "update", stateful, self.rng.choice([1, 1, 2, 3])))
+
+    def updates(self) -> None:
+        """The next values: of the policy from all that is unread, others perhaps at some updates only."""
+        rng, reads = self.rng, self.unread
+        for name in self.changing:
+            every = self.slow.get(name, 1)
+            chained = [f"update_{self.changing[0]}"] if name != self.changing[0] and rng.random() < 0.4 else []
+            between = [b for b, beat in self.between.items() if every % beat == 0]
+            groups = sorted(reads) if every == 1 or rng.random() < 0.3 else []
+            self.add(call(f"update_{name}", [name, *groups, *between, *chained], "trainer", "update", every=every))
+            reads = {rng.choice(self.values)}
+        if rng.random() < 0.2:
+            self.carried["average"] = "blend"
+            read = rng.choice(["policy", "update_policy"])
+            self.add(call("blend", ["average", read], "trainer", "update", every=rng.choice([1, 2])))
+
+
+def random_graph(rng: Random, lags: Sequence[int], pinned: bool) -> Graph:
+    """One to four steps per group, at most three carried values that change, and what goes with them."""
+    draft = Draft(rng, lags, pinned)
+    for index in range(rng.randint(1, 4)):
+        draft.group_node(index)
+    for index in range(rng.choice([0, 0, 1, 2])):
+        draft.between_node(index)
+    if rng.random() < 0.3:
+        draft.watch()
+    for index in range(0 if draft.weightless else rng.choice([0, 0, 0, 1, 2])):
+        draft.trailing(index)
+    draft.updates()
+    return graph("random", draft.carried, draft.sources, draft.nodes)
+
+
+def random_plan(rng: Random, graph: Graph) -> Plan:
+    """Up to 2 x 2 ranks a pool; labels kept, some merged, or everything on one replica."""
+    merges: list[dict[str, str]] = [
+        {},
+        {},
+        {"scorer": "generator"},
+        {"scorer": "trainer"},
+        {"environment": "generator", "evaluator": "generator"},
+        {"environment": "scorer", "evaluator": "scorer"},
+        dict.fromkeys(["generator", "scorer", "environment", "evaluator"], "trainer"),
+    ]
+    pools = (*POOLS, "environment", "evaluator")
+    replicas = {p: 1 if p == "trainer" else rng.choice([1, 2]) for p in pools}
+    capacity = {p: rng.choice([1, 1, 2]) if p == "trainer" else rng.choice([1, 2, 5]) for p in pools}
+    return place(graph, replicas, capacity, rng.choice([1, 2]), rng.choice(merges))
