@@ -116,7 +116,12 @@ def test_tokens_are_never_encoded_again(context: Context, monkeypatch: pytest.Mo
     engine = make_engine(context, samples=SAMPLES)
     encoded: list[str] = []
     inner = engine.tokenizer._encode
-    monkeypatch.setattr(engine.tokenizer, "_encode", lambda text, **kind: encoded.append(text) or inner(text, **kind))
+
+    def noted(text: str, **kind: bool) -> list[int]:
+        encoded.append(text)
+        return inner(text, **kind)
+
+    monkeypatch.setattr(engine.tokenizer, "_encode", noted)
     made = play(engine, [5], turns=4)
     for before, after in pairwise(made):
         replies = answers(before[5])

@@ -1,5 +1,7 @@
 """Packing loses no token, puts sequences of about one length together, and shares them out evenly."""
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -70,3 +72,16 @@ def test_what_is_in_a_row_after_a_sequence_does_not_count() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt in row 1"):
         pack(torch.ones(2, 3, dtype=torch.long), torch.tensor([1, 0]), torch.tensor([2, 3]), 10)
+
+
+@given(LENGTHS, st.integers(1, 60), st.randoms(use_true_random=False))
+def test_what_nobody_sampled_is_no_target_and_moves_nothing_else(lengths: Lengths, size: int, random: Random) -> None:
+    tokens, prompts, responses = batch(lengths)
+    sampled = torch.tensor([[random.random() < 0.5 for _ in range(int(responses.max()))] for _ in lengths])
+    whole = pack(tokens, prompts, responses, size)
+    masked = pack(tokens, prompts, responses, size, sampled_NT=sampled)
+    for all_of, some in zip(whole, masked, strict=True):
+        chosen = sampled[all_of.sequence_P, all_of.step_P]
+        assert torch.equal(some.tokens_RW, all_of.tokens_RW)
+        for name in ("at_P", "targets_P", "sequence_P", "step_P"):
+            assert torch.equal(getattr(some, name), getattr(all_of, name)[chosen])

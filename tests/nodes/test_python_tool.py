@@ -232,7 +232,7 @@ def test_options_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="given workers 0"):
         python_tool.fn(rollouts("1"), workers=0)
     with pytest.raises(ValueError, match='needed 1 or more workers and "reply" or "fail"'):
-        python_tool.fn(rollouts("1"), on_timeout="never")  # type: ignore[arg-type]
+        python_tool.fn(rollouts("1"), on_timeout="never")
 
 
 def test_a_call_whose_caller_is_killed_ends_by_itself() -> None:

@@ -1,0 +1,124 @@
+"""A curriculum: of several candidates for a group, the prompt of the kind whose rewards vary most is taken.
+
+Where all responses are right, or all wrong, a group-mean baseline leaves no gradient: p · (1 − p), the variance of a
+reward that is 1 with probability p, says how much there is to learn (see DAPO, arXiv 2503.14476, section 3.2, which
+drops such groups after they were sampled). What is known is a carried value, read through `delay`: the choices for an
+update depend on exactly the updates before it, less the lag.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from penstock.graph import node
+from penstock.graph.types import Carried, Context, Metrics, Prompts, Rewards, Source
+from penstock.nodes.data import open_prompts
+
+Kind = Callable[[str], str]
+"""A prompt's text → what it has in common with others."""
+
+UNSEEN = 0.25
+"""The variance that a kind is given until it is seen: the largest that rewards of 0 and 1 can have."""
+MEMORY = 0.7
+"""What each update leaves of a kind's figure."""
+
+
+class Candidates(Prompts):
+    """Several prompts for each group, one of which is to be chosen."""
+
+    maker: ClassVar[str] = "penstock.nodes.curriculum:open_candidates"
+    pool: ClassVar[str] = "curriculum"
+
+
+class Varied:
+    """A carried value: for each kind of prompt, how much its rewards have varied within a group of late."""
+
+    maker: ClassVar[str] = "penstock.nodes.curriculum:make_varied"
+    pool: ClassVar[str] = "curriculum"
+
+    def __init__(self) -> None:
+        self.variances: dict[str, float] = {}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """It has none: it is read through `delay`."""
+        return {}
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {}, {"variances": self.variances}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.variances = dict(facts["variances"])
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
+
+
+class _Several:
+    """`count` prompts of a source for each ordinal."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.source, self.count = source, count
+
+    def read(self, ordinal: int) -> Candidates:
+        found = [self.source.read(ordinal * self.count + index) for index in range(self.count)]
+        texts, answers = (tuple(part for p in found for part in parts(p)) for parts in (_texts, _answers))
+        return Candidates((ordinal,) * self.count, texts, answers)
+
+
+def _texts(prompts: Prompts) -> tuple[str, ...]:
+    return prompts.texts
+
+
+def _answers(prompts: Prompts) -> tuple[str, ...]:
+    return prompts.answers
+
+
+def open_candidates(context: Context) -> Source:
+    """The run's prompts, as many for a group as the program's option `candidates` says."""
+    count = int(context.options.get("candidates", 4))
+    if count < 1:
+        raise ValueError(f"candidates: given {count}, needed at least 1 prompt to choose from")
+    return _Several(open_prompts(replace(context, split="train")), count)
+
+
+def make_varied(context: Context) -> Carried:
+    return Varied()
+
+
+def carries(text: str) -> str:
+    """The kind of an arithmetic problem "a+b=": its sign, and how many digits have to be carried or borrowed."""
+    sign = "+" if "+" in text else "-"
+    a, _, b = text.rstrip("=").partition(sign)
+    carry = count = 0
+    for x, y in zip(reversed(a), reversed(b), strict=True):
+        carry = int(int(x) + int(y) + carry > 9 if sign == "+" else int(x) - int(y) - carry < 0)
+        count += carry
+    return f"{sign}{count}"
+
+
+@node(pool="curriculum")
+def choose(candidates: Candidates, varied: Varied, *, by: Kind = carries) -> tuple[Prompts, Metrics]:
+    """The candidate of the kind whose rewards have varied most, the first of equals; unseen kinds come first.
+
+    Figure: `expected_variance`, what is known of that kind.
+    """
+    variances = [varied.variances.get(by(text), UNSEEN) for text in candidates.texts]
+    row = max(range(len(variances)), key=variances.__getitem__)
+    chosen = Prompts((candidates.ordinals[row],), (candidates.texts[row],), (candidates.answers[row],))
+    return chosen, {"expected_variance": variances[row]}
+
+
+@node(pool="curriculum", clock="update")
+def remember(varied: Varied, prompts: Prompts, rewards: Rewards, *, by: Kind = carries) -> tuple[Varied, Metrics]:
+    """Take in how much the rewards of an update's groups vary. Figure: `kinds`, the number of kinds known."""
+    groups, rows = len(prompts.texts), len(rewards.values_N)
+    if rows % groups:
+        raise ValueError(f"remember: given {rows} rewards of {groups} groups, needed equally many of each group")
+    variance_G = rewards.values_N.float().view(groups, -1).var(1, unbiased=False).tolist()
+    for text, variance in zip(prompts.texts, variance_G, strict=True):
+        kind = by(text)
+        known = varied.variances.get(kind, variance)
+        varied.variances[kind] = MEMORY * known + (1 - MEMORY) * variance
+    return varied, {"kinds": float(len(varied.variances))}
