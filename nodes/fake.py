@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.graph import node
 from penstock.graph.types import Carried, Context, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Source, Weights
-from penstock.nodes.fake_engine import HANG_S, WIDTH, FakeEngine, FakeError, duration, fault, key
+from penstock.nodes.fake_engine import HANG_S, WIDTH, FakeEngine, FakeError, duration, fault, key, lasting
 from penstock.nodes.learn.packing import sampled_mask
 
 __all__ = [
@@ -122,10 +122,10 @@ def fake_environment(
     and 1 that depends on all of its tokens."""
     ordinal, turn = rollouts.ordinals[0], max(rollouts.turns())
     fault("fake_environment", ordinal, raise_at, hang_at)
-    time.sleep(duration(ms, jitter_ms, f"fake_environment.{turn}", ordinal) / 1000)
-    done = [spoken > key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
-    texts = tuple(str(key("reply", ordinal, row, turn) % 1000) for row in range(len(rollouts)))
-    rewards_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
+    with lasting(duration(ms, jitter_ms, f"fake_environment.{turn}", ordinal)):
+        done = [spoken > key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
+        texts = tuple(str(key("reply", ordinal, row, turn) % 1000) for row in range(len(rollouts)))
+        rewards_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
     return Replies(texts, ("user",) * len(texts), torch.tensor(done), rewards_N)
 
 
@@ -136,9 +136,9 @@ def fake_score(
     """A reward between 0 and 1 that depends on every token."""
     ordinal = rollouts.ordinals[0]
     fault("fake_score", ordinal, raise_at, hang_at)
-    time.sleep(duration(ms, jitter_ms, "fake_score", ordinal) / 1000)
-    values_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
-    return Rewards(values_N), {"reward_mean": float(values_N.mean())}
+    with lasting(duration(ms, jitter_ms, "fake_score", ordinal)):
+        values_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
+        return Rewards(values_N), {"reward_mean": float(values_N.mean())}
 
 
 @node(pool="trainer", clock="update")
@@ -154,7 +154,11 @@ def fake_update(
 ) -> tuple[FakePolicy, Metrics]:
     """The next vector: depends on the old one and on each row's place, tokens, log-probabilities and reward."""
     fault("fake_update", policy.version, raise_at, hang_at)
-    time.sleep(duration(ms, jitter_ms, "fake_update", policy.version) / 1000)
+    with lasting(duration(ms, jitter_ms, "fake_update", policy.version)):
+        return policy, _step(policy, rollouts, rewards)
+
+
+def _step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> Metrics:
     gradient_W = torch.zeros(WIDTH)
     sampled_NT = sampled_mask(rollouts)
     for row, value in enumerate(rewards.values_N.tolist()):
@@ -165,10 +169,9 @@ def fake_update(
     policy.values_W = (policy.values_W + 0.01 * policy.momentum_W).clamp(0.01, 4.0)
     lags_P = policy.version - rollouts.versions_NT[sampled_NT]
     policy.version += 1
-    metrics = {
+    return {
         "loss": float(gradient_W.mean()),
         "lag_mean": float(lags_P.float().mean()),
         "lag_max": float(lags_P.max()),
         "tokens": float(sampled_NT.sum()),
     }
-    return policy, metrics

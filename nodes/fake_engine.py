@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -145,6 +146,14 @@ def key(*parts: str | int) -> int:
 def duration(ms: float, jitter_ms: float, name: str, index: int) -> float:
     """Milliseconds of one firing."""
     return ms + jitter_ms * (key("jitter", name, index) % 10_000) / 10_000
+
+
+@contextmanager
+def lasting(ms: float) -> Iterator[None]:
+    """What is done meanwhile is part of the given duration: sleep for what is left of it."""
+    end = time.monotonic() + ms / 1000
+    yield
+    time.sleep(max(0.0, end - time.monotonic()))
 
 
 def fault(name: str, index: int, raise_at: int, hang_at: int) -> None:
