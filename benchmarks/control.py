@@ -3,8 +3,8 @@
     python benchmarks/control.py [--keep]
 
 See `round_trips` and `ray_calls` for what a task goes through. The two alternate, each time in new processes laid out
-alike: 1 and 16 workers have a process each, 256 are 16 threads in each of 16 processes. In flight is a number of tasks
-in all, equally many for each worker. Without Ray (extra `bench`) its columns are missing, and said so.
+alike: 1 and 16 workers have a process each, 256 are 16 threads in each of 16 processes. `in_flight` counts the tasks
+of all workers. Without Ray (extra `bench`) its columns are missing, and said so.
 """
 
 import argparse
@@ -36,17 +36,18 @@ LAG = 1
 GENERATORS = 2
 TARGETS = {"one_in_flight": 3.0, "pipelined": 5.0}
 """What is promised: tasks per second over Ray's."""
+WINDOW = 256
+"""Tasks in flight at each worker when pipelined."""
 LIMIT_S = 420.0
 """Seconds for one system's part of one repeat. Start-up and each wait have shorter deadlines of their own."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`threads` workers in each of `processes`; `window` tasks in flight at each worker when pipelined."""
+    """`threads` workers in each of `processes`."""
 
     processes: int
     threads: int
-    window: int
 
     @property
     def workers(self) -> int:
@@ -54,10 +55,10 @@ class Layout:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        return {"one_in_flight": self.workers, "pipelined": self.workers * self.window}
+        return {"one_in_flight": self.workers, "pipelined": self.workers * WINDOW}
 
 
-LAYOUTS = {layout.workers: layout for layout in (Layout(1, 1, 256), Layout(16, 1, 256), Layout(16, 16, 16))}
+LAYOUTS = {layout.workers: layout for layout in (Layout(1, 1), Layout(16, 1), Layout(16, 16))}
 
 
 def scheduler_events_per_s(repeats: int = 5) -> dict[str, Any]:
@@ -113,9 +114,9 @@ def round_trips(layout: Layout, repeats: int, seconds: float) -> tuple[list[dict
     rows = []
     for mode, target in TARGETS.items():
         rates = {name: [one[mode] for one in parts] for name, parts in found.items()}
-        row = {"workers": layout.workers, "processes": layout.processes, "threads": layout.threads}
+        row: dict[str, Any] = {"workers": layout.workers, "processes": layout.processes, "threads": layout.threads}
         row |= {"mode": mode, "in_flight": layout.in_flight[mode]}
-        row |= {name: spread(values) for name, values in rates.items()}
+        row.update((name, spread(values)) for name, values in rates.items())
         if "ray" in rates:
             pairs = zip(rates["penstock"], rates["ray"], strict=True)
             row |= {"ratio": spread([ours / theirs for ours, theirs in pairs]), "target": target}
@@ -127,7 +128,7 @@ def round_trips(layout: Layout, repeats: int, seconds: float) -> tuple[list[dict
 def measured(script: str, layout: Layout, seconds: float) -> dict[str, float]:
     """What one system's script prints last. Raises CalledProcessError or TimeoutExpired."""
     path = Path(__file__).resolve().parent / script
-    numbers = (layout.processes, layout.threads, layout.window, seconds)
+    numbers = (layout.processes, layout.threads, WINDOW, seconds)
     command = [sys.executable, str(path), *map(str, numbers)]
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
     found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])

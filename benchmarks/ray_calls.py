@@ -61,4 +61,4 @@ def _rounds(workers: list["ray.actor.ActorHandle"], window: int, seconds: float)
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*map(int, sys.argv[1:4]), seconds=float(sys.argv[4]))))
+    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))))

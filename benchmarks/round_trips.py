@@ -236,4 +236,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "host":
         host(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
-        print(json.dumps(measure(*map(int, sys.argv[1:4]), seconds=float(sys.argv[4]))))
+        print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))))

@@ -65,7 +65,7 @@ def measure(
 ) -> tuple[Examiner, Metrics]:
     """Greedy accuracy of the weights on the first `problems` held-out problems: `accuracy`, and the version it is of.
 
-    It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy, lag=9, every=10))`.
+    It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
     """
     tag = object()
     examiner.submit(tag, {"behaviour": behaviour})

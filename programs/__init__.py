@@ -1,1 +1,1 @@
-""""""
+"""The algorithms: one file each, on one page."""

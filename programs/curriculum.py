@@ -48,5 +48,5 @@ def curriculum(
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     rewards = score(rollouts, by=math_answer)
     learnt = policy_update(policy, rollouts, group_advantage(rewards), loss=partial(aipo, rho=rho), lr=lr)
-    measure.every(look)(broadcast(policy, lag=look - 1, every=look))
+    measure.every(look)(broadcast(policy))
     return {"policy": learnt, "varied": remember(varied, prompts, rewards)}

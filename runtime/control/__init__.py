@@ -1,1 +1,1 @@
-""""""
+"""The control plane: processes, sockets, messages, deadlines."""

@@ -1,1 +1,1 @@
-""""""
+"""Where everything runs: the machines, and the default placement."""

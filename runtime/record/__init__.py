@@ -1,1 +1,1 @@
-""""""
+"""The run folder, and what is drawn of it."""

@@ -1,1 +1,1 @@
-""""""
+"""Which firing happens when: the scheduler, its simulator and its replay; pure."""
