@@ -3,7 +3,7 @@
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.events import Send, Swap
 from penstock.runtime.schedule.state import State
-from penstock.runtime.schedule.tables import Channel, Step
+from penstock.runtime.schedule.tables import Channel
 
 
 def publish(state: State, channels: tuple[Channel, ...]) -> None:
@@ -21,22 +21,9 @@ def publish(state: State, channels: tuple[Channel, ...]) -> None:
         first = version == state.rules.start
         if (version >= state.rules.end and not (first and behind)) or (version % channel.every and not first):
             continue
-        if way.may_publish(version) and _of_use(state, channel.name, version):
+        if way.may_publish(version):
             way.publishing = True
             state.fire(Firing(channel.name, version), channel.source.name)
-
-
-def _of_use(state: State, channel: str, version: int) -> bool:
-    """May some reader start with this version? One per update takes none that is newer than its update."""
-    readers = state.tables.weight_readers[channel]
-    return not readers or any(not r.per_update or version >= _taker(state, r, version) - lag for r, lag in readers)
-
-
-def _taker(state: State, step: Step, version: int) -> int:
-    """The first update at which a per-update step is yet to start, and may have a version."""
-    update = state.next_update(step)
-    started = Firing(step.name, update) in state.running
-    return step.due(max(update + started, version))
 
 
 def spare(state: State, name: str) -> bool:

@@ -154,13 +154,6 @@ def test_a_step_that_trails_fires_at_each_kth_update_with_a_version_of_its_lag()
             assert indices(fired(made, "watch")) == [u for u in range(7) if (u + 1) % every == 0]
 
 
-def test_only_versions_that_a_step_that_trails_can_use_are_sent_to_it() -> None:
-    made = world(watched(0, every=4), Rules(batch=2, end=12))
-    finish(made)
-    sent = [c for told in made.told for c in told if isinstance(c, Send) and c.channel == "policy>evaluator"]
-    assert [c.version for c in sent] == [3, 7, 11]
-
-
 def test_an_update_waits_for_the_snapshot_that_a_step_behind_it_still_needs() -> None:
     made = begun(watched(lag=0), Rules(batch=1, end=9))
     exhaust(made, but="watch")
