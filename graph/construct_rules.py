@@ -1,4 +1,4 @@
-"""The rules of `check` for what a program says beside calling nodes: slower clocks, delays, turns."""
+"""The rules of `check` for what a program says beside calling nodes: slower clocks, delays, turns, steps."""
 
 from collections.abc import Callable, Iterator
 
@@ -74,4 +74,17 @@ def _turns(view: View) -> Iterator[Fault]:
             yield Fault(f"{node.name}: takes turns", "a node that passes a state on", needed, node.where)
 
 
-CONSTRUCT_RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (_beats, _delays, _turns)
+def _steps(view: View) -> Iterator[Fault]:
+    """Several optimizer steps per batch: minibatches of whole prompt groups, equally many in each."""
+    for node in view.graph.nodes:
+        options = dict(node.options)
+        for name in ("epochs", "minibatches"):
+            count = options.get(name, 1)
+            if type(count) is not int or count < 1:
+                yield Fault(f"{node.name}: {name}", repr(count), "a whole number of at least 1", node.where)
+            elif name == "minibatches" and node.clock == "update" and type(view.batch) is int and view.batch % count:
+                given = f"minibatches={count} for a batch of {view.batch} prompt groups"
+                yield Fault(f"{node.name}: minibatches", given, "a number that divides the batch", node.where)
+
+
+CONSTRUCT_RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (_beats, _delays, _turns, _steps)

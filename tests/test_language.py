@@ -197,6 +197,18 @@ def test_a_node_that_fires_per_group_has_no_slower_clock() -> None:
         graph("slow_group_node")
 
 
+# Steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_minibatches_that_do_not_divide_the_batch_are_refused_before_anything_starts() -> None:
+    found = load("ppo")
+    assert isinstance(found, Program)
+    said = "\n".join(map(str, check(trace(found, {"minibatches": 4}), batch=6)))
+    assert "given   minibatches=4 for a batch of 6 prompt groups" in said
+    assert "needed  a number that divides the batch" in said
+    assert check(trace(found, {"minibatches": 3}), batch=6) == []
+
+
 # Places and clocks by the call --------------------------------------------------------------------------------
 
 
