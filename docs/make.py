@@ -10,6 +10,9 @@ A region stands between `<!-- begin WHAT -->` and `<!-- end WHAT -->` in README.
     help                   what `penstock --help` prints
     schedule NAME FLAG …   the period and the drawing that `penstock simulate NAME` prints
     tree FOLDER …          the files of these folders, with the first sentence of each one's docstring
+    algorithms             the table of the algorithms (see algorithms.py)
+    graphs                 a section for each of them: its options, and what `penstock show NAME` prints
+    names FOLDER           the algorithms as a list with links to FOLDER/NAME.py, and the other programs
     figures NAME           benchmarks/results/NAME.json as a table, with date, commit and machine
     excerpt NAME           benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
 """
@@ -26,6 +29,8 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from algorithms import algorithms, loss, others
 
 from penstock.graph import Graph, Program, load, trace
 from penstock.graph.show import text
@@ -140,6 +145,37 @@ def _phrase(path: Path) -> str:
     return sentence
 
 
+def algorithm_table() -> str:
+    columns = ["algorithm", "lines", "paper", "pools", "lag", "loss", "needs beside"]
+    rows = [
+        [
+            f"[{one.name}](#{one.name})",
+            str(one.lines),
+            "<br>".join(one.papers),
+            ", ".join(one.graph.pools()),
+            one.lag,
+            loss(one.graph) or "its own",
+            "<br>".join(one.needs()),
+        ]
+        for one in algorithms()
+    ]
+    return _table(columns, rows)
+
+
+def algorithm_graphs() -> str:
+    parts = []
+    for one in algorithms():
+        parts += [f"### {one.name}", f"{one.summary}: [programs/{one.name}.py](../programs/{one.name}.py)."]
+        parts.append(show(one.name))
+    return "\n\n".join(parts)
+
+
+def program_names(folder: str) -> str:
+    rows = [[f"[`{one.name}`]({folder}/{one.name}.py)", one.summary, one.lag] for one in algorithms()]
+    rest = ", ".join(f"[`{one.name}`]({folder}/{one.name}.py)" for one in others())
+    return f"{_table(['program', 'what it is', 'lag'], rows)}\n\nBeside these: {rest}."
+
+
 def figures(name: str) -> str:
     path = RESULTS / f"{name}.json"
     if not path.exists():
@@ -203,6 +239,9 @@ WRITERS: dict[str, Callable[..., str]] = {
     "help": help_text,
     "schedule": schedule,
     "tree": tree,
+    "algorithms": algorithm_table,
+    "graphs": algorithm_graphs,
+    "names": program_names,
     "figures": figures,
     "excerpt": excerpt,
 }

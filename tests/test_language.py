@@ -177,6 +177,13 @@ def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_p
     assert len(seen) >= 2
 
 
+def test_what_was_measured_after_the_last_row_is_in_the_summary(tmp_path: Path) -> None:
+    folder = run(tmp_path, "clocks", lag=1, look=UPDATES)
+    seen = [row["watch_update"] for row in rows(folder) if "watch_update" in row]
+    last = summary(folder)["measured"].get("watch_update")
+    assert [*seen, *([last] if last is not None else [])] == [UPDATES - 1]
+
+
 def test_nobody_waits_for_a_node_that_only_measures() -> None:
     """It takes as long as three updates, at every fifth: the period is that of the cycle without it."""
     seconds = {"fake_update": 1.0, "watch": 3.0}

@@ -1,139 +1,97 @@
 """The code that README.md and docs/write-an-algorithm.md show: it traces, has no fault, and runs."""
 
-import importlib
-import re
-import sys
+import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.graph import Program, check, load, trace
-from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
-from penstock.runtime.control.inprocess import InProcess
-from penstock.runtime.control.recorder import RunRecorder
-from penstock.runtime.control.session import Session
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.record.folder import RunFolder
+from penstock.graph import check, load, trace
 from penstock.runtime.record.metrics import read_rows
 
-ROOT = Path(__file__).resolve().parent.parent
+from .pages import ROOT, UPDATES, Folder, consoles, files, run, run_tests, written
+
+README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "write-an-algorithm.md"
-PAGES = (ROOT / "README.md", GUIDE)
-FAULTY = "faulty"
-UPDATES = 2
-
-
-def files(page: Path) -> dict[str, str]:
-    """The page's Python blocks that begin with a file's name."""
-    blocks = re.findall(r"(?ms)^```python\n(# (\w+\.py)\n.*?)^```$", page.read_text())
-    return {name: text for text, name in blocks}
-
-
-@dataclass(frozen=True)
-class Folder:
-    """All files of the pages as a user has them."""
-
-    path: Path
-    programs: dict[str, Program[..., Any]] = field(default_factory=dict)
+FAULTY = {"faulty", "filter_by_lambda", "starving", "slow_group", "updated_twice", "delayed_elsewhere", "unbounded"}
+RUN = {
+    "my_algorithm": "loss",
+    "topr": "loss",
+    "priced": "cost",
+    "reinforce": "baseline",
+    "scaled": "loss",
+    "with_judge": "loss",
+    "filtered": "loss",
+    "anchored": "average_distance",
+    "by_width": "expected_variance",
+    "second_chance": "loss",
+    "often": "replayed",
+}
+"""The programs without a fault, each with a figure that its last update has."""
+OPTIONS: dict[str, dict[str, Any]] = {"anchored": {"move": 2, "look": 2}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
-    path = tmp_path_factory.mktemp("user")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        patch.syspath_prepend(str(path))
-        found = Folder(path)
-        for page in PAGES:
-            for name, text in files(page).items():
-                (path / name).write_text(text)
-        for name in (name for page in PAGES for name in files(page)):
-            for function in re.findall(r"(?m)^@program.*\ndef (\w+)", (path / name).read_text()):
-                made = load(f"{name}:{function}")
-                assert isinstance(made, Program)
-                if function != FAULTY:
-                    found.programs[function] = made
+    with written((README, GUIDE), tmp_path_factory.mktemp("user")) as found:
         yield found
-        for name in (name for page in PAGES for name in files(page)):
-            sys.modules.pop(name.removesuffix(".py"), None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def run(program: Program[..., Any], path: Path) -> dict[str, Any]:
-    """A run in this process, as small as it can be; its summary."""
-    flags = Flags(updates=UPDATES, batch=2, max_tokens=4, eval_groups=4, slots=8, deadline=60.0)
-    graph = trace(program)
-    evaluation = trace(program.evaluation, {}, EVALUATION) if program.evaluation else None
-    graphs = [graph, *([evaluation] if evaluation else [])]
-    plan = place(graphs, Cluster(hosts=(Host(name="local", cores=1),)), slots=flags.slots)
-    config = RunConfig(graph, evaluation, plan, flags, "readme")
-    folder = RunFolder.create(path)
-    config.write(folder, {})
-    said: list[dict[str, Any]] = []
-    session = Session(config, RunRecorder(folder, config, said.append, monotonic()))
-    status = InProcess(config, session, folder.path).run()
-    folder.unlock()
-    assert status == "done", session.error
-    return said[-1]
 
 
 def test_the_readme_shows_an_algorithm_in_under_30_lines() -> None:
-    (text,) = files(ROOT / "README.md").values()
+    text = files(README)["my_file.py"]
     assert len(text.strip().splitlines()) < 30
     assert "@node" in text
 
 
-def test_every_program_has_no_fault(folder: Folder) -> None:
-    assert set(folder.programs) == {"my_algorithm", "priced", "reinforce", "scaled", "with_judge"}
-    for program in folder.programs.values():
-        assert not check(trace(program), batch=8)
+def test_the_readme_shows_a_new_loss_in_at_most_15_lines() -> None:
+    functions = {f.name: f for f in ast.parse(files(README)["my_loss.py"]).body if isinstance(f, ast.FunctionDef)}
+    loss = functions["tapered"]
+    assert loss.end_lineno is not None
+    assert loss.end_lineno - loss.lineno < 15
+    assert "loss=tapered" in ast.unparse(functions["topr"])
+
+
+def test_every_program_that_is_shown_without_a_fault_has_none(folder: Folder) -> None:
+    assert set(folder.programs) == RUN.keys() | FAULTY
+    for name in RUN:
+        assert not check(trace(folder.programs[name]), batch=8)
 
 
 def test_the_guide_shows_what_check_says(folder: Folder) -> None:
-    found: Any = load(f"faulty.py:{FAULTY}")
-    faults = check(trace(found), batch=8)
-    said = "\n".join([*map(str, faults), f"{len(faults)} faults"]).replace(str(folder.path), "/home/me")
-    (shown,) = re.findall(r"(?ms)^\$ penstock check faulty.py:faulty\n(.*?)\n```$", GUIDE.read_text())
-    assert shown == said
+    shown = {command: said for command, said in consoles(GUIDE).items() if command.startswith("penstock check")}
+    assert {command.rpartition(":")[2] for command in shown} == FAULTY
+    assert shown == {command: folder.checked(command.split()[-1]) for command in shown}
 
 
-@pytest.mark.timeout(120)
-def test_the_readme_algorithm_runs(folder: Folder, tmp_path: Path) -> None:
-    summary = run(folder.programs["my_algorithm"], tmp_path / "run")
-    assert (summary["updates"], summary["groups"]) == (UPDATES, 2 * UPDATES)
-    assert summary["accuracy_after"] is not None
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", RUN)
+def test_the_algorithms_run(folder: Folder, tmp_path: Path, name: str) -> None:
+    summary = run(folder.programs[name], tmp_path / "run", **OPTIONS.get(name, {}))
+    assert (summary["status"], summary["updates"]) == ("done", UPDATES), summary["error"]
+    assert RUN[name] in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (summary.get("accuracy_after") is not None) == (folder.programs[name].evaluation is not None)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["priced", "reinforce", "scaled", "with_judge"])
-def test_the_algorithms_of_the_guide_run(folder: Folder, tmp_path: Path, name: str) -> None:
-    summary = run(folder.programs[name], tmp_path / "run")
-    assert summary["updates"] == UPDATES
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    figure = {"priced": "cost", "reinforce": "baseline"}.get(name, "loss")
-    assert [figure in row for row in rows] == [True] * UPDATES
+def test_the_loss_of_the_readme_is_the_papers(folder: Folder) -> None:
+    """The gradient: −A for a good response, −min(Π π / μ, 1) · A for a bad one (arXiv 2503.14286)."""
+    from penstock.nodes.learn.sampled import Sampled
+
+    module: Any = load("my_loss.py:tapered")
+    behaviour_P = torch.tensor([-1.0, -2.0, -1.0, -1.0, -3.0, -1.0])
+    logprobs_P = torch.tensor([-0.5, -1.0, -2.0, -0.5, -1.0, -0.9], requires_grad=True)
+    advantages_P, response_P = torch.tensor([1.0, 1.0, -0.5, -0.5, -2.0, -2.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    sampled = Sampled(advantages_P, torch.full((6,), 2), response_P, response_P, {"behaviour": behaviour_P})
+    module(logprobs_P, sampled).sum().backward()
+    bad = torch.tensor(-0.5).exp()
+    wanted_P = -advantages_P * torch.stack([torch.ones(()), torch.ones(()), bad, bad, torch.ones(()), torch.ones(())])
+    torch.testing.assert_close(logprobs_P.grad, wanted_P)
 
 
 def test_the_tests_of_the_guide_pass(folder: Folder) -> None:
     tests = [name for name in files(GUIDE) if name.startswith("test_")]
-    assert tests
-    for name in tests:
-        module = importlib.import_module(name.removesuffix(".py"))
-        for function in [f for f in vars(module) if f.startswith("test_")]:
-            getattr(module, function)()
+    assert sum(map(run_tests, tests)) == 3
 
 
 def test_the_edge_type_of_the_guide_joins_by_rows(folder: Folder) -> None:

@@ -59,9 +59,10 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
 
 def verb_help(verb: str, programs: Mapping[str, str]) -> None:
     """Print what `penstock VERB --help` says without a program."""
-    names = "".join(f"\n  {name:<10} {summary}" for name, summary in programs.items())
+    width = max(map(len, programs), default=0)
+    names = "".join(f"\n  {name:<{width}}  {summary}" for name, summary in programs.items())
     description = (
-        f"PROGRAM is package.module:function, path/to/file.py:function, or built in:{names}\n"
+        f"PROGRAM is package.module:function, path/to/file.py:function, or built in:{names}\n\n"
         f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
         f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
     )

@@ -166,6 +166,7 @@ class RunRecorder:
             "fates": self.groups,
             "wall_s": round(now - self.began, 3),
             "reward_mean": self.row.get("reward_mean"),
+            "measured": self.rows.pending,
             "dropped_frames": dict(self.dropped_frames),
             "error": error,
             "folder": str(self.folder.path),

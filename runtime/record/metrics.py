@@ -92,6 +92,11 @@ class Rows:
             self._beside.update(metrics)
             self._beside[f"{node}_update"] = float(update)
 
+    @property
+    def pending(self) -> Metrics:
+        """Figures that came after the last row."""
+        return dict(self._beside)
+
     def row(self, update: int, now: float, pools: Mapping[str, Mapping[str, float]]) -> Row:
         """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`)."""
         ordinals = self._batches.pop(update, ())

@@ -1,0 +1,115 @@
+"""Runs in this process on one core, and several such processes at once that go on where an interrupted one stopped."""
+
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from penstock.graph import Program, trace
+from penstock.runtime.cli.base import base_model
+from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
+from penstock.runtime.control.inprocess import run_in_process
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import read_rows
+
+Job = dict[str, Any]
+ONE_CORE = Cluster(hosts=(Host(name="local", cores=1),))
+"""One thread for every rank, so that as many runs as there are cores disturb each other little."""
+
+
+def run_here(program: Program[..., Any], options: Mapping[str, Any], flags: Flags, keep: Path | None = None) -> Job:
+    """Run to the end; the summary, with `rows` of metrics.jsonl and the seconds of the clock and of the processor.
+
+    The carried values as they are at the end are copied to `keep`, a folder each.
+    """
+    graph = trace(program, options)
+    evaluation = trace(program.evaluation, {}, EVALUATION) if program.evaluation is not None else None
+    plan = place([g for g in (graph, evaluation) if g is not None], ONE_CORE, generators=1, slots=flags.slots)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = RunFolder.create(Path(scratch) / "run")
+        RunConfig(graph, evaluation, plan, flags, secrets.token_hex(6)).write(folder, {"program": program.__name__})
+        began, busy = time.monotonic(), time.process_time()
+        run_in_process(folder, lambda line: None)
+        taken = {"seconds": round(time.monotonic() - began, 2), "cpu_s": round(time.process_time() - busy, 2)}
+        saved = latest_checkpoint(folder)
+        if keep is not None and saved is not None:
+            shutil.copytree(saved.folder, keep, dirs_exist_ok=True)
+        return {**folder.read_json("summary.json"), **taken, "rows": read_rows(folder.metrics)}
+
+
+def serve(work: Callable[[Job], Job]) -> None:
+    """A worker's part: a job per line of standard input, its result as a line of standard output."""
+    for line in sys.stdin:
+        print(json.dumps(work(json.loads(line))), flush=True)
+
+
+def shared_base(scratch: Path) -> Path:
+    """The demo's base model, copied into `scratch` when it is first asked for: all runs begin from one, whatever is
+    edited meanwhile."""
+    place = scratch / "base"
+    if not place.is_dir():
+        shutil.copytree(base_model("", lambda line: None), scratch / "copying", dirs_exist_ok=True)
+        (scratch / "copying").rename(place)
+    return place
+
+
+def spread_out(jobs: Sequence[Job], worker: Sequence[str], processes: int, kept: Path) -> list[Job]:
+    """The results of all jobs, in the jobs' order: those that `kept` has, one a line, and the others by workers.
+
+    `worker` are the words of a Python command that serves; a job's fields are in its result, too. Raises RuntimeError
+    when a worker ends early; what has been finished by then stays in `kept`.
+    """
+    done = {_key(job, result): result for result in read_lines(kept) for job in jobs if _same(job, result)}
+    queue: SimpleQueue[Job] = SimpleQueue()
+    missing = [job for job in jobs if _key(job, job) not in done]
+    for job in missing:
+        queue.put(job)
+    print(f"{len(done)} of {len(jobs)} runs are there, {len(missing)} to do", flush=True)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("".join(json.dumps(result) + "\n" for result in read_lines(kept)))  # without a torn last line
+    with kept.open("a") as file, ThreadPoolExecutor(max(1, processes)) as threads:
+
+        def attend() -> None:
+            with subprocess.Popen([sys.executable, *worker], stdin=-1, stdout=-1, text=True) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                while not queue.empty():
+                    job = queue.get()
+                    process.stdin.write(json.dumps(job) + "\n")
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+                    if not line:
+                        raise RuntimeError(f"the worker ended at {job}; see above")
+                    file.write(line)
+                    file.flush()
+                    done[_key(job, job)] = json.loads(line)
+                    print(f"{len(done)}/{len(jobs)}  {line[:150].rstrip()}", flush=True)
+
+        for future in [threads.submit(attend) for _ in range(min(processes, len(missing)))]:
+            future.result()
+    return [done[_key(job, job)] for job in jobs]
+
+
+def read_lines(path: Path) -> list[Job]:
+    """The whole lines of a file of JSON objects; none if there is no file."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _same(job: Job, result: Job) -> bool:
+    return all(result.get(name) == value for name, value in job.items())
+
+
+def _key(job: Job, values: Job) -> str:
+    return json.dumps({name: values[name] for name in sorted(job)})

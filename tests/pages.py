@@ -1,0 +1,109 @@
+"""The pages of the documentation as a user has them: their Python blocks as files in one folder, their programs run."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.graph import GraphError, Program, check, load, trace
+from penstock.runtime.cli.traced import faults_text
+from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
+from penstock.runtime.control.inprocess import InProcess
+from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.session import Session
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.record.folder import RunFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+UPDATES = 2
+SMALL = Flags(updates=UPDATES, batch=2, max_tokens=4, eval_groups=4, slots=8, deadline=60.0)
+HOME = "/home/me"
+"""Where the pages say that their files are."""
+
+
+def files(page: Path) -> dict[str, str]:
+    """The page's Python blocks that begin with a file's name."""
+    blocks = re.findall(r"(?ms)^```python\n(# (\w+\.py)\n.*?)^```$", page.read_text())
+    return {name: text for text, name in blocks}
+
+
+def consoles(page: Path) -> dict[str, str]:
+    """What the page shows of each command, by the command."""
+    return dict(re.findall(r"(?ms)^```console\n\$ ([^\n]*)\n(.*?)\n```$", page.read_text()))
+
+
+@dataclass(frozen=True)
+class Folder:
+    """All files of some pages as a user has them, and their programs by name."""
+
+    path: Path
+    programs: dict[str, Program[..., Any]] = field(default_factory=dict)
+
+    def checked(self, path: str) -> str:
+        """What `penstock check PATH` says of faults."""
+        found = load(path)
+        assert isinstance(found, Program)
+        try:
+            faults = check(trace(found), batch=8)
+        except GraphError as error:
+            faults = list(error.faults)
+        return faults_text(faults).replace(str(self.path), HOME)
+
+
+@contextmanager
+def written(pages: Sequence[Path], path: Path) -> Iterator[Folder]:
+    """The pages' files in the folder `path`, which is the current one, with one thread for torch."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.syspath_prepend(str(path))
+        found = Folder(path)
+        texts = {name: text for page in pages for name, text in files(page).items()}
+        assert len(texts) == sum(len(files(page)) for page in pages), "two files of one name"
+        for name, text in texts.items():
+            (path / name).write_text(text)
+        for name, text in texts.items():
+            for function in re.findall(r"(?m)^@program.*\ndef (\w+)", text):
+                made = load(f"{name}:{function}")
+                assert isinstance(made, Program)
+                assert function not in found.programs, "two programs of one name"
+                found.programs[function] = made
+        torch.set_num_threads(1)
+        yield found
+        for name in texts:
+            sys.modules.pop(name.removesuffix(".py"), None)
+    torch.set_num_threads(threads)
+
+
+def run_tests(name: str) -> int:
+    """Call the test functions of one of the files that were written; their number."""
+    module = importlib.import_module(name.removesuffix(".py"))
+    tests = [function for key, function in vars(module).items() if key.startswith("test_")]
+    for test in tests:
+        test()
+    return len(tests)
+
+
+def run(program: Program[..., Any], path: Path, flags: Flags = SMALL, **options: Any) -> dict[str, Any]:
+    """A run in this process; its last line, which is the summary."""
+    graph = trace(program, options)
+    evaluation = trace(program.evaluation, {}, EVALUATION) if program.evaluation and flags.eval_groups else None
+    graphs = [graph, *([evaluation] if evaluation else [])]
+    plan = place(graphs, Cluster(hosts=(Host(name="local", cores=1),)), slots=flags.slots)
+    config = RunConfig(graph, evaluation, plan, flags, "pages")
+    folder = RunFolder.create(path)
+    config.write(folder, {})
+    said: list[dict[str, Any]] = []
+    session = Session(config, RunRecorder(folder, config, said.append, monotonic()))
+    InProcess(config, session, folder.path).run()
+    folder.unlock()
+    return {"error": session.error, **said[-1]}
