@@ -56,6 +56,13 @@ def told(node: Node) -> list[str]:
     return [f"{name}={value(options[name])}" for name in node.given if name in options]
 
 
+def _brief(node: Node) -> list[str]:
+    """The same, of functions the name only."""
+    options = dict(node.options)
+    bare = {name: {"path": o["path"]} if names_function(o) else o for name, o in options.items()}
+    return [f"{name}={value(bare[name])}" for name in node.given if name in bare]
+
+
 def clock(node: Node) -> str:
     if node.clock == "update" and node.every > 1:
         return f"every {node.every} updates"
@@ -70,7 +77,7 @@ def _argument(argument: Argument) -> Box:
 
 def _node(node: Node) -> Box:
     """The note tells the clock, if it is not plain, and the first options that the call wrote."""
-    words = told(node)[:2]
+    words = _brief(node)[:2]
     beat = [] if words and node.clock == "group" and node.turns is None else [clock(node)]
     return Box(node.name, node.name, ", ".join([*beat, *words]), node.pool, "node")
 

@@ -125,7 +125,9 @@ def _marker(name: str, colour: str) -> str:
 
 
 def _legend(drawn: Layout, height: float) -> list[str]:
-    kinds = [("within an update", DATA, ""), ("to a later update", FEEDBACK, ' stroke-dasharray="6 4"')]
+    turns = any(wire.link.label == "next turn" for wire in drawn.wires)
+    later = "to a later update or turn" if turns else "to a later update"
+    kinds = [("within an update", DATA, ""), (later, FEEDBACK, ' stroke-dasharray="6 4"')]
     if all(wire.link.kind == "data" for wire in drawn.wires):
         kinds = kinds[:1]
     parts, x = [], MARGIN
