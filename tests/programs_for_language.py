@@ -323,3 +323,46 @@ def mute(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
     rewards, _ = alternate(fake_score, reply, rollouts, turns=2)
     return learn(policy, rewards)
+
+
+# Composition: a sub-graph is a function, a node is an option, a user's node has state, keys and a pool ------------
+
+
+@dataclass
+class Noise:
+    """How many groups it has seen, and what it has added up to; the key makes it repeatable."""
+
+    seed: int
+    groups: int
+    total: float
+
+
+def make_noise(context: Context, *, scale: float) -> Noise:
+    return Noise(context.key("noise"), 0, 0.0)
+
+
+@node(pool="noise", init=make_noise)
+def add_noise(noise: Noise, rewards: Rewards, *, scale: float = 0.1) -> tuple[Noise, Rewards, Metrics]:
+    """Rewards with noise that depends on the run's seed and on all groups before."""
+    drawn = (noise.seed // 7 + noise.groups * 7919) % 1000 / 1000 * scale
+    after = Noise(noise.seed, noise.groups + 1, noise.total + drawn)
+    return after, rewards + after.total, {"noise_max": after.total}
+
+
+@node(pool="scorer")
+def half_score(rollouts: Rollouts) -> Rewards:
+    """Another scorer."""
+    return Rewards(fake_score.fn(rollouts)[0].values_N * 0.5)
+
+
+def judged(prompts: FakePrompts, behaviour: Weights, by: Any) -> tuple[Rollouts, Rewards]:
+    """A sub-graph: sample and judge."""
+    rollouts = fake_generate(prompts, behaviour)
+    return rollouts, add_noise(by(rollouts), scale=0.2)
+
+
+@program
+def composed(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, by: Any = fake_score) -> FakePolicy:
+    """The scorer is an option."""
+    rollouts, rewards = judged(prompts, broadcast(policy, lag=lag), by)
+    return fake_update(policy, rollouts, rewards)

@@ -76,7 +76,7 @@ PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, mark
 # Every one of them ------------------------------------------------------------------------------------------
 
 
-ALL = ["filtered", "clocks", "seldom", "moved", "curriculum", "talking"]
+ALL = ["filtered", "clocks", "seldom", "moved", "curriculum", "talking", "composed"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -274,6 +274,39 @@ def test_a_delayed_value_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
     assert 3 <= len(rows(half)) < UPDATES
     run_here(half)
     assert_equal_bits(final_state(whole, UPDATES), final_state(half, UPDATES))
+
+
+# Composition ----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_an_option_takes_the_place_of_another() -> None:
+    other = graph("composed", by={"path": f"{FILE}half_score"})
+    assert "half_score(rollouts)" in str(other)
+    assert "fake_score" not in [node.name for node in other.nodes]
+    assert check(other, batch=BATCH) == []
+    assert "rewards = add_noise(" in str(other).replace("add_noise_out", "rewards")
+    assert other["add_noise"].pool == "noise"
+
+
+def test_a_node_with_state_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
+    whole, half = run(tmp_path, "composed", lag=0), prepared(tmp_path, "composed", lag=0)
+    interrupted = threading.Event()
+
+    def after_the_second(line: dict[str, Any]) -> None:
+        if line["kind"] == "row" and line["row"]["update"] == 1 and not interrupted.is_set():
+            interrupted.set()
+            signal.raise_signal(signal.SIGINT)
+
+    assert status_here(half, after_the_second)[0] == "stopped"
+    run_here(half)
+    assert_equal_bits(final_state(whole, UPDATES), final_state(half, UPDATES))
+
+
+def test_a_nodes_key_comes_from_the_runs_seed(tmp_path: Path) -> None:
+    first, same = run(tmp_path, "composed", lag=0), run(tmp_path, "composed", lag=0)
+    other = run(tmp_path, "composed", lag=0, flags=Flags(**{**vars(TOY), "seed": 1}))
+    figures = [[row["noise_max"] for row in rows(folder)] for folder in (first, same, other)]
+    assert figures[0] == figures[1] != figures[2]
 
 
 # Turns ------------------------------------------------------------------------------------------------------------
