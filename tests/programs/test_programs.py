@@ -9,6 +9,11 @@ import pytest
 
 from penstock import programs
 from penstock.graph import Graph, Program, check, load, trace
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.schedule.simulator import simulate
+from penstock.runtime.schedule.tables import Rules, compile_tables
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(programs.__path__))
 
@@ -129,3 +134,14 @@ def test_toy_passes_its_durations_to_fake_nodes() -> None:
     traced = graph("toy", generate_ms=7.0, score_ms=8.0, update_ms=9.0)
     durations = {n.name: n.option("ms") for n in traced.nodes if n.construct == "call"}
     assert durations == {"fake_generate": 7.0, "fake_score": 8.0, "fake_update": 9.0}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_programs_schedule_can_be_simulated(name: str, lag: int) -> None:
+    made = graph(name, **({"lag": lag} if any(flag.name == "lag" for flag in program(name).flags) else {}))
+    plan = place([made], Cluster(hosts=(Host(name="local", cores=2),)), slots=64)
+    durations = Durations({node.name: 0.01 for node in made.nodes if node.fires})
+    simulated = simulate(compile_tables(made, plan), Rules(batch=4, end=8), durations)
+    assert len(simulated.ends) == 8
+    assert simulated.period_s > 0
