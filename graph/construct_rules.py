@@ -44,6 +44,15 @@ def _delays(view: View) -> Iterator[Fault]:
         if argument is not None and argument.kind == "carried" and carried not in view.makers:
             needed = f"a carried value that updates change, or {carried!r} itself"
             yield Fault(node.name, f"{carried!r}, which never changes", needed, node.where)
+        maker = view.nodes.get(view.makers.get(carried, ""))
+        if maker is not None and maker.every > 1:
+            given = f"{carried!r}, which {maker.name} makes at every {maker.every}. update"
+            needed = "a value that each update makes anew: a delay names the updates that it has seen"
+            yield Fault(node.name, given, needed, node.where)
+        if filters := [n.name for n in view.nodes.values() if n.construct == "keep"]:
+            given = f"{node.name} beside {', '.join(filters)}, which drops groups"
+            needed = "a delay or a filter: which update a group is for must be known when it reads a delayed value"
+            yield Fault(f"{node.name} is exact", given, needed, node.where)
         for reader in view.readers(node.name):
             if reader.clock != "group":
                 needed = f"a per-group node; one per update reads {carried!r} as it is"

@@ -26,7 +26,8 @@ def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
 def delay(value: A, *, lag: int = 0) -> A:
     """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
 
-    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it.
+    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it. Which
+    update a group is for must be known by then, so a program has delays or filters, not both.
     """
     return cast(A, _recorder("delay").delay(value, lag))
 

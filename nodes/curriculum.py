@@ -8,6 +8,8 @@ update depend on exactly the updates before it, less the lag.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
+from math import inf
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -19,8 +21,6 @@ from penstock.nodes.data import open_prompts
 Kind = Callable[[str], str]
 """A prompt's text → what it has in common with others."""
 
-UNSEEN = 0.25
-"""The variance that a kind is given until it is seen: the largest that rewards of 0 and 1 can have."""
 MEMORY = 0.7
 """What each update leaves of a kind's figure."""
 
@@ -88,11 +88,17 @@ def make_varied(context: Context) -> Carried:
 
 
 def carries(text: str) -> str:
-    """The kind of an arithmetic problem "a+b=": its sign, and how many digits have to be carried or borrowed."""
+    """The kind of an arithmetic problem "a+b=": its sign, and how many digits have to be carried or borrowed.
+
+    Raises ValueError for any other text.
+    """
     sign = "+" if "+" in text else "-"
     a, _, b = text.rstrip("=").partition(sign)
+    if not (a.isdecimal() and b.isdecimal()):
+        needed = 'a problem such as "12+345="; for other prompts, pass `by` a function of their own kinds'
+        raise ValueError(f"carries: given {text!r}, needed {needed}")
     carry = count = 0
-    for x, y in zip(reversed(a), reversed(b), strict=True):
+    for x, y in zip_longest(reversed(a), reversed(b), fillvalue="0"):
         carry = int(int(x) + int(y) + carry > 9 if sign == "+" else int(x) - int(y) - carry < 0)
         count += carry
     return f"{sign}{count}"
@@ -102,12 +108,14 @@ def carries(text: str) -> str:
 def choose(candidates: Candidates, varied: Varied, *, by: Kind = carries) -> tuple[Prompts, Metrics]:
     """The candidate of the kind whose rewards have varied most, the first of equals; unseen kinds come first.
 
-    Figure: `expected_variance`, what is known of that kind.
+    Figures: `expected_variance`, what is known of that kind, and `unseen`, 1 where that is nothing.
     """
-    variances = [varied.variances.get(by(text), UNSEEN) for text in candidates.texts]
+    known = [varied.variances.get(by(text)) for text in candidates.texts]
+    variances = [inf if variance is None else variance for variance in known]
     row = max(range(len(variances)), key=variances.__getitem__)
     chosen = Prompts((candidates.ordinals[row],), (candidates.texts[row],), (candidates.answers[row],))
-    return chosen, {"expected_variance": variances[row]}
+    found = known[row]
+    return chosen, {"unseen": 1.0} if found is None else {"unseen": 0.0, "expected_variance": found}
 
 
 @node(pool="curriculum", clock="update")

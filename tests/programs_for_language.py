@@ -313,6 +313,26 @@ def delay_elsewhere(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dic
 
 
 @program
+def delay_with_filter(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
+    chosen = read_aloud(choose(prompts, delay(seen, lag=1)))
+    rewards = keep(fake_score(fake_generate(chosen, broadcast(policy))), when=always)
+    return {"policy": learn(policy, rewards), "seen": remember.every(1)(seen, rewards)}
+
+
+@program
+def delay_of_a_slow_value(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    chosen = weigh(prompts, delay(average, lag=1))
+    rollouts = fake_generate(chosen, broadcast(policy))
+    learnt = fake_update(policy, rollouts, fake_score(rollouts))
+    return {"policy": learnt, "average": follow.every(2)(average, learnt)}
+
+
+@node(pool="trainer")
+def weigh(prompts: FakePrompts, average: FakeAverage) -> FakePrompts:
+    return prompts
+
+
+@program
 def delay_per_update(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
     rewards = fake_score(fake_generate(prompts, broadcast(policy)))
     return {"policy": learn(policy, rewards), "seen": remember(delay(seen, lag=1), rewards)}

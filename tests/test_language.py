@@ -134,7 +134,7 @@ def test_a_filter_that_keeps_everything_changes_nothing(tmp_path: Path) -> None:
 def test_a_filter_that_drops_everything_ends_the_run_with_the_counts(tmp_path: Path) -> None:
     flags = Flags(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
     error = failed(tmp_path, "drops_everything", flags)["error"]
-    assert "given 6 groups dropped for update 0, the last by keep[5], and 0 kept; needed 2" in error
+    assert "given 12 groups dropped for update 0, the last by keep[11], and 0 kept; needed 2" in error
     assert "--drops" in error
 
 
@@ -240,6 +240,13 @@ def test_a_delay_is_printed() -> None:
 def test_a_delayed_value_is_read_in_its_own_pool_and_per_group() -> None:
     assert 'needed  choose.on("scorer")' in faults("delay_elsewhere")
     assert "needed  a per-group node; one per update reads 'seen' as it is" in faults("delay_per_update")
+
+
+def test_what_would_make_a_delay_inexact_is_refused() -> None:
+    assert "needed  a delay or a filter" in faults("delay_with_filter")
+    said = faults("delay_of_a_slow_value")
+    assert "given   'average', which follow makes at every 2. update" in said
+    assert "needed  a value that each update makes anew" in said
 
 
 @PROCESSES

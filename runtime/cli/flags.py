@@ -59,7 +59,7 @@ class RunFlags:
     on_failure: Literal["stop", "replace"] = "stop"
     """What follows when a group fails for good: stop the run, or count it as failed and take another."""
     drops: int = 16
-    """Batches of groups that filters may drop for one update before the run is stopped."""
+    """Batches of groups that filters may drop for each update under way before the run is stopped."""
     deadline: float = 600.0
     """Seconds that any piece of work may take before the run is stopped and the culprit named."""
     startup_deadline: float = 120.0

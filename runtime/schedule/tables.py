@@ -17,7 +17,7 @@ class Rules:
     `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
     A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
     takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
-    for one update.
+    between two updates, for each of the 1 + lag updates that are under way.
     """
 
     batch: int

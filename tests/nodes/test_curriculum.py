@@ -6,7 +6,6 @@ import torch
 from penstock.graph.types import Context, Prompts, Rewards
 from penstock.nodes.curriculum import (
     MEMORY,
-    UNSEEN,
     Candidates,
     Varied,
     carries,
@@ -27,10 +26,23 @@ def seen(**variances: float) -> Varied:
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("123+456=", "+0"), ("199+101=", "+2"), ("999+999=", "+3"), ("500-499=", "-2"), ("987-123=", "-0")],
+    [
+        ("123+456=", "+0"),
+        ("199+101=", "+2"),
+        ("999+999=", "+3"),
+        ("500-499=", "-2"),
+        ("987-123=", "-0"),
+        ("7+12=", "+0"),
+        ("7+93=", "+2"),
+    ],
 )
 def test_a_problem_is_known_by_its_sign_and_carries(text: str, kind: str) -> None:
     assert carries(text) == kind
+
+
+def test_a_prompt_that_is_no_arithmetic_needs_kinds_of_its_own() -> None:
+    with pytest.raises(ValueError, match="given 'How many apples', needed a problem such as"):
+        carries("How many apples")
 
 
 def by_first(text: str) -> str:
@@ -48,7 +60,7 @@ def test_the_most_varied_kind_is_chosen_and_what_was_never_seen_comes_first() ->
     assert chosen(seen(**{"1": 0.1, "5": 0.2})) == "508-99="
     assert chosen(seen(**{"1": 0.2, "5": 0.1})) == "111+222="
     assert chosen(seen(**{"1": 0.2})) == "508-99="
-    assert choose.fn(CANDIDATES, seen(**{"1": 0.2}), by=by_first)[1] == {"expected_variance": UNSEEN}
+    assert choose.fn(CANDIDATES, seen(**{"1": 0.2}), by=by_first)[1] == {"unseen": 1.0}
 
 
 def test_what_is_remembered_is_the_variance_within_each_group() -> None:

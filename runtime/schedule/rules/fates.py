@@ -121,10 +121,14 @@ def _drop(state: State, group: Group, firing: Firing) -> None:
         return
     _leave(state, state.ledger.lose(group.ordinal, "dropped"))
     state.drops += 1
-    if state.drops >= state.rules.drops * state.rules.batch:
-        kept = min(state.rules.batch, sum(g.finished for g in state.ledger.groups.values()))
-        given = f"{state.drops} groups dropped for update {state.update}, the last by {firing}, and {kept} kept"
-        needed = f"{state.rules.batch} kept ones before {state.rules.drops} batches are dropped (--drops)"
+    # Groups of so many updates are under way at once, and any of them may be dropped.
+    updates = 1 + state.tables.max_lag
+    if state.drops >= state.rules.drops * state.rules.batch * updates:
+        taken = state.batch or ()
+        kept = sum(g.finished and g.ordinal not in taken for g in state.ledger.groups.values())
+        waiting = state.update + (state.batch is not None)
+        given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}, and {kept} kept"
+        needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped (--drops)"
         state.finish("failed", f"given {given}; needed {needed}, or a filter that keeps more")
 
 

@@ -86,7 +86,9 @@ class History(Books):
         if alive and work.dropped:
             self.books.fates[firing.index] = "dropped"
             self.drops += 1
-            self.doomed |= self.rules.versions == "pinned" or self.drops >= self.rules.drops * self.rules.batch
+            updates = 1 + max((lag for facts in self.facts.values() for _, lag in facts.weights), default=0)
+            bound = self.rules.drops * self.rules.batch * updates
+            self.doomed |= self.rules.versions == "pinned" or self.drops >= bound
 
     def _turn_done(self, facts: Facts, firing: Firing, again: bool) -> None:
         """Half a turn is done; after the last one, what both nodes made is the group's."""

@@ -71,6 +71,13 @@ def test_a_filter_that_drops_too_much_ends_the_run_with_its_counts() -> None:
     assert made.finish is told[-1]
 
 
+def test_a_filter_that_keeps_half_goes_on_at_a_large_lag() -> None:
+    made = world(filtered(lag=16), Rules(batch=2, end=30), drops={"keep": 0.5})
+    made.run(Random(0))
+    assert made.finish == Finish("done")
+    assert made.scheduler.ledger.fates["dropped"] > 16 * 2
+
+
 def test_the_bound_on_drops_counts_from_update_to_update() -> None:
     made = begun(filtered(), Rules(batch=1, end=3, drops=2))
     for kept in (1, 3, 5):
