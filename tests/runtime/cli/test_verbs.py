@@ -149,7 +149,7 @@ def test_a_simulation_drops_and_ends_turns_by_the_given_shares(capsys: Output) -
         (["--drop", "score=0.3"], "given 'score=0.3', needed one of keep before '='"),
         (["--drop", "keep=1.5"], "needed a share from 0 to 1, such as keep=0.3"),
         (["--drop", "keep=half"], "needed a share from 0 to 1"),
-        (["--drop", "keep=1"], "simulation: given 128 groups dropped for update 0"),
+        (["--drop", "keep=1"], "simulation: given 256 groups dropped for update 0"),
         (["--again", "reply=0.3"], "needed none, since the program has no nodes that answer"),
         (["--versions", "pinned"], 'versions="pinned": given the filter keep'),
     ],
