@@ -25,7 +25,7 @@ RUN = {
     "with_judge": "loss",
     "filtered": "loss",
     "anchored": "average_distance",
-    "by_width": "expected_variance",
+    "by_width": "unseen",
     "second_chance": "loss",
     "often": "replayed",
 }
