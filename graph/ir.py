@@ -115,10 +115,6 @@ class Node:
         """Of the nodes of a bounded cycle: does it say whether there is another turn?"""
         return self.turns is not None and not any(i.back for i in self.inputs)
 
-    def due(self, update: int) -> bool:
-        """Does a per-update node fire at this update? With every=k: at the k-th, and so on."""
-        return (update + 1) % self.every == 0
-
     def option(self, name: str) -> Json:
         return dict(self.options)[name]
 

@@ -23,8 +23,8 @@ def text(graph: Graph) -> str:
         summary = graph.doc.splitlines()[0]
         lines.append(f'    """{summary}"""')
     inline = _returned_call(graph)
-    calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in graph.nodes]
-    calls = [call for node, call in zip(graph.nodes, calls, strict=True) if not node.answers]
+    shown = [node for node in graph.nodes if not node.answers]  # the other one of the two says it for both
+    calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in shown]
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
     for (first, *rest), comment in calls:
         lines += [f"{first:<{column}}# {comment}", *rest]

@@ -11,9 +11,9 @@ from penstock.graph.types import Advantages, Rewards
 from penstock.nodes.learn.advantages import (
     group_mean_advantages,
     grpo_advantages,
+    reinforce_plus_plus_advantages,
     remax_advantages,
     rloo_advantages,
-    whiten,
 )
 
 
@@ -58,8 +58,7 @@ def batch_normalized(advantage: Advantages) -> Advantages:
 
     All are 0 where they do not differ.
     """
-    values_N = advantage.values_N
-    return Advantages(whiten(values_N, torch.ones_like(values_N, dtype=torch.bool)))
+    return Advantages(reinforce_plus_plus_advantages(advantage.values_N))
 
 
 def _samples(rewards: Rewards, name: str) -> Tensor:

@@ -26,7 +26,7 @@ from penstock.graph.types import (
 )
 from penstock.nodes.base import open_scorer
 from penstock.nodes.learn.advantages import whiten
-from penstock.nodes.learn.minibatches import minibatch_rows, take_rows
+from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.learn.scores import packed_values
 from penstock.nodes.learn.values import explained_variance, generalized_advantages, terminal_rewards, value_loss
@@ -129,18 +129,12 @@ def critic_update(
     `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way).
     """
     learner, step = language_critic(critic), Step(lr, clip_norm, betas, weight_decay)
-    shares = [
-        rows
-        for epoch in range(epochs)
-        for rows in minibatch_rows(
-            rollouts.ordinals, minibatches, learner.context.key("minibatches", learner.version, epoch)
-        )
-    ]
+    shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
     losses, norms = [], []
-    for index, rows in enumerate(shares):
+    for number, (_, rows) in enumerate(shares, 1):
         part = take_rows(rollouts, rows), take_rows(values, rows), take_rows(returns, rows)
         total, tokens = _backward(learner, *part, clip, micro_tokens)
-        norms.append(learner.apply(step, normaliser=tokens, last=index == len(shares) - 1))
+        norms.append(learner.apply(step, normaliser=tokens, last=number == len(shares)))
         losses.append(total / tokens)
     return critic, {"critic_loss": sum(losses) / len(losses), "critic_grad_norm": sum(norms) / len(norms)}
 

@@ -62,17 +62,8 @@ class _Several:
         self.source, self.count = source, count
 
     def read(self, ordinal: int) -> Candidates:
-        found = [self.source.read(ordinal * self.count + index) for index in range(self.count)]
-        texts, answers = (tuple(part for p in found for part in parts(p)) for parts in (_texts, _answers))
-        return Candidates((ordinal,) * self.count, texts, answers)
-
-
-def _texts(prompts: Prompts) -> tuple[str, ...]:
-    return prompts.texts
-
-
-def _answers(prompts: Prompts) -> tuple[str, ...]:
-    return prompts.answers
+        found = Prompts.concat([self.source.read(ordinal * self.count + index) for index in range(self.count)])
+        return Candidates((ordinal,) * self.count, found.texts, found.answers)
 
 
 def open_candidates(context: Context) -> Source:

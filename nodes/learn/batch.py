@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Advantages, Logprobs, Rollouts
-from penstock.nodes.learn.minibatches import minibatch_rows, take_rows
+from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.learn.sampled import Sampled
 
@@ -51,12 +51,8 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rollouts)
 
-    def cut(self, minibatches: int, key: int) -> list["Batch"]:
-        """Minibatches of whole prompt groups, drawn by `key`."""
-        parts = minibatch_rows(self.rollouts.ordinals, minibatches, key)
-        return [self._take(rows) for rows in parts]
-
-    def _take(self, rows: Sequence[int]) -> "Batch":
+    def take(self, rows: Sequence[int]) -> "Batch":
+        """These rows only."""
         others = {name: take_rows(other, rows) for name, other in self.others.items()}
         return Batch(take_rows(self.rollouts, rows), take_rows(self.advantage, rows), others)
 

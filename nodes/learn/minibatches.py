@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.graph.types import Batchable
+from penstock.graph.types import Batchable, Context
 
 B = TypeVar("B", bound=Batchable)
 
@@ -29,6 +29,22 @@ def minibatch_rows(ordinals: Sequence[int], minibatches: int, key: int) -> list[
     size = len(groups) // minibatches
     shares = (sorted(order[begin : begin + size]) for begin in range(0, len(order), size))
     return [[row for group in share for row in groups[group]] for share in shares]
+
+
+def optimizer_steps(
+    context: Context, version: int, ordinals: Sequence[int], epochs: int, minibatches: int
+) -> list[tuple[int, list[int]]]:
+    """(epoch, rows) of each optimizer step of an update, in order, drawn by the run's seed, the version and the epoch.
+
+    Raises ValueError for less than one epoch, and as `minibatch_rows` does.
+    """
+    if epochs < 1:
+        raise ValueError(f"{context.node}: given epochs={epochs}, needed 1 or more")
+    return [
+        (epoch, rows)
+        for epoch in range(epochs)
+        for rows in minibatch_rows(ordinals, minibatches, context.key("minibatches", version, epoch))
+    ]
 
 
 def take_rows(value: B, rows: Sequence[int]) -> B:

@@ -18,6 +18,7 @@ from penstock.nodes.learn.aggregation import Aggregation, normaliser, token_weig
 from penstock.nodes.learn.batch import Batch
 from penstock.nodes.learn.figures import Taken, add_up, token_sums, update_figures
 from penstock.nodes.learn.losses import kl_to_reference
+from penstock.nodes.learn.minibatches import optimizer_steps
 from penstock.nodes.learn.objectives import aipo
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.sampled import Loss, Sampled
@@ -59,14 +60,11 @@ def policy_update(
     objective = _Objective(loss, average, kl)
     batch = Batch.of(rollouts, advantage, learner.device, reference=reference, proximal=proximal)
     step = Step(lr, clip_norm, betas, weight_decay)
-    if epochs < 1:
-        raise ValueError(f"policy_update: given epochs={epochs}, needed 1 or more")
-    taken = []
-    for epoch in range(epochs):
-        parts = batch.cut(minibatches, learner.context.key("minibatches", learner.version, epoch))
-        for number, part in enumerate(parts, 1):
-            last = epoch + 1 == epochs and number == minibatches
-            taken.append(_take_step(learner, part, objective, step, epoch, micro_tokens, last=last))
+    shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
+    taken = [
+        _take_step(learner, batch.take(rows), objective, step, epoch, micro_tokens, last=number == len(shares))
+        for number, (epoch, rows) in enumerate(shares, 1)
+    ]
     return policy, update_figures(taken)
 
 

@@ -57,14 +57,16 @@ class Holdings:
 
     def make(self, name: str) -> Carried:
         """A carried value as it is at the beginning, once more."""
-        argument = next(a for graph in self.setup.graphs for a in graph.carried if a.name == name)
-        made: Carried = load(argument.maker)(self.setup.contexts[name])
+        made: Carried = self._made(next(a for graph in self.setup.graphs for a in graph.carried if a.name == name))
         return made
+
+    def _made(self, argument: Argument) -> Any:
+        return load(argument.maker)(self.setup.contexts[argument.name])
 
     def _hold_argument(self, argument: Argument) -> None:
         if argument.name in self.carried or argument.name in self.sources:
             return
-        made = load(argument.maker)(self.setup.contexts[argument.name])
+        made = self._made(argument)
         if argument.kind == "carried":
             self.carried[argument.name] = made
             self.history.note(argument.name, 0, made)
