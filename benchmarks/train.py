@@ -3,8 +3,9 @@
     python benchmarks/train.py [--hidden 256 --layers 4] [--dtype float32] [--keep]
 
 Same model shape (a Llama, randomly initialised, the same weights for all), prompts, samples, tokens and dtype; each
-system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. TRL is the extra
-`bench`; without it that column is missing, and said so.
+system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. Without `--dtype`
+both are measured: float32, and bfloat16 where the CPU multiplies it. TRL is the extra `bench`; without it that column
+is missing, and said so.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,12 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
     print(json.dumps({"step_s": seconds[len(seconds) // 2], "tokens": lengths[-2]}))
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it: elsewhere it is emulated, and no one would train in it."""
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
         model, data, updates, dtype, folder = sys.argv[2:]
@@ -151,23 +158,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train.json")
     args = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {"lag 0": [], "lag 1": [], "trl": []}
+    dtypes = [args.dtype] if args.dtype else ["float32", *(["bfloat16"] if multiplies_bfloat16() else [])]
+    found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         parameters = write_model(place / "model", args.hidden, args.layers)
         data = place / "problems.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in problems(2000)))
-        for turn in range(args.repeats):
+        for turn, dtype in product(range(args.repeats), dtypes):
             for lag in (0, 1):
-                out = place / f"penstock-{lag}-{turn}"
-                found[f"lag {lag}"].append(penstock(place / "model", data, lag, args.updates, args.dtype, out))
-            other = trl(place / "model", data, max(6, args.updates // 2), args.dtype, place / "trl")
-            found["trl"] += [other] if other is not None else []
+                out = place / f"penstock-{dtype}-{lag}-{turn}"
+                run = penstock(place / "model", data, lag, args.updates, dtype, out)
+                found.setdefault(f"{dtype} lag {lag}", []).append(run)
+            other = trl(place / "model", data, max(6, args.updates // 2), dtype, place / "trl")
+            found.setdefault(f"{dtype} trl", []).extend([other] if other is not None else [])
     rows = {}
     for name, runs in found.items():
         if runs:
@@ -176,13 +185,14 @@ def main() -> None:
             print(f"{name}: {rate['median']:.1f} completions/s, {runs[-1]['tokens']:.1f} tokens each")
         else:
             print(f"{name}: not installed (pip install 'penstock[bench]'), left out")
-    shape = {"parameters": parameters, "hidden": args.hidden, "layers": args.layers, "dtype": args.dtype}
+    shape = {"parameters": parameters, "hidden": args.hidden, "layers": args.layers}
     setup = {**shape, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS}
     ratios = {}
-    if "trl" in rows:
-        base = rows["trl"]["completions_per_s"]["median"]
-        ratios = {f"{n} / trl": rows[n]["completions_per_s"]["median"] / base for n in ("lag 0", "lag 1")}
-        print(", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+    for name, row in rows.items():
+        system = name.partition(" ")[0] + " trl"
+        if system in rows and name != system:
+            ratios[f"{name} / trl"] = row["completions_per_s"]["median"] / rows[system]["completions_per_s"]["median"]
+            print(f"{name} / trl {ratios[f'{name} / trl']:.2f}")
     publish("train", {"setup": setup, "rows": rows, "ratios": ratios}, args.keep)
 
 

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from penstock.nodes.generate.cache import Cache
+from penstock.nodes.generate.cache import Cache, stored_dtype
 from penstock.nodes.model.config import ModelConfig
 
 
@@ -38,7 +38,7 @@ class Room:
     def cache_bytes(self) -> int:
         """Keys and values of every layer, for every position of every slot."""
         entries = self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim
-        return 2 * entries * self.length * self.slots * self.dtype.itemsize
+        return 2 * entries * self.length * self.slots * stored_dtype(self.dtype, self.device).itemsize
 
     def check(self) -> None:
         """Raises ValueError if the device has less memory left than the cache takes."""

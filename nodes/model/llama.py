@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.linear import Linear, linear
+from penstock.nodes.model.norm import rms_norm
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated."""
@@ -153,7 +154,7 @@ class _Norm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class _Attention(nn.Module):
@@ -191,10 +192,13 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) ->
 
 
 def _sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **mask: Any) -> Tensor:
+    dtype = q_BSHK.dtype
+    if q_BSHK.device.type == "cpu":  # whose kernel for bfloat16 has a backward pass three times as slow
+        q_BSHK, k_BSGK, v_BSGK = q_BSHK.float(), k_BSGK.float(), v_BSGK.float()
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, enable_gqa=grouped, **mask)
-    return out_BHSK.transpose(1, 2)
+    return out_BHSK.transpose(1, 2).to(dtype)
 
 
 def _rotate(x_BSHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
