@@ -12,7 +12,7 @@ from penstock.nodes.learn.packing import Packed, pack, sampled_mask
 from penstock.nodes.model import Decoder, save_model
 from penstock.nodes.tokenizer import Tokenizer
 
-CPU_MICRO_TOKENS, MICRO_TOKENS = 1024, 16384
+CPU_MICRO_TOKENS, MICRO_TOKENS = 2048, 16384
 """Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device
 without too many activations for the backward pass to keep."""
 

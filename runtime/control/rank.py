@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.control.allocator import keep_freed_memory
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.setup import Setup
@@ -35,7 +34,6 @@ def make_rank(
     """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
     place = config.plan.replica(replica).ranks[index]
     torch.set_num_threads(place.threads)
-    keep_freed_memory()
     # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
     bridges = folder / "bridges" / run
     bridges.mkdir(parents=True, exist_ok=True)

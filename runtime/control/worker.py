@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from penstock.runtime.control.allocator import keep_freed_memory
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
@@ -28,6 +29,7 @@ IDLE = 1.0
 
 def main() -> None:
     die_with_parent()
+    keep_freed_memory()
     join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
     replica, index = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
     pulse = Pulse(join, replica, index).start()
