@@ -26,4 +26,4 @@ def test_memory_that_is_used_again_is_not_faulted_in_again() -> None:
         keep: int(subprocess.check_output([sys.executable, "-c", _WORK.format(keep=keep)], timeout=60))
         for keep in (True, False)
     }
-    assert faults[True] < 100 < faults[False]
+    assert 10 * faults[True] < faults[False], faults
