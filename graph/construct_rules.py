@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterator
 
 from penstock.graph.faults import Fault
+from penstock.graph.paths import path_of, short
 from penstock.graph.rules import say
+from penstock.graph.types import Model
 from penstock.graph.view import View
+
+MODEL = path_of(Model)
 
 
 def _beats(view: View) -> Iterator[Fault]:
@@ -44,6 +48,10 @@ def _delays(view: View) -> Iterator[Fault]:
         if argument is not None and argument.kind == "carried" and carried not in view.makers:
             needed = f"a carried value that updates change, or {carried!r} itself"
             yield Fault(node.name, f"{carried!r}, which never changes", needed, node.where)
+        if argument is not None and MODEL in view.bases.get(argument.type, ()):
+            given = f"{carried!r}, a {short(argument.type)}, of whose weights lag + 2 copies would be kept"
+            needed = f"a small carried value, which updates make of what it is about; or broadcast({carried}, lag=k)"
+            yield Fault(node.name, given, needed, node.where)
         maker = view.nodes.get(view.makers.get(carried, ""))
         if maker is not None and maker.every > 1:
             given = f"{carried!r}, which {maker.name} makes at every {maker.every}. update"

@@ -27,7 +27,8 @@ def delay(value: A, *, lag: int = 0) -> A:
     """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
 
     The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it. Which
-    update a group is for must be known by then, so a program has delays or filters, not both.
+    update a group is for must be known by then, so a program has delays or filters, not both. At each update the value
+    is copied whole, and lag + 2 copies are kept: it should be small, and must not be a model.
     """
     return cast(A, _recorder("delay").delay(value, lag))
 
@@ -51,7 +52,8 @@ def alternate(
 
     `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
     `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
-    is true. Whoever reads their outputs gets those of the last turn. `options` go to the one that has them.
+    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. Whoever reads
+    their outputs gets those of the last turn. `options` go to the one that has them.
     """
     return cast(tuple[A, B], _recorder("alternate").alternate(speak, answer, inputs, turns, options))
 

@@ -83,11 +83,13 @@ class Node:
     construct of the language (`construct` other than "call") it is the construct's name. `options` are the
     call's keyword arguments, defaults included, JSON-able, sorted by name; a function passed as an option is
     `{"path": "package.module:name"}`. `stateful` nodes own a state that one replica keeps and that
-    their firings pass on in order (a `Stream` is none: its firings do not depend on each other).
+    their firings pass on in order; the state of a `stream` works on several firings at once, which do not depend on
+    each other.
     `lag` is set on constructs that read a carried value as it was up to (broadcast) or exactly (delay) `lag` updates
     ago. `every`: a per-update node fires, and a broadcast sends, at each `every`th update only. `turns` is set on the
     nodes of a bounded cycle within a group (`alternate`): the most often that they fire for one group. `given` names
-    the options that the call wrote, in its order; the others have their defaults.
+    what a call writes by keyword: the inputs behind one that it left out, and the options that it wrote, in its order;
+    the others have their defaults.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Node:
     clock: Clock = "group"
     construct: Construct = "call"
     stateful: bool = False
+    stream: bool = False
     lag: int | None = None
     every: int = 1
     turns: int | None = None

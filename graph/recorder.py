@@ -90,19 +90,20 @@ class Recorder:
         return self._outputs(definition, node)
 
     def _node(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
-        interface = definition.interface
+        interface, inputs = definition.interface, self._inputs(definition, args, kwargs)
         return Node(
             name=self._name(definition.__name__),
             op=definition.path,
-            inputs=self._inputs(definition, args, kwargs),
+            inputs=inputs,
             outputs=tuple(Output(port.name, self.declare(port.type)) for port in interface.outputs),
             options=_options(definition, kwargs),
             pool=definition.pool,
             clock=definition.clock,
             stateful=definition.init is not None and not interface.stream,
+            stream=interface.stream,
             every=encode(definition.beat, f"{definition.__name__}.every"),
             where=caller(),
-            given=tuple(key for key in kwargs if key in interface.options),
+            given=(*_by_keyword(definition, inputs), *(key for key in kwargs if key in interface.options)),
         )
 
     def _outputs(self, definition: "NodeDef[..., Any]", node: Node) -> Any:
@@ -164,11 +165,12 @@ class Recorder:
         if not all(name in ports and ports[name].optional for name in BACK):
             needed = f"one with the optional inputs {' and '.join(BACK)}: what both made in the turn before"
             raise fault("alternate: the node that speaks", f"{speak.__name__}({', '.join(ports)})", needed)
-        known = {*speak.interface.options, *answer.interface.options}
+        spoken = {*speak.interface.options, *ports.keys() - BACK}
+        known = {*spoken, *answer.interface.options}
         for name in options.keys() - known:
             needed = f"an option of {speak.__name__} or {answer.__name__}{nearest(name, known)}"
             raise fault(f"alternate: option {name!r}", repr(options[name]), needed)
-        said = self._node(speak, inputs, {k: v for k, v in options.items() if k in speak.interface.options})
+        said = self._node(speak, inputs, {k: v for k, v in options.items() if k in spoken})
         first = [Handle(self, Ref(said.name, said.outputs[0].name))] if said.outputs else []
         heard = self._node(answer, first, {k: v for k, v in options.items() if k in answer.interface.options})
         if not said.outputs or not heard.outputs:
@@ -221,6 +223,12 @@ class Recorder:
                 raise fault(what, "nothing", f"a value of type {short(type_)}")
             inputs.append(Input(port.name, type_, self.ref(value, what, type_)))
         return tuple(inputs)
+
+
+def _by_keyword(definition: "NodeDef[..., Any]", inputs: Sequence[Input]) -> list[str]:
+    """The inputs that stand behind one that the call left out."""
+    ports = definition.interface.inputs
+    return [item.name for item, port in zip(inputs, ports, strict=False) if item.name != port.name]
 
 
 def _options(definition: "NodeDef[..., Any]", kwargs: Mapping[str, Any]) -> tuple[tuple[str, Json], ...]:

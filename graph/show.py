@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 from penstock.graph.faults import Fault, GraphError
-from penstock.graph.ir import Graph, Node, Ref
+from penstock.graph.ir import Graph, Input, Node, Ref
 from penstock.graph.paths import short
 from penstock.graph.picture import clock, picture, told, value
 
@@ -110,7 +110,7 @@ def _returned_call(graph: Graph) -> Node | None:
 def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
     """The call's lines, with the options that it wrote; two nodes that take turns are one call."""
     outputs, options = [Ref(node.name, o.name) for o in node.outputs], told(node)
-    words = [names.get(i.ref, str(i.ref)) for i in node.inputs if not i.back]
+    words = [_argument(node, i, names) for i in node.inputs if not i.back]
     function = _function(node)
     if node.turns is not None and (other := _partner(graph, node)) is not None:
         words = [function, _function(other), *words]
@@ -129,6 +129,12 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
         body, WIDTH, initial_indent=opening, subsequent_indent=" " * len(opening), break_long_words=False
     )
     return [line.replace("\xa0", " ") for line in wrapped]
+
+
+def _argument(node: Node, item: Input, names: dict[Ref, str]) -> str:
+    """An input as the call writes it: by place, or by keyword behind one that was left out."""
+    name = names.get(item.ref, str(item.ref))
+    return f"{item.name}={name}" if item.name in node.given else name
 
 
 def _comment(graph: Graph, node: Node) -> str:

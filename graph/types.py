@@ -40,6 +40,9 @@ class Context:
 
     `max_tokens` bounds a response, `slots` is the number of rows that a generator decodes at once, `batch` the
     prompt groups per update, `split` "train" or "evaluate". `node` is the node or argument being made.
+
+    `mesh` names the axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; ()
+    for one rank. `rank` is this one's place. With more than one, torch.distributed's default group has them all.
     """
 
     node: str = ""
@@ -54,6 +57,8 @@ class Context:
     slots: int = 64
     split: str = "train"
     threads: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def key(self, *parts: str | int) -> int:
@@ -98,7 +103,10 @@ class Stream(Protocol):
         """Take a firing; its outputs come from `step` later. `inputs` hold the edges' values only."""
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """Work a little (one decode step); the finished firings, as (tag, outputs)."""
+        """Work a little (one decode step); the finished firings, as (tag, outputs).
+
+        An exception in place of the outputs is the failure of that firing alone. One that is raised fails them all.
+        """
 
     def busy(self) -> bool:
         """Is there anything left to work on?"""
@@ -107,7 +115,11 @@ class Stream(Protocol):
         """Forget all firings, as if none had been submitted: `step` raised, and none of them will be answered."""
 
 
-class Policy:
+class Model:
+    """A carried value with weights: `broadcast` sends them, and nobody keeps copies of it (see `delay`)."""
+
+
+class Policy(Model):
     """A language model with its optimizer: a carried value (`nodes.policy`)."""
 
     maker: ClassVar[str] = "penstock.nodes.policy:make_policy"
@@ -135,21 +147,21 @@ class Teacher(Reference):
     pool: ClassVar[str] = "teacher"
 
 
-class Critic:
+class Critic(Model):
     """A model that expects what reward is still to come, with its optimizer: a carried value (`nodes.critic`)."""
 
     maker: ClassVar[str] = "penstock.nodes.critic:make_critic"
     pool: ClassVar[str] = "critic"
 
 
-class RewardModel:
+class RewardModel(Model):
     """A frozen model of what people prefer, read from the directory that the program's option `reward_model` names."""
 
     maker: ClassVar[str] = "penstock.nodes.reward_model:open_reward_model"
     pool: ClassVar[str] = "reward"
 
 
-class PreferenceModel:
+class PreferenceModel(Model):
     """A reward model that learns from pairs, with its optimizer: a carried value (`nodes.reward_model`)."""
 
     maker: ClassVar[str] = "penstock.nodes.reward_model:make_preference_model"
@@ -218,6 +230,8 @@ class Rollouts(Batchable):
     A response may be a conversation with an environment: all that follows the first prompt. Of the environment's
     tokens, which nobody sampled, the version is -1 and the log-probability 0. `transcripts` has the texts of each
     row's turns, the model's and the environment's in turn, the model's newest one last; that one is in `texts` too.
+
+    `replayed_N` (bool) says which rows an earlier update has learnt from already; None where none has been kept.
     """
 
     ordinals: tuple[int, ...]
@@ -231,6 +245,7 @@ class Rollouts(Batchable):
     versions_NT: Array
     finished_N: Array
     transcripts: tuple[list[str], ...] = ()
+    replayed_N: Array = None
 
     def __post_init__(self) -> None:
         """Without transcripts each response is a conversation of one turn."""

@@ -26,6 +26,7 @@ from penstock.graph.types import (
 )
 from penstock.nodes.base import open_scorer
 from penstock.nodes.learn.advantages import whiten
+from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.learn.scores import packed_values
@@ -84,7 +85,8 @@ def gae(
 
     The reward comes at a response's last sampled token. Where `reference` is given, each token costs
     `kl` · (log μ − log π_ref) on top (InstructGPT, arXiv 2203.02155, equation 2). `whitened` advantages have mean 0 and
-    deviation 1 over the batch. Raises ValueError for values of another shape than the rollouts'.
+    deviation 1 over the batch. Raises ValueError for values of another shape than the rollouts', and for rollouts
+    without μ beside a `reference`.
     """
     given, needed = list(values.values_NT.shape), list(rollouts.versions_NT.shape)
     if given != needed:
@@ -93,7 +95,8 @@ def gae(
     sequence_P, _ = place
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
     if reference is not None:
-        rewards_P = rewards_P - kl * (rollouts.logprobs_NT[place] - reference.logprobs_NT[place])
+        behaviour_NT = behaviour_logprobs(rollouts, "gae, with a reference")
+        rewards_P = rewards_P - kl * (behaviour_NT[place] - reference.logprobs_NT[place])
     values_P = values.values_NT[place]
     advantages_P, returns_P = generalized_advantages(rewards_P, values_P, sequence_P, gamma=gamma, lam=lam)
     metrics = {

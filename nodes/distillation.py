@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.graph import node
 from penstock.graph.types import Carried, Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
 from penstock.nodes.base import initial_model
+from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
 from penstock.nodes.learn.packing import Packed, sampled_mask
@@ -44,10 +45,11 @@ def open_teacher(context: Context) -> Carried:
 def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[TokenAdvantages, Metrics]:
     """log π_T − log μ of each sampled token: what the teacher thinks of it (Thinking Machines Lab 2025).
 
-    Figure: `teacher_kl`, the mean of its negative, which is KL(μ ‖ π_T) per token, estimated (k1, nats).
+    Figure: `teacher_kl`, the mean of its negative, which is KL(μ ‖ π_T) per token, estimated (k1, nats). Raises
+    ValueError for rollouts without μ.
     """
-    mask_NT = sampled_mask(rollouts)
-    advantages_NT = distillation_advantages(rollouts.logprobs_NT, teacher.logprobs_NT).masked_fill(~mask_NT, 0.0)
+    mask_NT, behaviour_NT = sampled_mask(rollouts), behaviour_logprobs(rollouts, "distillation_advantage")
+    advantages_NT = distillation_advantages(behaviour_NT, teacher.logprobs_NT).masked_fill(~mask_NT, 0.0)
     return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
 
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from penstock.graph import node
 from penstock.graph.types import Carried, Context, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Source, Weights
+from penstock.nodes.environments.environment import environment
 from penstock.nodes.fake_engine import HANG_S, WIDTH, FakeEngine, FakeError, duration, fault, key, lasting
+from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.packing import sampled_mask
 
 __all__ = [
@@ -108,7 +110,7 @@ def fake_generate(
     return engine, finished[0][1]
 
 
-@node(pool="environment")
+@environment
 def fake_environment(
     rollouts: Rollouts,
     *,
@@ -160,11 +162,11 @@ def fake_update(
 
 def _step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> Metrics:
     gradient_W = torch.zeros(WIDTH)
-    sampled_NT = sampled_mask(rollouts)
+    sampled_NT, behaviour_NT = sampled_mask(rollouts), behaviour_logprobs(rollouts, "fake_update")
     for row, value in enumerate(rewards.values_N.tolist()):
         sampled_T = sampled_NT[row]
         place_T = rollouts.tokens_NS[row, 1:][sampled_T] % WIDTH
-        gradient_W[place_T] += (value + row * 0.01) * (1 + rollouts.logprobs_NT[row, sampled_T])
+        gradient_W[place_T] += (value + row * 0.01) * (1 + behaviour_NT[row, sampled_T])
     policy.momentum_W = 0.9 * policy.momentum_W + gradient_W / len(rollouts)
     policy.values_W = (policy.values_W + 0.01 * policy.momentum_W).clamp(0.01, 4.0)
     lags_P = policy.version - rollouts.versions_NT[sampled_NT]

@@ -53,8 +53,9 @@ def replay(
 
     Which ones is drawn anew at each update, each group alike. A group stays until it is more than `max_age` updates
     old, or `capacity` groups are younger. It keeps its advantage, and each token its log-probability and version: the
-    loss has to weight them. Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none) and
-    `buffered` (groups in the buffer after the update).
+    loss has to weight them. The rollouts say which rows are past ones (`replayed_N`), and an update counts their tokens
+    apart (see `update_figures`). Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none)
+    and `buffered` (groups in the buffer after the update).
     """
     born_N = torch.full((len(rollouts),), memory.update)
     fresh = Past(**_columns(rollouts), values_N=advantage.values_N, born_N=born_N)
@@ -67,8 +68,9 @@ def replay(
     everything = Past.concat([memory.past(), fresh]) if past else fresh
     kept = take_rows(everything, _young(everything, memory.update + 1 - max_age, capacity))
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
-    learnt = Rollouts(**_columns(mixed)), replace(advantage, values_N=mixed.values_N)
-    return Memory(**vars(kept), key=memory.key, update=memory.update + 1), learnt, figures
+    learnt = replace(Rollouts(**_columns(mixed)), replayed_N=mixed.born_N < memory.update)
+    worth = replace(advantage, values_N=mixed.values_N)
+    return Memory(**vars(kept), key=memory.key, update=memory.update + 1), (learnt, worth), figures
 
 
 def _columns(rollouts: Rollouts) -> dict[str, Array]:

@@ -5,6 +5,7 @@
       policy ⇢ both: weights, at most `lag` updates old
 
 Left out: the penalty for leaving a reference, which the paper takes off the reward.
+`reward_mean` is that of the sampled responses; the greedy ones' is `score_2.reward_mean`.
 """
 
 from penstock.graph import broadcast, program

@@ -10,7 +10,6 @@ from torch import Tensor
 from penstock.graph import (
     Context,
     Metrics,
-    Policy,
     Rewards,
     Rollouts,
     Weights,
@@ -125,7 +124,7 @@ def moved(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePoli
 # A delay: feedback into the choice of prompts ------------------------------------------------------------------
 
 
-class Seen(Policy):
+class Seen:
     """What has been seen: for each update the sum of its rewards. A carried value of the scorer's pool."""
 
     maker: ClassVar[str] = f"{__file__}:make_seen"

@@ -249,6 +249,13 @@ def test_what_would_make_a_delay_inexact_is_refused() -> None:
     assert "needed  a value that each update makes anew" in said
 
 
+def test_models_are_not_delayed() -> None:
+    said = faults("delay_of_a_slow_value")
+    assert "given   'average', a FakeAverage, of whose weights lag + 2 copies would be kept" in said
+    assert "needed  a small carried value" in said
+    assert "broadcast(average, lag=k)" in said
+
+
 @PROCESSES
 @pytest.mark.parametrize(("lag", "delayed"), [(0, 0), (1, 1), (2, 3), (2, 0)])
 def test_the_groups_of_an_update_see_exactly_the_updates_before_it_less_the_lag(

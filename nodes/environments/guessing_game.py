@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from penstock.graph import node
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Source
+from penstock.nodes.environments.environment import environment
 
 LOW, HIGH = 0, 9
 _NUMBER = re.compile(r"[0-9]+")
@@ -38,7 +38,7 @@ def open_secrets(context: Context) -> Source:
     return _Secrets(context)
 
 
-@node(pool="environment")
+@environment
 def guessing_game(
     rollouts: Rollouts, *, higher: str = "higher", lower: str = "lower", unclear: str = "a number?"
 ) -> tuple[Replies, Metrics]:

@@ -8,14 +8,19 @@ The standard library is there, nothing else; a call knows nothing of earlier one
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from threading import BoundedSemaphore, Lock
 from typing import Literal
 
 import torch
 
-from penstock.graph import node
 from penstock.graph.types import Metrics, Replies, Rollouts
+from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.sandbox import Answer, Limits, isolation, run_python
 
+DEADLINE_S = 500.0
+"""For a whole group, which waits for other groups' calls as well: every call has limits of its own."""
+_LOOKING = Lock()
 _CALL = re.compile(r"<python>((?:(?!<python>).)*?)</python>", re.DOTALL)
 
 
@@ -29,7 +34,7 @@ def find_call(text: str) -> str | None:
     return calls[-1] if calls else None
 
 
-@node(pool="environment")
+@environment(deadline=DEADLINE_S)
 def python_tool(
     rollouts: Rollouts,
     *,
@@ -42,10 +47,10 @@ def python_tool(
 ) -> tuple[Replies, Metrics]:
     """The output of the call in each row's newest turn (the module says how calls are written).
 
-    A row without a call is done, and so is one whose turn did not end by itself. `workers` calls run at once, each in
-    a process with the limits of `Limits`; code that several rows call is run once. A call that has no end after
-    `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises ToolTimeout with group and code.
-    Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
+    A row without a call is done, and so is one whose turn did not end by itself. `workers` calls run at once, of all
+    groups together, each in a process with the limits of `Limits`; code that several rows call is run once. A call that
+    has no end after `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises ToolTimeout
+    with group and code. Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
     """
     if workers < 1 or on_timeout not in ("reply", "fail"):
         needed = 'needed 1 or more workers and "reply" or "fail"'
@@ -71,7 +76,19 @@ def _run_all(codes: list[str], limits: Limits, workers: int) -> dict[str, Answer
     """The answer to each piece of code; equal ones are run once."""
     if not codes:
         return {}
-    isolation()  # found, and spoken of, before there are threads
-    distinct = list(dict.fromkeys(codes))
+    with _LOOKING:
+        isolation()  # found, and spoken of, once
+    distinct, places = list(dict.fromkeys(codes)), _places(workers)
+
+    def run(code: str) -> Answer:
+        with places:
+            return run_python(code, limits)
+
     with ThreadPoolExecutor(min(workers, len(distinct)), "tool") as pool:
-        return dict(zip(distinct, pool.map(lambda code: run_python(code, limits), distinct), strict=True))
+        return dict(zip(distinct, pool.map(run, distinct), strict=True))
+
+
+@lru_cache
+def _places(workers: int) -> BoundedSemaphore:
+    """What the calls of all groups share, so that the time of one does not depend on how many groups there are."""
+    return BoundedSemaphore(workers)

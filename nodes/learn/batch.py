@@ -45,7 +45,8 @@ class Batch:
                 raise ValueError(
                     f"{name}: given log-probabilities of shape {shapes[0]}, needed the rollouts' {shapes[1]}"
                 )
-        there = replace(rollouts, versions_NT=rollouts.versions_NT.to(device))
+        replayed_N = None if rollouts.replayed_N is None else rollouts.replayed_N.to(device)
+        there = replace(rollouts, versions_NT=rollouts.versions_NT.to(device), replayed_N=replayed_N)
         return cls(there, replace(advantage, values_N=advantage.values_N.to(device)), given)
 
     def __len__(self) -> int:
@@ -66,11 +67,12 @@ class Batch:
 
     def sampled(self, packed: Packed, lengths_N: Tensor) -> Sampled:
         """What is known of a micro-batch's targets."""
-        place = packed.sequence_P, packed.step_P
+        place, replayed_N = (packed.sequence_P, packed.step_P), self.rollouts.replayed_N
         return Sampled(
             advantages_P=self.advantage.at(*place),
             lengths_P=lengths_N[packed.sequence_P],
             versions_P=self.rollouts.versions_NT[place],
             sequence_P=packed.sequence_P,
             given={name: other.logprobs_NT[place] for name, other in self.others.items()},
+            replayed_P=None if replayed_N is None else replayed_N[packed.sequence_P],
         )

@@ -22,13 +22,17 @@ def token_sums(
 ) -> dict[str, Tensor]:
     """The sums of one micro-batch, float64 scalars on its device. `version` is that of the policy that learns."""
     lag_P = (version - sampled.versions_P).double()
+    fresh_P = torch.ones_like(lag_P) if sampled.replayed_P is None else (~sampled.replayed_P).double()
     sums = {
         "tokens": torch.ones_like(lag_P).sum(),
+        "fresh": fresh_P.sum(),
         "entropy": entropy_P.double().sum(),
-        "lag": lag_P.sum(),
-        "lag_max": lag_P.max(),
+        "lag": (lag_P * fresh_P).sum(),
+        "lag_max": (lag_P * fresh_P).max(),
         "ratio_clipped": clipped_P.double().sum(),
     }
+    if sampled.replayed_P is not None:
+        sums["replayed_lag_max"] = (lag_P * (1 - fresh_P)).max()
     if "behaviour" in sampled.given:
         # in float64, where the square of no float32's exponential is infinite
         behaviour_P, now_P = sampled.behaviour_P.double(), logprobs_P.detach().double()
@@ -62,6 +66,10 @@ def update_figures(steps: Sequence[Taken]) -> Metrics:
     `tokens` counts those of one epoch. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
     gone from the one that sampled; so far as μ was recorded, as all that follows. `ess` is the effective sample size
     (Kish) of the tokens' ratios π / μ, as a share of the tokens. `loss` and `grad_norm` are means over the steps.
+
+    `lag_mean` and `lag_max` are of fresh tokens, 0 of none. Where past groups are learnt from beside them,
+    `replayed_tokens` counts theirs (of one epoch) and `replayed_lag_max` is the largest lag of them. All other figures,
+    `ess` and the ratios among them, are of all tokens, fresh and replayed: of what the update used.
     """
     whole = _total([step.sums for step in steps])
     last = _total([step.sums for step in steps if step.epoch == steps[-1].epoch])
@@ -72,10 +80,13 @@ def update_figures(steps: Sequence[Taken]) -> Metrics:
         "optimizer_steps": float(len(steps)),
         "tokens": last["tokens"],
         "entropy": whole["entropy"] / tokens,
-        "lag_mean": whole["lag"] / tokens,
+        "lag_mean": whole["lag"] / max(1.0, whole["fresh"]),
         "lag_max": whole["lag_max"],
         "ratio_clipped": whole["ratio_clipped"] / tokens,
     }
+    if "replayed_lag_max" in whole:
+        figures["replayed_tokens"] = last["tokens"] - last["fresh"]
+        figures["replayed_lag_max"] = whole["replayed_lag_max"]
     if "ratio" in whole:
         figures["ratio_mean"] = whole["ratio"] / tokens
         figures["ratio_max"] = whole["ratio_max"]

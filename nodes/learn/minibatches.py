@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -16,18 +16,19 @@ B = TypeVar("B", bound=Batchable)
 def minibatch_rows(ordinals: Sequence[int], minibatches: int, key: int) -> list[list[int]]:
     """The rows of each minibatch, in the order of the batch; which prompt group is in which is drawn by `key`.
 
-    `ordinals` names the prompt group of each row; a group's rows are consecutive. Raises ValueError unless the groups
-    can be shared out evenly.
+    `ordinals` names the prompt group of each row; a group's rows are consecutive. What is cut is the batch as it is,
+    with the past groups that a buffer has added. Where their number does not divide, some minibatches have one group
+    more than others, which ones is a function of the numbers. Raises ValueError for fewer groups than minibatches.
     """
     rows = range(len(ordinals))
     groups = [list(group) for _, group in groupby(rows, key=lambda row: ordinals[row])]
-    if minibatches < 1 or len(groups) % minibatches:
+    if not 1 <= minibatches <= len(groups):
         given = f"minibatches={minibatches} for a batch of {len(groups)} prompt groups"
-        raise ValueError(f"minibatches: given {given}, needed a number that divides the batch")
+        raise ValueError(f"minibatches: given {given}, needed at least 1, and a prompt group for each")
     order = list(range(len(groups)))
     random.Random(key).shuffle(order)
-    size = len(groups) // minibatches
-    shares = (sorted(order[begin : begin + size]) for begin in range(0, len(order), size))
+    bounds = [-(-len(groups) * number // minibatches) for number in range(minibatches + 1)]
+    shares = (sorted(order[begin:end]) for begin, end in pairwise(bounds))
     return [[row for group in share for row in groups[group]] for share in shares]
 
 

@@ -26,7 +26,8 @@ class Sampled:
     `advantages_P` is each token's advantage (its response's, unless the algorithm has one per token), `lengths_P` the
     number of sampled tokens of its response, `versions_P` the version of the weights that sampled it, `sequence_P`
     (int64) the row of its response in the batch. `given` has log-probabilities of the same tokens (nats) under other
-    policies; the properties name them.
+    policies; the properties name them. `replayed_P` (bool) says which tokens an earlier update has learnt from
+    already; it is None without a buffer of past groups (see `nodes.replay`).
     """
 
     advantages_P: Tensor
@@ -34,6 +35,7 @@ class Sampled:
     versions_P: Tensor
     sequence_P: Tensor
     given: Mapping[str, Tensor] = field(default_factory=dict)
+    replayed_P: Tensor | None = None
 
     @property
     def behaviour_P(self) -> Tensor:

@@ -52,9 +52,9 @@ def policy_update(
     loss. `clip_norm` bounds the 2-norm of each step's gradient.
 
     A batch is cut into minibatches by whole prompt groups, in an order keyed by the run's seed, the version and the
-    epoch. However many steps are taken, the update makes one version. For the figures see `update_figures`.
-    Raises ValueError for what does not fit together, FloatingPointError for a gradient that is not finite: the steps
-    before it stay taken.
+    epoch; where their number does not divide, as replay may have it, some have one group more than others. However many
+    steps are taken, the update makes one version. For the figures see `update_figures`. Raises ValueError for what does
+    not fit together, FloatingPointError for a gradient that is not finite: the steps before it stay taken.
     """
     learner = language_policy(policy)
     objective = _Objective(loss, average, kl)

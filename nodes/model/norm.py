@@ -29,7 +29,7 @@ class _RmsNorm(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
-        normed = x * inverse
+        normed: Tensor = x * inverse
         ctx.save_for_backward(normed, inverse, weight_D)
         return normed * weight_D
 

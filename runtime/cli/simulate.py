@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from penstock.graph.ir import Graph, Node
+from penstock.graph.ir import Graph
 from penstock.graph.passes import Bound, period_bound
 from penstock.runtime.cli.figures import percent
 from penstock.runtime.cli.flags import SimulateFlags
@@ -153,8 +153,8 @@ def _duration(word: str, names: Sequence[str]) -> tuple[str, float, float]:
 
 def servers(graph: Graph, plan: Plan) -> Plan:
     """The plan with the number of firings that really are in work at once: a rank works on one at a time, but for
-    a generator's."""
-    streaming = {node.pool for node in graph.nodes if _streams(graph, node)}
+    those of a stream (a generator, an environment)."""
+    streaming = {node.pool for node in graph.nodes if node.stream and node.clock == "group"}
     pools = (
         pool
         if pool.name in streaming
@@ -162,11 +162,6 @@ def servers(graph: Graph, plan: Plan) -> Plan:
         for pool in plan.pools
     )
     return Plan(tuple(pools))
-
-
-def _streams(graph: Graph, node: Node) -> bool:
-    reads = (graph[item.ref.node].construct for item in node.inputs if item.ref.node in graph)
-    return node.clock == "group" and "broadcast" in reads
 
 
 def _facts(graph: Graph, flags: SimulateFlags, result: Simulation, bound: Bound) -> dict[str, Any]:

@@ -109,10 +109,10 @@ class Executor:
         """One step of a stream. If it raises, every firing in it has failed, and it forgets them."""
         try:
             finished = held.state.step()
-        except Exception:
+        except Exception as error:
             held.state.reset()
             lost = [firing for firing in self.submitted if firing.node == held.node.name]
-            return [self._failure(firing, self.submitted.pop(firing)) for firing in lost]
+            return [self._failure(firing, self.submitted.pop(firing), error) for firing in lost]
         return [self._answer(held, firing, result, self.submitted.pop(firing)) for firing, result in finished]
 
     def _fire(self, command: Fire, handles: Mapping[Key, Handle]) -> list[Result]:
@@ -133,8 +133,8 @@ class Executor:
                 self.submitted[firing] = began
                 return []
             result = held.definition.run(held.state, inputs, held.options)
-        except Exception:
-            return [self._failure(firing, began)]
+        except Exception as error:
+            return [self._failure(firing, began, error)]
         return [self._answer(held, firing, result, began)]
 
     def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, Handle]) -> dict[str, Any]:
@@ -151,10 +151,12 @@ class Executor:
 
     def _answer(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
         """What a node returned becomes its state and outputs, if it fits what the node declares."""
+        if isinstance(result, BaseException):
+            return self._failure(firing, began, result)
         try:
             return self._finish(held, firing, result, began)
-        except Exception:
-            return self._failure(firing, began)
+        except Exception as error:
+            return self._failure(firing, began, error)
 
     def _finish(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
         """Keep a node's outputs: a carried value's next value replaces it, others wait for their readers."""
@@ -185,9 +187,9 @@ class Executor:
         done = Done(firing, self.setup.replica, self.setup.rank, dropped, again)
         return Result(done, outputs, figures, began, monotonic())
 
-    def _failure(self, firing: Firing, began: float) -> Result:
-        """Of an exception that is being handled."""
-        text = f"{firing} on {self.setup.replica} rank {self.setup.rank}:\n{traceback.format_exc()}"
+    def _failure(self, firing: Firing, began: float, error: BaseException) -> Result:
+        said = "".join(traceback.format_exception(error))
+        text = f"{firing} on {self.setup.replica} rank {self.setup.rank}:\n{said}"
         return Result(Failed(firing, self.setup.replica, self.setup.rank, text), began=began, ended=monotonic())
 
 

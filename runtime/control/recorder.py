@@ -15,7 +15,7 @@ from penstock.runtime.control.status import QUIET, Say, Status
 from penstock.runtime.record.checkpoint import Checkpoint, write_cut
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import LogWriter
-from penstock.runtime.record.metrics import MetricsFile, Row, Rows, keep_rows
+from penstock.runtime.record.metrics import MetricsFile, Row, Rows, keep_rows, prefixes
 from penstock.runtime.record.tensorboard import Board, open_board
 from penstock.runtime.record.timeline import Idle
 from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
@@ -48,6 +48,7 @@ class RunRecorder:
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in compile_tables(config.graph, config.plan).steps.values() if s.per_update]
         self.rows = Rows({s.name: s.every for s in steps if not s.trails}, now, elapsed)
+        self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}
         self.idle = Idle([r.name for r in config.plan.replicas], now)
@@ -98,7 +99,8 @@ class RunRecorder:
                 self.rows.synced(self.bars.swapped(result.event, now))
 
     def _done(self, now: float, result: Result, event: Done) -> None:
-        firing, metrics = event.firing, result.metrics
+        firing, before = event.firing, self.prefixes.get(event.firing.node, "")
+        metrics = {before + name: value for name, value in result.metrics.items()}
         node = self._node(firing.node)
         if node is None:
             if ">" in firing.node:

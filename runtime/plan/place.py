@@ -19,16 +19,20 @@ GROUPS_AHEAD = 2
 """Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one."""
 SMALL_CAPACITY = 4
 """Groups in flight in a pool of small work."""
+STREAM_CAPACITY = 32
+"""Groups in flight in a pool of small work whose node works on several at once, such as an environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What a pool holds and is: `rows` is the fewest samples that a group of its decoding node has (0: none)."""
+    """What a pool holds and is: `rows` is the fewest samples that a group of its decoding node has (0: none).
+    `streams`: it has a node that works on several groups at once."""
 
     name: str
     holds: tuple[str, ...]
     updates: bool
     rows: int
+    streams: bool
     host: Host
 
     @property
@@ -38,7 +42,9 @@ class _Role:
     def capacity(self, slots: int) -> int:
         if self.rows:
             return ceil(slots / self.rows) + GROUPS_AHEAD
-        return 1 if self.updates else SMALL_CAPACITY
+        if self.updates:
+            return 1
+        return STREAM_CAPACITY if self.streams else SMALL_CAPACITY
 
 
 def place(
@@ -90,6 +96,7 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
             if node.fires:
                 homes.setdefault(node.name, node.pool)
     rows: dict[str, int] = {}
+    streaming = {homes[n.name] for graph in graphs for n in graph.nodes if n.stream and n.clock == "group"}
     for graph in graphs:
         for node in graph.nodes:
             if _decodes(graph, node):
@@ -101,6 +108,7 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
             tuple(name for name, home in homes.items() if home == pool),
             pool in updating,
             rows.get(pool, 0),
+            pool in streaming,
             cluster.host_of(pool),
         )
         for pool in dict.fromkeys(homes.values())

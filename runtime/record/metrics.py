@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from penstock.graph.ir import Graph
 from penstock.graph.types import Metrics
 from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import write_atomic
@@ -21,6 +22,15 @@ Row = dict[str, Any]
 
 SUMMED = frozenset({"tokens", "prompt_tokens"})
 """Figures that are counts: an update has the sum of its groups', not the mean."""
+
+
+def prefixes(graph: Graph) -> dict[str, str]:
+    """By node, what stands before the names of its figures: nothing for the first node of each function, the node's
+    name and a dot for its others. So figures of two nodes are never mixed for being called alike."""
+    first: dict[str, str] = {}
+    for node in graph.nodes:
+        first.setdefault(node.op, node.name)
+    return {node.name: "" if first[node.op] == node.name else f"{node.name}." for node in graph.nodes}
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
@@ -40,7 +50,7 @@ def _combine(name: str, values: Sequence[float]) -> float:
         return max(values)
     if name.endswith("_min"):
         return min(values)
-    return sum(values) if name in SUMMED else sum(values) / len(values)
+    return sum(values) if name.rpartition(".")[2] in SUMMED else sum(values) / len(values)
 
 
 class Rows:
@@ -107,6 +117,7 @@ class Rows:
             figures.update(metrics)
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
         tokens = figures.get("tokens", 0.0)
+        fresh = tokens - figures.get("replayed_tokens", 0.0)
         row: Row = {
             "update": update,
             "version": update + 1,
@@ -115,7 +126,7 @@ class Rows:
             "groups": len(ordinals),
             "update_s": round(update_s, 6),
             "sync_s": round(self._sync, 6),
-            "generate_tokens_per_s": round(tokens / seconds, 3) if seconds > 0 else 0.0,
+            "generate_tokens_per_s": round(fresh / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
             **self._beside,

@@ -1,19 +1,35 @@
-"""Which graphs pinned versions are possible for. Pure."""
+"""Which graphs a run's rules are possible for: pinned versions, groups that are replaced. Pure."""
 
 from penstock.runtime.schedule.tables import Rules, Step, Tables
 
 
 def check_rules(tables: Tables, rules: Rules) -> None:
-    """Raises ValueError for pinned versions that the graph does not allow.
+    """Raises ValueError for rules that the graph does not allow.
 
-    A replica keeps one version live and a resumed run makes none older than its cut: so all per-group readers of
-    weights need the same version for a group, and per-update readers the current one; and a cut must not have to wait
-    for a group that reads something delayed, which waits for an update in its turn.
+    Pinned versions: a replica keeps one version live and a resumed run makes none older than its cut. So all per-group
+    readers of weights need the same version for a group, and per-update readers the current one; and a cut must not
+    have to wait for a group that reads something delayed, which waits for an update in its turn.
+
+    Groups that are replaced: nobody may read anything delayed, since the groups after a lost one are for an earlier
+    update than the one that they have read it for.
     """
+    if rules.on_failure == "replace":
+        _check_places(tables)
     if rules.versions == "pinned":
         _check_order(tables)
         _check_lags(tables)
         _check_delays(tables)
+
+
+def _check_places(tables: Tables) -> None:
+    """Does the update that a group is for stay the one it was when the group started?"""
+    delays = [(step.name, carried) for step in tables.steps.values() for carried, _ in step.delays]
+    if delays:
+        given = ", ".join(f"{name}, which reads {carried!r} delayed" for name, carried in delays)
+        raise ValueError(
+            f'on_failure="replace": given {given}; needed no delay, which is exact, while a replaced group moves those '
+            'after it to earlier updates than the ones that they have read it for; use on_failure="stop", with retries'
+        )
 
 
 def _check_order(tables: Tables) -> None:

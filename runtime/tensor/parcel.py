@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.tensor.layout import Copy
-
-LARGE = 1 << 20  # bytes from which a piece travels by itself: below it a message costs more than a second copy
-BUCKET = 4 << 20  # bytes at which a bucket is full
+from penstock.runtime.tensor.plan import BUCKET as BUCKET
+from penstock.runtime.tensor.plan import LARGE as LARGE
 
 
 class Parcel(NamedTuple):

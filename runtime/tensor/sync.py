@@ -22,7 +22,9 @@ from torch import Tensor
 from penstock.graph.types import Carried, Weights
 from penstock.runtime.tensor.arena import Arena, Device, Snapshot
 from penstock.runtime.tensor.digest import ProofError, compare, digest
-from penstock.runtime.tensor.layout import ITEMSIZE, CopyPlan, Layout, LayoutError, reshard
+from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
+from penstock.runtime.tensor.plan import Plan
+from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.transport import LocalTransport, Transport
 
 Facts = dict[str, Any]
@@ -72,7 +74,7 @@ class Publisher:
         self._snapshots: list[Snapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
-        self._plans: dict[int, CopyPlan] = {}
+        self._plans: dict[int, Plan] = {}
 
     def publish(self, version: int) -> Facts:
         """Copy the weights aside as `version`; what receivers need to know, JSON-able. Blocks while it copies."""
@@ -108,7 +110,7 @@ class Publisher:
             with self._lock:
                 self._sending[snapshot.version] -= 1
 
-    def _plan(self, ranks: int) -> CopyPlan:
+    def _plan(self, ranks: int) -> Plan:
         if ranks not in self._plans:
             self._plans[ranks] = reshard(self.layout, self.layout.replicated(ranks))
         return self._plans[ranks]
@@ -151,7 +153,7 @@ class Receiver:
         self._rank = rank
         self._device = device
         self._arena: Arena | None = None
-        self._plan: CopyPlan = CopyPlan((), 0)
+        self._plan = Plan((), 0, 0)
         self._arrived: int | None = None
         self._busy = False
 

@@ -42,8 +42,16 @@ def test_an_algorithm_runs(tmp_path: Path, name: str, lag: int) -> None:
     folder = run_here(make_run(tmp_path / "r", name, options(name, lag), TINY))
     assert summary(folder)["status"] == "done"
     assert [row["groups"] for row in rows(folder)] == [2, 2]
-    if name != "replay":  # whose past groups have an age bound of their own
-        assert all(row["lag_max"] <= lag for row in rows(folder) if "lag_max" in row)
+    assert all(row["lag_max"] <= lag for row in rows(folder) if "lag_max" in row)
+
+
+@pytest.mark.slow
+def test_the_greedy_baseline_of_remax_is_reported_apart(tmp_path: Path) -> None:
+    """Its responses are one to a prompt, so the mean of their rewards is 0, a half or 1 for two prompts."""
+    for row in rows(run_here(make_run(tmp_path / "r", "remax", options("remax", 0), TINY))):
+        assert row["score_2.reward_mean"] in (0.0, 0.5, 1.0)
+        assert row["reward_mean"] * 8 == int(row["reward_mean"] * 8)
+        assert {"response_length", "generate_2.response_length"} <= row.keys()
 
 
 @pytest.mark.slow

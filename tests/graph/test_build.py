@@ -194,7 +194,7 @@ def test_a_state_is_no_input_and_a_stream_keeps_none() -> None:
 
 def test_the_types_bases_are_listed() -> None:
     table = dict(trace(program_of("actor_critic")).types)
-    assert table[f"{PROGRAMS}:Critic"] == (f"{TYPES}:Policy",)
+    assert table[f"{PROGRAMS}:Critic"] == (f"{TYPES}:Policy", f"{TYPES}:Model")
     assert table[f"{TYPES}:Rollouts"] == (f"{TYPES}:Batchable",)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.graph import GraphError, load, node, program, trace
+from penstock.graph import GraphError, alternate, load, node, program, trace
 from penstock.graph.show import dumps, loads, mermaid, read, text
 from penstock.graph.types import Policy, Prompts, Rewards
 
@@ -76,6 +76,61 @@ def test_long_calls_are_wrapped_between_arguments_and_names_are_never_shared() -
         return learn(learn(policy, good), fair, name="a name that is long", alpha=0.25, betas=(0.5, 0.75))
 
     assert str(trace(long)) == LONG
+
+
+@node(clock="update")
+def weigh(policy: Policy, rewards: Rewards, hints: Rewards | None = None, doubts: Rewards | None = None) -> Policy:
+    raise NotImplementedError
+
+
+def test_an_input_behind_one_that_was_left_out_is_printed_by_keyword() -> None:
+    @program
+    def skips(policy: Policy, prompts: Prompts) -> Policy:
+        good, fair = judge(prompts)
+        return weigh(weigh(policy, good, doubts=fair), good, None, fair)
+
+    @program
+    def whole(policy: Policy, prompts: Prompts) -> Policy:
+        good, fair = judge(prompts)
+        return weigh(policy, good, doubts=fair, hints=fair)
+
+    printed = str(trace(skips))
+    assert "weigh_out = weigh(policy, rewards, doubts=doubts)" in printed
+    assert "return weigh(weigh_out, rewards, doubts=doubts)" in printed
+    assert "return weigh(policy, rewards, hints, hints)" in str(trace(whole))
+
+
+@node
+def speak(
+    prompts: Prompts,
+    hints: Rewards | None = None,
+    notes: Rewards | None = None,
+    conversation: Rewards | None = None,
+    replies: Rewards | None = None,
+) -> Rewards:
+    raise NotImplementedError
+
+
+@node
+def answer(rewards: Rewards) -> Rewards:
+    raise NotImplementedError
+
+
+def test_two_nodes_that_take_turns_are_printed_as_they_may_be_called() -> None:
+    @program
+    def talk(policy: Policy, prompts: Prompts) -> Policy:
+        good, _ = judge(prompts)
+        said, _ = alternate(speak, answer, prompts, None, good, turns=2)
+        return learn(policy, said)
+
+    @program
+    def by_keyword(policy: Policy, prompts: Prompts) -> Policy:
+        good, _ = judge(prompts)
+        said, _ = alternate(speak, answer, prompts, turns=2, notes=good)
+        return learn(policy, said)
+
+    assert "alternate(speak, answer, prompts, notes=notes, turns=2)" in str(trace(talk))
+    assert str(trace(talk)).splitlines()[1:] == str(trace(by_keyword)).splitlines()[1:]
 
 
 def test_mermaid_has_a_box_per_node_and_dashes_for_feedback() -> None:

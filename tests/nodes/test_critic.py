@@ -107,6 +107,16 @@ def test_each_token_pays_for_leaving_the_reference() -> None:
     torch.testing.assert_close(found.values_N, torch.tensor([[1 - 0.05 - 0.025, 1 - 0.025]]))
 
 
+def test_the_price_of_leaving_a_reference_needs_mu_and_the_rest_does_not() -> None:
+    rollouts = replace(random_rollouts([(2, 2)]), logprobs_NT=None)
+    values, rewards = Values(torch.zeros(1, 2)), Rewards(torch.tensor([1.0]))
+    gae.fn(rewards, values, rollouts)
+    with pytest.raises(
+        ValueError, match=r"gae, with a reference: given rollouts without log μ .*needed rollouts whose"
+    ):
+        gae.fn(rewards, values, rollouts, Logprobs(torch.zeros(1, 2)), kl=0.1)
+
+
 def test_values_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gae: given values of shape \[5, 3\], needed \[5, 4\]"):
         gae.fn(REWARDS, Values(torch.zeros(5, 3)), random_rollouts())

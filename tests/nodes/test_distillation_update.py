@@ -41,6 +41,14 @@ def test_the_advantage_is_what_the_teacher_thinks_of_a_sampled_token() -> None:
     assert figures["teacher_kl"] == pytest.approx(-(0.5 - 0.25 + 1.0) / 3)
 
 
+def test_what_the_teacher_thinks_is_compared_with_mu() -> None:
+    rollouts = random_rollouts()
+    bare = replace(rollouts, logprobs_NT=None)
+    needed = "distillation_advantage: given rollouts without log μ .*, needed rollouts whose logprobs_NT were recorded"
+    with pytest.raises(ValueError, match=needed):
+        distillation_advantage.fn(bare, Logprobs(rollouts.logprobs_NT))
+
+
 @pytest.mark.parametrize("micro_tokens", [1, 1000])
 def test_an_update_steps_along_the_reverse_kl(tmp_path: Path, micro_tokens: int) -> None:
     learner, twin, guide = policy(), policy(), teacher(tmp_path)

@@ -11,9 +11,10 @@ BEHAVIOUR = torch.tensor([-1.2, -1.0, -0.5, -3.5, -1.0])
 CLIPPED = torch.tensor([False, True, False, True, False])
 
 
-def sums(rows: slice, version: int = 7) -> dict[str, torch.Tensor]:
+def sums(rows: slice, version: int = 7, replayed: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     ones_P = torch.ones(5, dtype=torch.long)[rows]
-    known = Sampled(ones_P.float(), ones_P, torch.arange(5)[rows], ones_P * 0, {"behaviour": BEHAVIOUR[rows]})
+    old_P = None if replayed is None else replayed[rows]
+    known = Sampled(ones_P.float(), ones_P, torch.arange(5)[rows], ones_P * 0, {"behaviour": BEHAVIOUR[rows]}, old_P)
     return {**token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, version)}
 
 
@@ -36,6 +37,27 @@ def test_steps_of_an_epoch_are_parts_of_its_batch() -> None:
     assert {**cut, "optimizer_steps": 1.0} == pytest.approx(once)
     assert {**twice, "optimizer_steps": 1.0} == pytest.approx(once)
     assert (cut["optimizer_steps"], twice["optimizer_steps"], twice["tokens"]) == (2, 4, 5)
+
+
+@pytest.mark.parametrize("cut", [0, 2, 4])
+def test_replayed_tokens_are_counted_apart_and_the_ratios_are_of_all(cut: int) -> None:
+    """Versions are 0 to 4 at version 7: the two replayed tokens have lags 7 and 6, the others 5, 4 and 3."""
+    replayed = torch.tensor([True, True, False, False, False])
+    parts = [sums(rows, replayed=replayed) for rows in (slice(0, cut), slice(cut, 5)) if rows.start != rows.stop]
+    plain = update_figures([Taken(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
+    mixed = update_figures([Taken(add_up(parts), 0.5, 2.0, epoch) for epoch in range(2)])
+    assert (mixed["lag_mean"], mixed["lag_max"]) == (4, 5)
+    assert (mixed["replayed_tokens"], mixed["replayed_lag_max"], mixed["tokens"]) == (2, 7, 5)
+    same = ("ess", "ratio_mean", "ratio_max", "ratio_clipped", "kl", "entropy")
+    assert {name: mixed[name] for name in same} == pytest.approx({name: plain[name] for name in same})
+    assert not plain.keys() & {"replayed_tokens", "replayed_lag_max"}
+
+
+def test_an_update_of_replayed_tokens_alone_has_no_lag_of_fresh_ones() -> None:
+    figures = update_figures(
+        [Taken(add_up([sums(slice(None), replayed=torch.ones(5, dtype=torch.bool))]), 0.5, 2.0, 0)]
+    )
+    assert (figures["lag_mean"], figures["lag_max"], figures["replayed_tokens"]) == (0, 0, 5)
 
 
 def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> None:

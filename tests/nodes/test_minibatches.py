@@ -29,9 +29,18 @@ def test_a_key_says_which() -> None:
     assert minibatch_rows(ORDINALS, 4, 3) == minibatch_rows(ORDINALS, 4, 3)
 
 
-@pytest.mark.parametrize("minibatches", [-1, 0, 3, 8])
+@pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(6, 3, [2] * 3), (7, 3, [3, 2, 2]), (5, 5, [1] * 5)])
+def test_minibatches_are_as_even_as_whole_groups_can_be(groups: int, minibatches: int, sizes: list[int]) -> None:
+    ordinals = [ordinal for ordinal in range(groups) for _ in range(3)]
+    for key in range(10):
+        parts = minibatch_rows(ordinals, minibatches, key)
+        assert [len(part) for part in parts] == [3 * size for size in sizes]
+        assert sorted(row for part in parts for row in part) == list(range(3 * groups))
+
+
+@pytest.mark.parametrize("minibatches", [-1, 0, 5, 8])
 def test_groups_are_never_torn(minibatches: int) -> None:
-    given = f"given minibatches={minibatches} for a batch of 4 prompt groups, needed a number that divides"
+    given = f"given minibatches={minibatches} for a batch of 4 prompt groups, needed at least 1, and a prompt group for"
     with pytest.raises(ValueError, match=given):
         minibatch_rows(ORDINALS, minibatches, 0)
 

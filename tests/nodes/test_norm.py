@@ -14,7 +14,7 @@ def test_the_norm_and_its_gradients_are_those_of_the_formula(dtype: torch.dtype)
     ours, exact = (
         tuple(t.detach().to(kind, copy=True).requires_grad_() for t in (x, weight_D)) for kind in (dtype, torch.float64)
     )
-    found = rms_norm(*ours, 1e-5)
+    found = rms_norm(ours[0], ours[1], 1e-5)
     needed = F.rms_norm(exact[0], (24,), exact[1], 1e-5)
     found.backward(grad)  # type: ignore[no-untyped-call]
     needed.backward(grad.double())  # type: ignore[no-untyped-call]

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from penstock.graph.types import Advantages, Context, Rollouts, TokenAdvantages
+from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.update import policy_update
 from penstock.nodes.replay import Memory, open_memory, replay
 from penstock.runtime.tensor.codec import decode, encode
 
 from .rollouts import random_rollouts
+from .updating import policy
 
 CONTEXT = Context(node="replay", seed=3)
 BATCH, SAMPLES = 3, 2
@@ -47,6 +50,7 @@ def test_the_first_batch_is_learnt_from_as_it_is() -> None:
     fresh, worth = batch(0)
     assert torch.equal(rollouts.tokens_NS, fresh.tokens_NS)
     assert rollouts.ordinals == fresh.ordinals
+    assert rollouts.replayed_N.tolist() == [False] * len(fresh)
     assert torch.equal(advantage.values_N, worth.values_N)
     assert figures == {"replayed": 0.0, "replayed_age": 0.0, "buffered": 3.0}
 
@@ -58,6 +62,7 @@ def test_past_groups_come_whole_after_the_fresh_ones_with_all_that_belongs_to_th
     old = groups(rollouts)[BATCH:]
     assert len(old) == 2
     assert set(old) < set(range(9))
+    assert rollouts.replayed_N.tolist() == [False] * BATCH * SAMPLES + [True] * 2 * SAMPLES
     assert figures[3]["replayed"] == 2.0
     assert figures[3]["replayed_age"] == pytest.approx(sum(3 - ordinal // BATCH for ordinal in old) / 2)
     for row in range(BATCH * SAMPLES, len(rollouts)):
@@ -105,6 +110,21 @@ def test_a_buffer_goes_on_from_a_checkpoint_to_the_bit(before: int) -> None:
         assert torch.equal(rollouts.tokens_NS, others.tokens_NS)
         assert torch.equal(rollouts.logprobs_NT, others.logprobs_NT)
         assert torch.equal(advantage.values_N, other.values_N)
+
+
+def test_an_update_counts_replayed_groups_apart_and_cuts_all_of_them_into_minibatches() -> None:
+    """Three fresh groups of lag 0, and two past ones whose lags are their ages: minibatches of three and of two."""
+    learner, state = policy(), memory()
+    for update in range(3):
+        state, (rollouts, advantage), figures = replay.fn(state, *batch(update), take=2)
+        _, found = policy_update.fn(learner, rollouts, advantage, loss=aipo, minibatches=2, lr=0.0)
+        old = [ordinal for ordinal in groups(rollouts) if ordinal < update * BATCH]
+        fresh = batch(update)[0].response_lengths_N.sum()
+        assert len(old) == figures["replayed"] == (2 if update else 0)
+        assert (found["lag_mean"], found["lag_max"]) == (0, 0)
+        assert found["replayed_lag_max"] == max((update - ordinal // BATCH for ordinal in old), default=0)
+        assert found["replayed_tokens"] == found["tokens"] - fresh
+        assert (found["replayed_tokens"] > 0) == (update > 0)
 
 
 def test_advantages_of_tokens_stay_of_tokens() -> None:

@@ -107,6 +107,15 @@ def test_replay_learns_from_more_groups_than_are_fresh(tmp_path: Path, base: str
     assert all(0 < row["replayed_age"] <= 4 for row in figures[1:])
 
 
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By the option that names one, a directory of each other model that programs read, one update old."""
+    folder = tmp_path_factory.mktemp("untaught")
+    makers = {"reward_model": ("reward_model", "reward_model"), "teacher_model": ("online_dpo", "policy")}
+    made = {name: run(folder / name, program, {}, "", 1, **SHORT) for name, (program, _) in makers.items()}
+    return {name: str(made[name] / "checkpoints" / "00000001" / part) for name, (_, part) in makers.items()}
+
+
 SMALL = {"samples": 2, "lr": 1e-3}
 SHORT: dict[str, Any] = {"batch": 4, "slots": 16, "max_tokens": 6}
 UPDATES = 5
@@ -121,12 +130,16 @@ UPDATES = 5
         ("moving_reference", {**SMALL, "every": 2}),
         ("online_dpo", SMALL),
         ("reward_model", {}),
+        ("rlhf", {**SMALL, "reward_model": ...}),
+        ("distill", {**SMALL, "teacher_model": ...}),
+        ("distill", {**SMALL, "teacher_model": ..., "full": True}),
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
-    tmp_path: Path, program: str, options: dict[str, Any]
+    tmp_path: Path, program: str, options: dict[str, Any], untaught: dict[str, str]
 ) -> None:
     """All that updates carry on, and the state of their nodes, is in a checkpoint."""
+    options = {name: untaught[name] if value is ... else value for name, value in options.items()}
     whole = run(tmp_path / "whole", program, options, "", UPDATES, **SHORT)
     cut = make_run(tmp_path / "cut", program, options, Flags(updates=UPDATES, **SHORT))
 

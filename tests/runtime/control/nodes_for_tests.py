@@ -13,11 +13,12 @@ from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 
 
 class Basket:
-    """A `Stream` that answers all it holds with their ordinals. A step raises while it holds `bad` for the first time,
-    and answers `odd` with what is no reward."""
+    """A `Stream` that answers all it holds with their ordinals. A step raises while it holds `bad` for the first time;
+    it answers `odd` with what is no reward, and `cracked` with an exception."""
 
-    def __init__(self, bad: int, odd: int) -> None:
-        self.bad, self.odd = bad, odd
+    def __init__(self, bad: int, odd: int, cracked: int) -> None:
+        self.bad = bad
+        self.answers: dict[int, Any] = {odd: "odd", cracked: ZeroDivisionError("one egg cracked")}
         self.held: dict[Any, Prompts] = {}
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
@@ -29,7 +30,7 @@ class Basket:
             self.bad = -1
             raise ZeroDivisionError("the basket fell")
         self.held.clear()
-        return [(tag, "odd" if o == self.odd else Rewards(torch.tensor([float(o)]))) for tag, o in ordinals.items()]
+        return [(tag, self.answers.get(o, Rewards(torch.tensor([float(o)])))) for tag, o in ordinals.items()]
 
     def busy(self) -> bool:
         return bool(self.held)
@@ -38,12 +39,14 @@ class Basket:
         self.held.clear()
 
 
-def make_basket(context: Context, *, bad: int, odd: int) -> Basket:
-    return Basket(bad, odd)
+def make_basket(context: Context, *, bad: int, odd: int, cracked: int) -> Basket:
+    return Basket(bad, odd, cracked)
 
 
 @node(pool="worker", init=make_basket)
-def basket(state: Basket, prompts: Prompts, *, bad: int = -1, odd: int = -1) -> tuple[Basket, Rewards]:
+def basket(
+    state: Basket, prompts: Prompts, *, bad: int = -1, odd: int = -1, cracked: int = -1
+) -> tuple[Basket, Rewards]:
     raise NotImplementedError("the executor drives the stream")
 
 
@@ -59,8 +62,8 @@ def learn(policy: FakePolicy, rewards: Rewards) -> tuple[FakePolicy, Metrics]:
 
 
 @program
-def baskets(policy: FakePolicy, prompts: FakePrompts, *, bad: int = -1, odd: int = -1) -> Policy:
-    return learn(policy, doubled(basket(prompts, bad=bad, odd=odd)))
+def baskets(policy: FakePolicy, prompts: FakePrompts, *, bad: int = -1, odd: int = -1, cracked: int = -1) -> Policy:
+    return learn(policy, doubled(basket(prompts, bad=bad, odd=odd, cracked=cracked)))
 
 
 def make_setup(folder: Path, replicas: int = 1, restore: Path | None = None, **options: int) -> Setup:

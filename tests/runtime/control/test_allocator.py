@@ -6,16 +6,21 @@ import sys
 import pytest
 
 _WORK = """
-import resource, torch
+import resource, threading, torch
 from penstock.runtime.control.allocator import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 def work():
     for _ in range(20):
         [torch.empty(2_000_000).fill_(1.0) for _ in range(8)]
-work()
+def in_a_thread():
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+for _ in range(4):
+    in_a_thread()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-work()
+in_a_thread()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

@@ -97,6 +97,17 @@ def test_an_output_that_does_not_fit_fails_its_own_firing(tmp_path: Path) -> Non
     assert "basket returned str, needed tuple[" in failed.event.error
 
 
+def test_an_exception_that_a_stream_answers_with_fails_that_firing_alone(tmp_path: Path) -> None:
+    executor = make(tmp_path, cracked=1)
+    fire(executor, "prompts", range(3))
+    fire(executor, "basket", range(3))
+    done, failed, other = executor.step()
+    assert answers([done, other]) == of("Done", "basket", 0, 2)
+    assert failed.event == Failed(
+        Firing("basket", 1), "worker/0", 0, "basket[1] on worker/0 rank 0:\nZeroDivisionError: one egg cracked\n"
+    )
+
+
 def test_an_input_that_is_not_there_fails_the_firing(tmp_path: Path) -> None:
     (failed,) = fire(make(tmp_path), "doubled", [5])
     assert isinstance(failed.event, Failed)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.graph.ir import Argument, Graph, Input, Node, Output, Ref
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
-from penstock.runtime.plan.place import GROUPS_AHEAD, SMALL_CAPACITY, place
+from penstock.runtime.plan.place import GROUPS_AHEAD, SMALL_CAPACITY, STREAM_CAPACITY, place
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.tables import compile_tables
 
@@ -85,6 +85,15 @@ def test_a_generator_takes_the_groups_that_fill_its_slots_and_some_ahead() -> No
 
     assert capacities(TRAIN) == {"trainer/0": 1, "generator/0": 8 + GROUPS_AHEAD, "scorer/0": SMALL_CAPACITY}
     assert capacities(TRAIN, EVALUATE)["generator/0"] == 60 + GROUPS_AHEAD
+
+
+def test_a_node_that_works_on_several_groups_at_once_is_given_more_of_them() -> None:
+    nodes = tuple(replace(node, stream=node.name == "score") for node in TRAIN.nodes)
+    streaming = {r.name: r.capacity for r in place([TRAIN.replace(nodes=nodes)], _cluster()).replicas}
+    assert streaming["scorer/0"] == STREAM_CAPACITY > SMALL_CAPACITY
+    measuring = tuple(replace(node, clock="update") if node.stream else node for node in nodes)
+    plan = place([TRAIN.replace(nodes=measuring)], _cluster())
+    assert {r.name: r.capacity for r in plan.replicas}["scorer/0"] == SMALL_CAPACITY
 
 
 @pytest.mark.parametrize(

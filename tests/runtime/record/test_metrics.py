@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from penstock.graph import load, trace
 from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.metrics import MetricsFile, Rows, combine, keep_rows, read_rows, scalars
+from penstock.runtime.record.metrics import MetricsFile, Rows, combine, keep_rows, prefixes, read_rows, scalars
 from penstock.runtime.record.tensorboard import open_board
 
 
@@ -52,6 +53,33 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows.update(1, "learn", {"tokens": 7.0}, seconds=1.0)
     second = rows.row(1, 105.0, {})
     assert (second["reward_mean"], second["tokens"], second["seconds"], second["sync_s"]) == (2.5, 7.0, 1.0, 0.0)
+
+
+def test_replayed_tokens_were_not_generated_again() -> None:
+    rows = Rows({"learn": 1}, now=0.0)
+    rows.batch(0, (0,))
+    rows.update(0, "learn", {"tokens": 30.0, "replayed_tokens": 10.0}, seconds=1.0)
+    row = rows.row(0, 2.0, {})
+    assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (10.0, 30.0)
+
+
+def test_two_nodes_of_a_function_report_apart_and_nodes_of_different_functions_under_plain_names() -> None:
+    graph = trace(load("remax"))
+    assert prefixes(graph) == {
+        "broadcast": "",
+        "generate": "",
+        "generate_2": "generate_2.",
+        "score": "",
+        "score_2": "score_2.",
+        "greedy_advantage": "",
+        "policy_update": "",
+    }
+    assert combine(
+        [{"score_2.tokens": 1.0, "score_2.lag_max": 3.0}, {"score_2.tokens": 2.0, "score_2.lag_max": 2.0}]
+    ) == {
+        "score_2.tokens": 3.0,
+        "score_2.lag_max": 3.0,
+    }
 
 
 def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_nowhere() -> None:

@@ -10,7 +10,7 @@ from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import exhaust, finish, fired, is_fire, world
-from .graphs import broadcast, call, delay, graph, place
+from .graphs import aipo, broadcast, call, delay, graph, place
 from .world import Setting, World
 
 
@@ -73,6 +73,17 @@ def test_pinned_versions_need_a_delay_of_at_least_the_lag() -> None:
         ValueError, match="given choose, which reads 'history' with a delay of 1 before weights are read w"
     ):
         scheduler(1)
+
+
+def test_groups_that_read_something_delayed_are_not_replaced() -> None:
+    def scheduler(made: Graph) -> Scheduler:
+        return Scheduler(compile_tables(made, place(made)), Rules(batch=1, end=3, on_failure="replace"))
+
+    scheduler(aipo())
+    with pytest.raises(
+        ValueError, match="given choose, which reads 'history' delayed; needed no delay, which is exact"
+    ):
+        scheduler(curriculum(1))
 
 
 def test_pinned_versions_allow_any_delay_after_the_weights_are_read() -> None:

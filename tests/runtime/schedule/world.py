@@ -166,12 +166,13 @@ def random_setting(rng: Random) -> Setting:
     fails = {n.name: rng.choice([0.05, 0.2]) for n in firing if not n.stateful and rng.random() < 0.3}
     filters = {n.name for n in firing if n.construct == "keep"}
     drops = {n.name: 0.3 for n in firing if n.name in filters or rng.random() < 0.15}
+    exact = pinned or any(n.construct == "delay" for n in graph.nodes)
     rules = Rules(
         batch=rng.randint(1, 4),
         end=rng.randint(1, 9),
         versions="pinned" if pinned else "free",
         retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),
-        on_failure="stop" if pinned else rng.choice(["stop", "replace", "replace"]),
+        on_failure="stop" if exact else rng.choice(["stop", "replace", "replace"]),
         drops=rng.choice([1, 2, 4, 16, 16, 16, 16, 16]),
     )
     plan = random_plan(rng, graph)

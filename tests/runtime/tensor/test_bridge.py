@@ -17,8 +17,9 @@ import torch
 from penstock.runtime.tensor.arena import Part
 from penstock.runtime.tensor.bridge import Bridge, BridgeTransport
 from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.layout import Box, Layout, TensorLayout, reshard
+from penstock.runtime.tensor.layout import Box, Boxes, Layout, TensorLayout
 from penstock.runtime.tensor.parcel import BUCKET, LARGE, bundle
+from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
 from penstock.runtime.tensor.transport import TransportError
 
@@ -248,18 +249,20 @@ def test_boxes_are_resharded_between_two_and_three_ranks(tmp_path: Path) -> None
             assert torch.equal(part.tensor, wholes[name][part.box.slices(Box.whole(shapes[name]))])
 
 
-def _split(shape: tuple[int, int], dim: int, ranks: int) -> tuple[tuple[int, Box], ...]:
+def _split(shape: tuple[int, int], dim: int, ranks: int) -> Boxes:
     whole = Box.whole(shape)
     edges = [shape[dim] * r // ranks for r in range(ranks + 1)]
-    return tuple(
-        (
-            r,
-            Box(
-                (*whole.start[:dim], edges[r], *whole.start[dim + 1 :]),
-                (*whole.stop[:dim], edges[r + 1], *whole.stop[dim + 1 :]),
-            ),
+    return Boxes(
+        tuple(
+            (
+                r,
+                Box(
+                    (*whole.start[:dim], edges[r], *whole.start[dim + 1 :]),
+                    (*whole.stop[:dim], edges[r + 1], *whole.stop[dim + 1 :]),
+                ),
+            )
+            for r in range(ranks)
         )
-        for r in range(ranks)
     )
 
 

@@ -1,0 +1,108 @@
+"""What a plan costs at 405B between 512 and 512 ranks, in one process: the plan, one rank's part, balance, bytes.
+
+    python benchmarks/reshard.py [--keep]
+
+The trainers differ, the generators are always 64 replicas × TP8. `plan_s` is `reshard` on layouts as they come from
+JSON; `part_s` is that and the routes of one rank, the slower of one sender and one receiver; `routes_s` expands the
+routes of all 1024 ranks at once. `copies_s` lists one sender's copies, tensor by tensor, as a transport needs them.
+Figures are of the best of `--repeats`: the rest is what else the machine does. Balance is the busiest over the mean.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, TypeVar
+
+from report import publish
+
+from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.runtime.tensor.chain import chain
+from penstock.runtime.tensor.layout import Layout
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.plan import Plan
+from penstock.runtime.tensor.reshard import reshard
+
+T = TypeVar("T")
+
+MODEL = ModelConfig(128256, 16384, 53248, 126, 128, 8, 128)
+"""Llama 3.1 405B."""
+REPLICA = Mesh((("tp", 8),))
+GENERATORS = Mesh((("replica", 64), ("tp", 8)))
+TRAINERS = {
+    "fsdp 64 × tp 8": Mesh((("fsdp", 64), ("tp", 8))),
+    "dp_replicate 8 × fsdp 8 × tp 8": Mesh((("dp_replicate", 8), ("fsdp", 8), ("tp", 8))),
+    "fsdp 128 × tp 4": Mesh((("fsdp", 128), ("tp", 4))),
+    "pp 16 × fsdp 4 × tp 8": Mesh((("pp", 16), ("fsdp", 4), ("tp", 8))),
+}
+TARGETS = {"plan_s": 1.0, "part_s": 0.05}
+RANK = 77
+
+
+def layout(mesh: Mesh) -> Layout:
+    tensors = [(name, shape, "bfloat16") for name, shape in parameter_shapes(MODEL).items()]
+    return sharded(tensors, mesh, tensor_parallel(MODEL), pipeline_stages(MODEL, mesh.extent("pp")))
+
+
+def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
+    """The figures of one mesh of trainers."""
+    sides = [json.dumps(layout(side).to_json()) for side in (mesh, GENERATORS)]
+
+    def fresh() -> tuple[Layout, Layout]:
+        src, dst = (Layout.from_json(json.loads(side)) for side in sides)
+        return src, dst
+
+    made, plan_s = best(repeats, fresh, reshard)
+    sender_s = best(repeats, fresh, lambda src, dst: reshard(src, dst).routes(source=RANK))[1]
+    receiver_s = best(repeats, fresh, lambda src, dst: reshard(src, dst).routes(destination=RANK))[1]
+    routes, routes_s = best(1, lambda: (made,), Plan.routes)
+    copies, copies_s = best(1, lambda: (made, RANK), Plan.sends)
+    links = chain(reshard(layout(mesh), layout(REPLICA)), 64)
+    return {
+        "trainers": str(mesh),
+        "plan_s": plan_s,
+        "part_s": max(sender_s, receiver_s),
+        "routes_s": routes_s,
+        "copies_s": copies_s,
+        "signatures": len(made.groups),
+        "lanes": sum(len(group.lanes) for group in made.groups),
+        "copies": sum(len(group.names) * len(lane.destinations) for group in made.groups for lane in group.lanes),
+        "routes": len(routes),
+        "copies_of_a_sender": len(copies),
+        "layout_bytes": len(sides[0]),
+        "gb_in": max(made.bytes_in) / 1e9,
+        "balance_out": max(made.bytes_out) * len(made.bytes_out) / sum(made.bytes_out),
+        "balance_in": max(made.bytes_in) * len(made.bytes_in) / sum(made.bytes_in),
+        "heads_of_64": sum(link.source is None for link in links),
+    }
+
+
+def best(repeats: int, given: Callable[[], tuple[Any, ...]], work: Callable[..., T]) -> tuple[T, float]:
+    """What `work` makes of what is given, and the seconds of the fastest of `repeats`. Making `given` is not timed."""
+    seconds = []
+    for _ in range(repeats):
+        inputs = given()
+        start = perf_counter()
+        result = work(*inputs)
+        seconds.append(perf_counter() - start)
+    return result, min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/reshard.json")
+    args = parser.parse_args()
+    rows = []
+    for name, mesh in TRAINERS.items():
+        rows.append(measured(mesh, args.repeats))
+        row = rows[-1]
+        times = f"plan {row['plan_s'] * 1e3:.0f} ms, one rank's part {row['part_s'] * 1e3:.0f} ms"
+        print(f"{name}: {times}, {row['copies'] / 1e6:.1f} M copies, busiest / mean {row['balance_out']:.4f}")
+    publish("reshard", {"generators": str(GENERATORS), "targets": TARGETS, "rows": rows}, args.keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""How models of the Llama family are cut over ranks, as plain data: tensor parallelism, pipeline stages. Pure.
+
+Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, section 3): the matrices that widen (queries, keys, values,
+gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and head over
+the vocabulary; norms, and the head of a scorer, are whole on every rank.
+"""
+
+from penstock.nodes.model.config import ModelConfig
+
+Rule = tuple[int, int] | None
+"""The dimension that is cut, and into how many units at most (0: no limit); None: whole on every rank."""
+
+
+def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
+    """The rule of every parameter, by the end of its name. Attention is cut between heads, keys and values between
+    theirs: with more ranks than key-value heads, neighbours hold the same ones.
+    """
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    return {
+        "embed_tokens.weight": (0, 0),
+        "q_proj.weight": (0, heads),
+        "k_proj.weight": (0, groups),
+        "v_proj.weight": (0, groups),
+        "o_proj.weight": (1, heads),
+        "gate_proj.weight": (0, 0),
+        "up_proj.weight": (0, 0),
+        "down_proj.weight": (1, 0),
+        "norm.weight": None,
+        "layernorm.weight": None,
+        "lm_head.weight": (0, 0),
+        "score.weight": None,
+    }
+
+
+def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter of the language model: layers in runs of nearly equal length, the embedding
+    on the first, norm and head on the last. A tied embedding is on both.
+    """
+    if not 1 <= stages <= config.num_hidden_layers:
+        raise ValueError(f"given {stages} stages, needed 1 to {config.num_hidden_layers}, the number of layers")
+    first, last = 0, stages - 1
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_shapes(config), (last,))
+    found["model.embed_tokens.weight"] = tuple(sorted({first, last})) if config.tie_word_embeddings else (first,)
+    for layer in range(config.num_hidden_layers):
+        for name in _layer_shapes(config):
+            found[f"model.layers.{layer}.{name}"] = (layer * stages // config.num_hidden_layers,)
+    return found
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of the language model, in the order of the module's own, without making it."""
+    layer = _layer_shapes(config)
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+    return {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        **{f"model.layers.{i}.{name}": s for i in range(config.num_hidden_layers) for name, s in layer.items()},
+        "model.norm.weight": (config.hidden_size,),
+        **head,
+    }
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    width, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }

@@ -1,0 +1,97 @@
+"""A user's environment that is slow, or hangs, at one group; and a program of fake nodes that talks to it."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from penstock.graph import alternate, broadcast, node, program
+from penstock.graph.types import Metrics, Replies, Rewards, Rollouts
+from penstock.nodes.environments.environment import environment
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
+
+PATIENCE_S = 60.0
+
+
+def hang(how: str) -> None:
+    """The ways in which a function may never return."""
+    if how == "sleep":
+        time.sleep(3600)
+    if how == "read":
+        os.read(os.pipe()[0], 1)
+    while how == "loop":
+        pass
+
+
+def wait_for(folder: Path, count: int) -> None:
+    """Until `count` groups have their marks in the folder."""
+    end = time.monotonic() + PATIENCE_S
+    while len(list(folder.iterdir())) < count:
+        assert time.monotonic() < end, f"only {len(list(folder.iterdir()))} other groups went on"
+        time.sleep(0.01)
+
+
+@environment
+def shop(
+    rollouts: Rollouts, *, folder: str, slow: int = -1, others: int = 0, hangs: int = -1, how: str = "sleep"
+) -> tuple[Replies, Metrics]:
+    """Two turns for every group. The first of group `slow` lasts until `others` groups are through all of theirs; the
+    second of group `hangs` never ends, or with how="once" does so the first time only."""
+    ordinal, turn, count = rollouts.ordinals[0], rollouts.turns()[0] - 1, len(rollouts)
+    if (ordinal, turn) == (slow, 0):
+        wait_for(Path(folder), others)
+    if (ordinal, turn) == (hangs, 1):
+        tried = Path(folder) / "tried"
+        if how != "once" or not tried.exists():
+            tried.touch()
+            hang("sleep" if how == "once" else how)
+    rewards_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
+    done_N = torch.full((count,), turn == 1)
+    return Replies(("7",) * count, ("user",) * count, done_N, rewards_N), {"served": 1.0}
+
+
+@node(pool="scorer")
+def seen(rollouts: Rollouts, replies: Replies, *, folder: str) -> tuple[Rewards, Metrics]:
+    """The environment's rewards; a file says that the group has come so far."""
+    (Path(folder) / str(rollouts.ordinals[0])).touch()
+    assert replies.rewards_N is not None
+    return Rewards(replies.rewards_N), {"reward_mean": float(replies.rewards_N.mean())}
+
+
+@program
+def shopping(
+    policy: FakePolicy,
+    prompts: FakePrompts,
+    *,
+    folder: str,
+    slow: int = -1,
+    others: int = 0,
+    hangs: int = -1,
+    how: str = "sleep",
+    deadline: float = 60.0,
+    lag: int = 1,
+) -> FakePolicy:
+    """Two turns per group with the environment above."""
+    rollouts, replies = alternate(
+        fake_generate,
+        shop,
+        prompts,
+        broadcast(policy, lag=lag),
+        turns=2,
+        folder=folder,
+        slow=slow,
+        others=others,
+        hangs=hangs,
+        how=how,
+        deadline=deadline,
+    )
+    return fake_update(policy, rollouts, seen(rollouts, replies, folder=folder))
+
+
+@program
+def uneven(policy: FakePolicy, prompts: FakePrompts, *, ms: float = 0.0, lag: int = 1) -> FakePolicy:
+    """Replies that take anything up to `ms`, so that groups finish in any order."""
+    behaviour = broadcast(policy, lag=lag)
+    rollouts, _ = alternate(fake_generate, fake_environment, prompts, behaviour, turns=3, samples=3, jitter_ms=ms)
+    return fake_update(policy, rollouts, fake_score(rollouts))

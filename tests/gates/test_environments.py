@@ -1,0 +1,123 @@
+"""Environments in whole runs: a slow one stalls nothing within the lag, one that hangs gives its group its fate."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control.config import Flags
+from penstock.runtime.control.records import read_record
+from penstock.runtime.record.log import read_log
+from penstock.runtime.schedule.events import Done
+
+from .replaying import replayed
+from .running import (
+    HERE,
+    Options,
+    Running,
+    assert_equal_bits,
+    final_state,
+    make_run,
+    rows,
+    run_here,
+    run_to_end,
+    status_here,
+    summary,
+)
+
+pytestmark = pytest.mark.timeout(180)
+FILE = f"{HERE / 'programs_for_environments.py'}:"
+UPDATES, BATCH = 6, 2
+DEADLINE_S = 3.0
+PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+EVERY_WAY = pytest.mark.parametrize(
+    ("how", "processes"),
+    [
+        ("sleep", False),
+        *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("sleep", "loop", "read")),
+        *(pytest.param(how, False, marks=pytest.mark.slow) for how in ("loop", "read")),
+    ],
+)
+
+
+def prepared(tmp_path: Path, name: str, program: str, options: Options, **flags: Any) -> Path:
+    used = Flags(updates=UPDATES, batch=BATCH, slots=64, deadline=60.0, **flags)
+    return make_run(tmp_path / name, FILE + program, options, used)
+
+
+def marks(tmp_path: Path, name: str = "marks") -> str:
+    (tmp_path / name).mkdir()
+    return str(tmp_path / name)
+
+
+def run(folder: Path, processes: bool) -> Path:
+    return run_to_end(folder) if processes else run_here(folder)
+
+
+def done(folder: Path) -> list[Firing]:
+    """The firings of the run in the order in which they were done."""
+    stages = [stage for segment in read_log(folder / "events.log") for stage in segment.stages]
+    events = [read_record(step.event) for stage in stages if stage.facts["stage"] == "train" for step in stage.steps]
+    return [event.firing for event in events if isinstance(event, Done)]
+
+
+@PROCESSES
+def test_a_slow_environment_stalls_nothing_within_the_lag(tmp_path: Path, processes: bool) -> None:
+    """Group 4's first reply lasts until all other groups that a lag of three lets start are through their turns."""
+    lag, slow = 3, 4
+    others = (slow // BATCH + lag + 1) * BATCH - 1
+    options = {"folder": marks(tmp_path), "slow": slow, "others": others, "lag": lag}
+    folder = run(prepared(tmp_path, "r", "shopping", options), processes)
+    firings = done(folder)
+    before = firings[: firings.index(Firing("shop", slow, 0))]
+    assert {f.index for f in before if f.node == "seen"} == set(range(others + 1)) - {slow}
+    assert sum(f.node == "shop" for f in before) == 2 * others
+    assert [f.index for f in before if f.node == "fake_update"] == [0, 1]
+    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+    assert max(row["lag_max"] for row in rows(folder)) <= lag
+    assert replayed(folder)[0].fates["consumed"] == UPDATES * BATCH
+
+
+@EVERY_WAY
+def test_a_group_whose_environment_hangs_fails_and_the_run_goes_on(tmp_path: Path, how: str, processes: bool) -> None:
+    options = {"folder": marks(tmp_path), "hangs": 5, "how": how, "deadline": DEADLINE_S, "lag": 2}
+    folder = run(prepared(tmp_path, "r", "shopping", options, on_failure="replace"), processes)
+    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
+    assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
+    assert Firing("shop", 5, 0) in done(folder)
+    assert Firing("seen", 5) not in done(folder)  # it has no reward, and none of zero
+    assert how == "loop" or rows(folder)[-1]["abandoned"] > 0
+    assert replayed(folder)[0].fates["failed"] == 1
+
+
+@PROCESSES
+def test_an_environment_that_hangs_stops_the_run_by_name(tmp_path: Path, processes: bool) -> None:
+    options = {"folder": marks(tmp_path), "hangs": 3, "deadline": DEADLINE_S}
+    folder = prepared(tmp_path, "r", "shopping", options)
+    if processes:
+        with Running(folder) as running:
+            assert running.wait() == 1
+    else:
+        assert status_here(folder)[0] == "failed"
+    error = summary(folder)["error"]
+    assert "shop[3.1] on environment/0 rank 0" in error
+    assert "OverdueError: shop[3.1]: given no reply within 3 s, needed one (deadline=3)" in error
+    assert "in hang" in error  # and the line at which it is
+    assert len(rows(folder)) == 1  # group 3 is of the second update, which never was
+
+
+@PROCESSES
+def test_a_reply_that_is_asked_for_again_changes_no_bit(tmp_path: Path, processes: bool) -> None:
+    whole = prepared(tmp_path, "w", "shopping", {"folder": marks(tmp_path, "a"), "lag": 0})
+    options = {"folder": marks(tmp_path, "b"), "hangs": 3, "how": "once", "deadline": DEADLINE_S, "lag": 0}
+    again = prepared(tmp_path, "r", "shopping", options, retries=1)
+    assert_equal_bits(final_state(run_here(whole), UPDATES), final_state(run(again, processes), UPDATES))
+    assert summary(again)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+
+
+@PROCESSES
+def test_replies_that_come_in_any_order_make_the_same_bits(tmp_path: Path, processes: bool) -> None:
+    quick = prepared(tmp_path, "q", "uneven", {"lag": 2}, versions="pinned")
+    slow = prepared(tmp_path, "s", "uneven", {"lag": 2, "ms": 30.0}, versions="pinned")
+    assert_equal_bits(final_state(run_here(quick), UPDATES), final_state(run(slow, processes), UPDATES))
