@@ -48,6 +48,9 @@ class RunFlags:
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     generators: int = 1
     """Replicas of the generator."""
+    mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="")] = ()
+    """Ranks of a pool's replicas, such as trainer=fsdp2xtp2 generator=tp2; one each by default. Axes: dp copies of the
+    model, fsdp shards of each tensor, tp shares of each layer, pp pipeline stages."""
     slots: int = 256
     """Responses that a generator decodes at once."""
     checkpoint_every: int = 0

@@ -15,15 +15,18 @@ from types import FrameType
 from typing import Any
 
 from penstock import __version__
+from penstock.graph.ir import Graph
 from penstock.runtime.cli.display import Display, open_display
 from penstock.runtime.cli.figures import clock, percent
 from penstock.runtime.cli.progress import Line
-from penstock.runtime.cli.traced import Traced
-from penstock.runtime.control.config import RunConfig
+from penstock.runtime.cli.traced import CommandError, Traced
+from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.stops import carry_on, on_stop
 from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.meshes import read_meshes, spelled
 from penstock.runtime.plan.place import place
+from penstock.runtime.plan.plan import Plan
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -47,8 +50,14 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     devices that the cluster lacks."""
     flags = traced.flags.control(model)
     graphs = [traced.sound()] + ([traced.evaluation] if traced.evaluation is not None else [])
-    plan = place(graphs, cluster, generators=flags.generators, slots=flags.slots, device=flags.device)
+    plan = placed(graphs, cluster, flags)
     return RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
+
+
+def placed(graphs: Sequence[Graph], cluster: Cluster, flags: Flags) -> Plan:
+    """The plan for graphs as the flags want it. Raises ClusterError for pools or devices that the cluster lacks."""
+    meshes = read_meshes(flags.mesh)
+    return place(graphs, cluster, generators=flags.generators, slots=flags.slots, device=flags.device, meshes=meshes)
 
 
 def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -92,6 +101,7 @@ def go(
 ) -> int:
     """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display;
     `earlier` are the wall seconds of the run before this command."""
+    require_processes(config, look)
     name, updates = config.graph.name, config.flags.updates
     with open_display(name, updates, relative(folder.path), plain=look.plain or look.in_process) as display:
         if prepare is not None:
@@ -105,6 +115,14 @@ def go(
             print(f"penstock: {error}", file=sys.stderr)
         print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path)))
     return status
+
+
+def require_processes(config: RunConfig, look: Look) -> None:
+    """Raises CommandError for a run in one process whose plan has ranks that work together."""
+    for replica in config.plan.replicas if look.in_process else ():
+        if len(replica.ranks) > 1:
+            given = f"--in-process with {replica.name} of {len(replica.ranks)} ranks ({spelled(replica.mesh)})"
+            raise CommandError(f"{given}, needed one rank for each: they would wait for each other", 2)
 
 
 def finish(folder: RunFolder, status: int, errors: list[str], seconds: float, earlier: float = 0.0) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import tyro
 
 from penstock.runtime.cli.inputs import require_inputs
-from penstock.runtime.cli.launching import Look, go
+from penstock.runtime.cli.launching import Look, go, placed
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.meshes import read_meshes, spelled
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import segment_seconds
@@ -35,6 +36,10 @@ class ResumeFlags:
     """The run folder."""
     updates: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: as it was)")] = 0
     """Updates all in all; more than the run was to have goes on with a finished one."""
+    mesh: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="(default: as it was)")
+    ] = ()
+    """Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."""
     in_process: bool = False
     """Everything in one process and one thread, for a debugger."""
     plain: bool = False
@@ -55,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
         earlier = _earlier_seconds(folder)
         config = _with_updates(folder, config, asked, flags.updates)
         cluster = Cluster.model_validate(asked["cluster"])
+        config = _with_meshes(folder, config, asked, cluster, flags.mesh)
         (folder.path / "summary.json").unlink(missing_ok=True)
         look = Look(flags.plain, flags.json, flags.in_process, began)
         return go(folder, config, cluster, look, earlier=earlier)
@@ -80,6 +86,19 @@ def _with_updates(folder: RunFolder, config: RunConfig, asked: Mapping[str, Any]
     if wanted == config.flags.updates:
         return config
     changed = dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=wanted))
+    changed.write(folder, asked)
+    return changed
+
+
+def _with_meshes(
+    folder: RunFolder, config: RunConfig, asked: Mapping[str, Any], cluster: Cluster, words: Sequence[str]
+) -> RunConfig:
+    """The run with other meshes for the pools that are named; the others keep theirs."""
+    if not words:
+        return config
+    meshes = read_meshes(config.flags.mesh) | read_meshes(words)
+    flags = dataclasses.replace(config.flags, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
+    changed = dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
     changed.write(folder, asked)
     return changed
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context
-from penstock.runtime.plan.plan import Plan, Rank
+from penstock.runtime.plan.plan import Plan, Replica
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.tables import Channel, Rules, compile_tables
 
@@ -29,6 +29,7 @@ class Flags:
     dtype: str = "float32"
     device: str = "cpu"
     generators: int = 1
+    mesh: tuple[str, ...] = ()
     slots: int = 64
     checkpoint_every: int = 0
     deadline: float = 600.0
@@ -74,7 +75,7 @@ class RunConfig:
             graph=Graph.from_json(data["graph"]),
             evaluation=None if evaluation is None else Graph.from_json(evaluation),
             plan=Plan.from_json(data["plan"]),
-            flags=Flags(**data["flags"]),
+            flags=Flags(**{**data["flags"], "mesh": tuple(data["flags"].get("mesh", ()))}),
             run=data["run"],
         )
 
@@ -103,9 +104,9 @@ class RunConfig:
         """One update's worth of held-out groups, on the policy as it is."""
         return Rules(self.flags.eval_groups, version + 1, version)
 
-    def contexts(self, pool: str, rank: Rank) -> dict[str, Context]:
-        """A context for each node and argument that `pool` holds, on the device and threads of `rank`."""
-        f = self.flags
+    def contexts(self, replica: Replica, index: int) -> dict[str, Context]:
+        """A context for each node and argument that a replica's pool holds, on the device and threads of a rank."""
+        f, rank = self.flags, replica.ranks[index]
         base = Context(
             seed=f.seed,
             model=f.model,
@@ -117,8 +118,10 @@ class RunConfig:
             updates=f.updates,
             slots=f.slots,
             threads=rank.threads,
+            mesh=replica.mesh,
+            rank=index,
         )
-        holds = next(p.holds for p in self.plan.pools if p.name == pool)
+        holds = next(p.holds for p in self.plan.pools if replica in p.replicas)
         contexts = {}
         for name in holds:
             held_out = name.startswith(EVALUATION)

@@ -48,7 +48,7 @@ class InProcess:
                         config.plan,
                         replica.name,
                         index,
-                        config.contexts(replica.name.rpartition("/")[0], rank),
+                        config.contexts(replica, index),
                         folder,
                         restore,
                     ),

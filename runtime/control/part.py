@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.graph.ir import Firing
 from penstock.runtime.control.holdings import Holdings
 from penstock.runtime.control.values import Values
-from penstock.runtime.tensor.checkpoint import read_part, value_name, write_part
+from penstock.runtime.tensor.checkpoint import layout_of, read_part, value_name, write_part
 from penstock.runtime.tensor.handle import Handle
 
 
@@ -24,12 +24,12 @@ def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firi
     setup, update = holdings.setup, int(folder.name)
     part = read_part(folder, setup.replica, setup.rank)
     for name, value in holdings.carried.items():
-        value.restore(*part.carried(name))
+        value.restore(*part.carried(name, layout_of(value)))
         holdings.history.note(name, update, value)
     for name, lag in holdings.history.lags.items():
         for version in range(max(0, update - lag), update):
             value = holdings.make(name)
-            value.restore(*part.carried(_earlier(name, version)))
+            value.restore(*part.carried(_earlier(name, version), layout_of(value)))
             holdings.history.note(name, version, value)
     for name, held in holdings.nodes.items():
         if held.node.stateful:

@@ -13,6 +13,7 @@ from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.weights import BridgeWays, channels_of
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store
+from penstock.runtime.tensor.world import Free, Lockstep, Pace, open_world
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Rank:
     store: Store
     reader: Reader
     ways: BridgeWays
+    pace: Pace
 
     def close(self) -> None:
         self.ways.close()
@@ -32,7 +34,8 @@ def make_rank(
     config: RunConfig, replica: str, index: int, folder: Path, restore: str, run: str, wake: Callable[[], None]
 ) -> Rank:
     """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
-    place = config.plan.replica(replica).ranks[index]
+    own = config.plan.replica(replica)
+    place = own.ranks[index]
     torch.set_num_threads(place.threads)
     # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
     bridges = folder / "bridges" / run
@@ -43,7 +46,12 @@ def make_rank(
     folders = (SHM, folder)
     store = Store(run, f"{replica.replace('/', '.')}.{index}", folders=folders)
     reader = Reader(run, folders=folders)
-    contexts = config.contexts(replica.rpartition("/")[0], place)
+    if len(own.ranks) > 1:
+        meeting = bridges / f"world-{replica.replace('/', '.')}"
+        open_world(meeting, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
+    contexts = config.contexts(own, index)
     setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, Path(restore) if restore else None)
     values: dict[Any, Any] = {}
-    return Rank(Executor(setup, ways, values, reader.get, store.put, store.free), store, reader, ways)
+    executor = Executor(setup, ways, values, reader.get, store.put, store.free)
+    together = len(own.ranks) > 1 and bool(executor.held.streams)
+    return Rank(executor, store, reader, ways, Lockstep() if together else Free())

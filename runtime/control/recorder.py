@@ -88,6 +88,9 @@ class RunRecorder:
             self._status(now)
 
     def result(self, now: float, result: Result) -> None:
+        """What a rank has answered. The ranks of a replica do the same at the same time: the first speaks for them."""
+        if isinstance(result.event, Done | Arrived | Swapped) and result.event.rank > 0:
+            return
         match result.event:
             case Done():
                 self._done(now, result, result.event)

@@ -6,6 +6,7 @@ The heartbeat starts before torch is imported. Then one loop: take orders, carry
 import os
 import sys
 import traceback
+from collections import deque
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -80,18 +81,20 @@ def await_setup(client: Client) -> Setup | None:
 
 def work(client: Client, rank: "Rank") -> int:
     """Serve until the controller says goodbye or is gone; the exit status."""
-    executor, sent = rank.executor, monotonic()
+    executor, sent, waiting = rank.executor, monotonic(), deque[Order]()
     while True:
         results: list[Result] = []
-        for message in client.receive(0.0 if executor.busy() else IDLE):
+        for message in client.receive(0.0 if executor.busy() or waiting else IDLE):
             if isinstance(message, Goodbye):
                 return 0
             if isinstance(message, Order):
-                for done in executor.carry_out(message):
-                    results += done
-                    if results and monotonic() - sent > HOLD:
-                        client.send(Results(tuple(results)))
-                        results, sent = [], monotonic()
+                waiting.append(message)
+        for order in rank.pace.take(waiting, executor.busy()):
+            for done in executor.carry_out(order):
+                results += done
+                if results and monotonic() - sent > HOLD:
+                    client.send(Results(tuple(results)))
+                    results, sent = [], monotonic()
         results += executor.step()
         if results and not client.send(Results(tuple(results))):
             return 1

@@ -6,12 +6,14 @@ cores, or all where updates and generators take turns. Any other one does small 
 host is shared out by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
+from types import MappingProxyType
 
 from penstock.graph.ir import Graph, Node
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
+from penstock.runtime.plan.meshes import Axes, check_pools
 from penstock.runtime.plan.names import nearest
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 
@@ -48,12 +50,19 @@ class _Role:
 
 
 def place(
-    graphs: Sequence[Graph], cluster: Cluster, *, generators: int = 1, slots: int = 64, device: str = "cpu"
+    graphs: Sequence[Graph],
+    cluster: Cluster,
+    *,
+    generators: int = 1,
+    slots: int = 64,
+    device: str = "cpu",
+    meshes: Mapping[str, Axes] = MappingProxyType({}),
 ) -> Plan:
     """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
 
     `slots` are the rows that a generator decodes at once; `device` is "cpu", "cuda" (the hosts' devices in turn,
-    shared where there are too few), or one device. Raises ClusterError for pools or devices that are not there.
+    shared where there are too few), or one device. `meshes` gives pools several ranks. Raises ClusterError for pools
+    or devices that are not there.
     """
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
@@ -61,6 +70,9 @@ def place(
     names = [role.name for role in roles]
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
     threads = {role.name: _threads(role, roles, generators, overlapping) for role in roles}
+    carried = {argument.name for graph in graphs for argument in graph.carried}
+    modelling = [r.name for r in roles if r.updates or r.generates or not carried.isdisjoint(r.holds)]
+    check_pools(meshes, modelling, names)
     for pool in cluster.pools:
         if pool not in names:
             raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
@@ -72,14 +84,24 @@ def place(
                 tuple(
                     Replica(
                         f"{role.name}/{index}",
-                        (Rank(role.host.name, _device(role, index, device), threads[role.name]),),
+                        _ranks(role, index, meshes.get(role.name, ()), device, threads[role.name]),
                         role.capacity(slots),
+                        meshes.get(role.name, ()),
                     )
                     for index in range(generators if role.generates else 1)
                 ),
             )
             for role in roles
         )
+    )
+
+
+def _ranks(role: _Role, index: int, mesh: Axes, device: str, threads: int) -> tuple[Rank, ...]:
+    """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads."""
+    count = prod(size for _, size in mesh)
+    return tuple(
+        Rank(role.host.name, _device(role, index * count + number, device), max(1, threads // count))
+        for number in range(count)
     )
 
 
@@ -155,4 +177,4 @@ def _device(role: _Role, index: int, device: str) -> str:
         raise ClusterError(f"device: given {device!r} for pool {role.name}; host {role.host.name} has {known}")
     if device != "cuda":
         return device
-    return has[0] if role.updates else has[(index + 1) % len(has)]
+    return has[index % len(has)] if role.updates else has[(index + 1) % len(has)]

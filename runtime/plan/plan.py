@@ -16,11 +16,15 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in work at once."""
+    """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in work at once.
+
+    `mesh` names the ranks' axes, as (axis, size), outermost first, row-major; () for a single rank.
+    """
 
     name: str
     ranks: tuple[Rank, ...]
     capacity: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class Plan:
             return {"host": r.host, "device": r.device, "threads": r.threads}
 
         def replica(r: Replica) -> dict[str, Any]:
-            return {"name": r.name, "capacity": r.capacity, "ranks": [rank(x) for x in r.ranks]}
+            mesh = {"mesh": [list(axis) for axis in r.mesh]} if r.mesh else {}
+            return {"name": r.name, "capacity": r.capacity, **mesh, "ranks": [rank(x) for x in r.ranks]}
 
         return {
             "format": 1,
@@ -72,7 +77,13 @@ class Plan:
                     p["name"],
                     tuple(p["holds"]),
                     tuple(
-                        Replica(r["name"], tuple(Rank(**x) for x in r["ranks"]), r["capacity"]) for r in p["replicas"]
+                        Replica(
+                            r["name"],
+                            tuple(Rank(**x) for x in r["ranks"]),
+                            r["capacity"],
+                            tuple((name, size) for name, size in r.get("mesh", ())),
+                        )
+                        for r in p["replicas"]
                     ),
                 )
                 for p in data["pools"]

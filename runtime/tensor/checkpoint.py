@@ -1,6 +1,8 @@
-"""One rank's part of a checkpoint: carried values, node states and groups' values, in one file of `files`.
+"""A checkpoint: each rank writes its carried values, node states and groups' values into one file of `files`.
 
-Tensors are named by what they belong to: "carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0".
+Tensors are named by what they belong to: "carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". Beside
+a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it. States and groups'
+values are the same on all ranks of a replica.
 """
 
 from collections.abc import Mapping
@@ -10,9 +12,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.graph.ir import Firing
+from penstock.graph.sharding import Sharded
 from penstock.graph.types import Carried
 from penstock.runtime.tensor.codec import decode, encode
-from penstock.runtime.tensor.files import load_state, save_state
+from penstock.runtime.tensor.files import StateFile, save_state
+from penstock.runtime.tensor.layout import Layout
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.pieces import assemble
 
 T = TypeVar("T")
 
@@ -34,17 +41,25 @@ def write_part(
     values: Mapping[tuple[Firing, str], Any],
     earlier: Mapping[str, Carried] | None = None,
 ) -> None:
-    """Write all that this rank contributes to a cut; rank 0 exports carried values for other tools, too.
+    """Write all that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or
+    by all ranks together where they hold parts.
 
     `earlier` are carried values as they were before, by names of their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {"carried": {}, "encoded": {}, "keys": [[*f, output] for f, output in values]}
+    facts: dict[str, Any] = {
+        "carried": {},
+        "layouts": {},
+        "encoded": {},
+        "keys": [[*f, output] for f, output in values],
+    }
     for name, value in {**carried, **(earlier or {})}.items():
         own, facts["carried"][name] = value.state()
         tensors.update((f"carried/{name}/{key}", tensor) for key, tensor in own.items())
-        if rank == 0 and name in carried:
+        if (layout := layout_of(value)) is not None:
+            facts["layouts"][name] = layout.to_json()
+        if name in carried and (rank == 0 or layout is not None):
             (folder / name).mkdir(exist_ok=True)
             value.export(str(folder / name))
     encoded = {f"state/{name}": state for name, state in states.items()}
@@ -55,27 +70,49 @@ def write_part(
     save_state(part_path(folder, replica, rank), tensors, facts)
 
 
-class Part:
-    """What `write_part` wrote."""
+def layout_of(value: Carried) -> Layout | None:
+    """How the logical tensors lie over the ranks; None for a value that is whole on each.
 
-    def __init__(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self._tensors, self._facts = tensors, facts
+    A state has several tensors for each (the master and the optimizer's), all cut alike: their dtypes are not here.
+    """
+    if not isinstance(value, Sharded):
+        return None
+    own = value.sharding()
+    tensors = [(name, shape, "float32") for name, shape in own.shapes.items()]
+    return sharded(tensors, Mesh(own.mesh), own.rules, own.stages or None)
+
+
+class Part:
+    """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it."""
+
+    def __init__(self, folder: Path, replica: str, rank: int) -> None:
+        self.rank = rank
+        self._files: list[StateFile] = []
+        while (path := part_path(folder, replica, len(self._files))).exists():
+            self._files.append(StateFile.open(path))
+        # The same on all ranks but for what a layout says; without a file the error names the one that is missing.
+        self._own = self._files[min(rank, len(self._files) - 1)] if self._files else StateFile.open(path)
 
     @property
     def made(self) -> list[tuple[Firing, str]]:
         """The groups' values in it."""
-        return [(Firing(*firing), output) for *firing, output in self._facts["keys"]]
+        return [(Firing(*firing), output) for *firing, output in self._own.facts["keys"]]
 
-    def carried(self, name: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        prefix = f"carried/{name}/"
-        own = {k.removeprefix(prefix): t for k, t in self._tensors.items() if k.startswith(prefix)}
-        return own, self._facts["carried"][name]
+    def carried(self, name: str, layout: Layout | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """The state of a carried value: the parts that this rank holds of it in `layout`, or all of it."""
+        prefix, facts = f"carried/{name}/", self._own.facts["carried"][name]
+        written = self._own.facts["layouts"].get(name)
+        saved = None if written is None else Layout.from_json(written)
+        if saved == layout:
+            return self._own.tensors(prefix), facts
+        return assemble(self._files, prefix, saved, layout, self.rank), facts
 
     def value(self, name: str, cls: type[T]) -> T:
-        meta = self._facts["encoded"][name]
-        count = len(meta["tensors"])
-        return decode(cls, [self._tensors[f"{name}/{index}"] for index in range(count)], meta)
+        meta = self._own.facts["encoded"][name]
+        tensors = self._own.tensors(f"{name}/")
+        return decode(cls, [tensors[str(index)] for index in range(len(meta["tensors"]))], meta)
 
 
 def read_part(folder: Path, replica: str, rank: int) -> Part:
-    return Part(*load_state(part_path(folder, replica, rank)))
+    """Raises StateError for a file that is missing or no state."""
+    return Part(folder, replica, rank)

@@ -5,7 +5,9 @@ The facts are JSON in the file's metadata, so that they and the tensors cannot c
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,44 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
 
 def load_state(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `save_state` wrote; the tensors are on the CPU."""
-    try:
-        with safe_open(path, framework="pt") as file:
+    file = StateFile.open(path)
+    return file.tensors(), file.facts
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What `save_state` wrote, read as it is needed: its facts, and the names of its tensors."""
+
+    path: Path
+    facts: dict[str, Any]
+    names: tuple[str, ...]
+
+    @staticmethod
+    def open(path: Path | str) -> "StateFile":
+        """Raises StateError for a file that is missing or no state."""
+        with _reading(Path(path)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise StateError(f"{path}: given format {metadata.get('format')!r}, needed {_FORMAT!r}")
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["facts"])  # noqa: SIM118
+            return StateFile(Path(path), json.loads(metadata["facts"]), tuple(file.keys()))
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Those whose names begin with `prefix`, by the rest of their names; on the CPU."""
+        with _reading(self.path) as file:
+            return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
+
+    def piece(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of one tensor; no more of the file is read."""
+        with _reading(self.path) as file:
+            piece: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            return piece
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise StateError(f"{path}: not a readable state: {error}") from error
 

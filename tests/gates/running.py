@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -21,6 +21,7 @@ from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.process import processes_of, sweep_processes
 from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.meshes import read_meshes
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.checkpoint import read_part
@@ -47,6 +48,7 @@ def make_run(
     generators: int = 1,
     cluster: Cluster = ONE_HOST,
     evaluate: bool = False,
+    meshes: Sequence[str] = (),
 ) -> Path:
     """A run folder that is ready to be launched."""
     found = load(program)
@@ -54,7 +56,7 @@ def make_run(
     graph = trace(found, options)
     evaluation = trace(found.evaluation, {}, EVALUATION) if evaluate and found.evaluation else None
     graphs = [graph] if evaluation is None else [graph, evaluation]
-    plan = place(graphs, cluster, generators=generators, slots=flags.slots)
+    plan = place(graphs, cluster, generators=generators, slots=flags.slots, meshes=read_meshes(meshes))
     folder = RunFolder.create(path)
     config = RunConfig(graph, evaluation, plan, flags, secrets.token_hex(6))
     config.write(folder, {"program": program, "cluster": cluster.model_dump(mode="json")})

@@ -1,0 +1,77 @@
+"""The ranks of one replica, together: torch.distributed's default group, and the step that they keep.
+
+They meet in a file of the run folder and talk over the interface that is named: nothing listens beyond it.
+"""
+
+import os
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+T = TypeVar("T")
+
+
+class WorldError(RuntimeError):
+    """The ranks of a replica did not all meet, or one of them is gone."""
+
+
+def open_world(path: Path, rank: int, size: int, *, timeout: float, device: str = "cpu", interface: str = "lo") -> None:
+    """Make the default group of `size` ranks, which meet in the file `path`; blocks until all have.
+
+    NCCL carries what lies on GPUs, gloo the rest. Raises WorldError past `timeout` seconds, which bound each
+    collective, too.
+    """
+    os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    store = FileStore(str(path), size)
+    store.set_timeout(timedelta(seconds=timeout))
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        text = f"rank {rank}: the {size} ranks of the replica did not meet within {timeout:.0f} s"
+        raise WorldError(f"{text}: {str(error).strip().splitlines()[0]}") from error
+
+
+class Pace(Protocol):
+    """When a rank takes up what it has been told."""
+
+    def take(self, waiting: deque[T], busy: bool) -> list[T]:
+        """Those of the orders in `waiting` to carry out before the next step, removed from it."""
+
+
+class Free:
+    """A rank alone, or one whose nodes keep step by themselves: at once."""
+
+    def take(self, waiting: deque[T], busy: bool) -> list[T]:
+        taken = list(waiting)
+        waiting.clear()
+        return taken
+
+
+class Lockstep:
+    """Ranks whose streams decode together: each takes up what all of them have got, so that all make the same steps
+    with the same groups and the same weights.
+
+    All ranks get the same orders in the same sequence, each in its own time. One that has any, or is busy, waits for
+    the others to come here, too: what it has got, they will get.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, waiting: deque[T], busy: bool) -> list[T]:
+        if not waiting and not busy:
+            return []
+        got = torch.tensor(self.taken + len(waiting))
+        try:
+            dist.all_reduce(got, dist.ReduceOp.MIN)
+        except RuntimeError as error:
+            raise WorldError(f"a rank of this replica is gone: {str(error).strip().splitlines()[0]}") from error
+        count = int(got) - self.taken
+        self.taken += count
+        return [waiting.popleft() for _ in range(count)]

@@ -1,0 +1,101 @@
+"""The state of a carried value that its ranks hold in parts, read back on the same mesh and on others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.graph.sharding import Sharding
+from penstock.runtime.tensor.checkpoint import layout_of, read_part, write_part
+from penstock.runtime.tensor.files import StateError
+from penstock.runtime.tensor.mesh import Mesh
+
+SHAPES = {"up.weight": (7, 6), "down.weight": (6, 7), "norm.weight": (5,)}
+RULES = {"up.weight": (0, 0), "down.weight": (1, 0), "norm.weight": None}
+WHOLE = {
+    f"{kind}.{name}": torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * index
+    for index, kind in enumerate(("master", "exp_avg"))
+    for name, shape in SHAPES.items()
+}
+Axes = tuple[tuple[str, int], ...]
+MESHES: list[Axes] = [(), (("fsdp", 2),), (("fsdp", 3), ("tp", 2)), (("dp", 2), ("fsdp", 2)), (("tp", 4),)]
+
+
+class Whole:
+    """A value that each rank has all of."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {**WHOLE, "seed": torch.tensor([7])}, {"version": 3}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
+
+    def export(self, folder: str) -> None:
+        (Path(folder) / f"exported-{self.rank}").touch()
+
+
+class Parts(Whole):
+    """A value whose ranks hold parts of it."""
+
+    def __init__(self, mesh: Axes, rank: int) -> None:
+        super().__init__(rank)
+        self.mesh = mesh
+
+    def sharding(self) -> Sharding:
+        return Sharding(self.mesh, SHAPES, RULES, RULES)
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {**self.own(), "seed": torch.tensor([7])}, {"version": 3}
+
+    def own(self) -> dict[str, Tensor]:
+        layout = layout_of(self)
+        assert layout is not None
+        found = {}
+        for name, tensor in WHOLE.items():
+            held = layout.by_name[name.partition(".")[2]].held_by(self.rank)
+            found[name] = tensor[tuple(map(slice, held[0].start, held[0].stop))] if held else tensor[:0]
+        return found
+
+
+def _value(mesh: Axes, rank: int) -> Whole:
+    return Parts(mesh, rank) if mesh else Whole(rank)
+
+
+def _write(folder: Path, mesh: Axes) -> None:
+    for rank in range(Mesh(mesh).size):
+        write_part(folder, "trainer/0", rank, {"policy": _value(mesh, rank)}, {}, {})
+
+
+@pytest.mark.parametrize("before", MESHES)
+@pytest.mark.parametrize("after", MESHES)
+def test_every_mesh_reads_what_any_other_wrote(tmp_path: Path, before: Axes, after: Axes) -> None:
+    _write(tmp_path, before)
+    for rank in range(Mesh(after).size):
+        value = _value(after, rank)
+        tensors, facts = read_part(tmp_path, "trainer/0", rank).carried("policy", layout_of(value))
+        needed, _ = value.state()
+        assert facts == {"version": 3}
+        assert tensors.keys() == needed.keys()
+        assert all(torch.equal(tensors[name], needed[name]) for name in needed if needed[name].numel())
+        assert all(tensors[name].numel() == 0 for name in needed if not needed[name].numel())
+
+
+def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
+    for mesh in ((), (("fsdp", 2),)):
+        for rank in range(2):
+            write_part(tmp_path / str(mesh), "trainer/0", rank, {"policy": _value(mesh, rank)}, {}, {})
+    exported = [sorted(p.name for p in (tmp_path / str(m) / "policy").iterdir()) for m in ((), (("fsdp", 2),))]
+    assert exported == [["exported-0"], ["exported-0", "exported-1"]]
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"trainer-0-0\.safetensors: not a readable state"):
+        read_part(tmp_path, "trainer/0", 0)
