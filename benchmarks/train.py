@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train.json")
     args = parser.parse_args()
     dtypes = [args.dtype] if args.dtype else ["float32", *(["bfloat16"] if multiplies_bfloat16() else [])]
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         parameters = write_model(place / "model", args.hidden, args.layers)
@@ -174,26 +174,26 @@ def main() -> None:
             for lag in (0, 1):
                 out = place / f"penstock-{dtype}-{lag}-{turn}"
                 run = penstock(place / "model", data, lag, args.updates, dtype, out)
-                found.setdefault(f"{dtype} lag {lag}", []).append(run)
+                found.setdefault((dtype, f"lag {lag}"), []).append(run)
             other = trl(place / "model", data, max(6, args.updates // 2), dtype, place / "trl")
-            found.setdefault(f"{dtype} trl", []).extend([other] if other is not None else [])
-    rows = {}
-    for name, runs in found.items():
-        if runs:
-            rate = spread([PROMPTS * SAMPLES / run["step_s"] for run in runs])
-            rows[name] = {"completions_per_s": rate, "response_tokens": runs[-1]["tokens"]}
-            print(f"{name}: {rate['median']:.1f} completions/s, {runs[-1]['tokens']:.1f} tokens each")
-        else:
-            print(f"{name}: not installed (pip install 'penstock[bench]'), left out")
+            found.setdefault((dtype, "trl"), []).extend([other] if other is not None else [])
+    rows: list[dict[str, Any]] = []
+    for (dtype, system), runs in found.items():
+        if not runs:
+            print(f"{dtype} {system}: not installed (pip install 'penstock[bench]'), left out")
+            continue
+        rate = spread([PROMPTS * SAMPLES / run["step_s"] for run in runs])
+        tokens = runs[-1]["tokens"]
+        rows.append({"dtype": dtype, "system": system, "completions_per_s": rate, "response_tokens": tokens})
+    base = {row["dtype"]: row["completions_per_s"]["median"] for row in rows if row["system"] == "trl"}
+    for row in rows:
+        if row["dtype"] in base:
+            row["over_trl"] = row["completions_per_s"]["median"] / base[row["dtype"]]
+        ratio = f", {row['over_trl']:.2f} times TRL" if "over_trl" in row else ""
+        print(f"{row['dtype']} {row['system']}: {row['completions_per_s']['median']:.1f} completions/s{ratio}")
     shape = {"parameters": parameters, "hidden": args.hidden, "layers": args.layers}
     setup = {**shape, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS}
-    ratios = {}
-    for name, row in rows.items():
-        system = name.partition(" ")[0] + " trl"
-        if system in rows and name != system:
-            ratios[f"{name} / trl"] = row["completions_per_s"]["median"] / rows[system]["completions_per_s"]["median"]
-            print(f"{name} / trl {ratios[f'{name} / trl']:.2f}")
-    publish("train", {"setup": setup, "rows": rows, "ratios": ratios}, args.keep)
+    publish("train", {"setup": setup, "rows": rows}, args.keep)
 
 
 if __name__ == "__main__":
