@@ -1,10 +1,8 @@
 """A copy that follows the policy in the trainer's pool: its moving average, or a snapshot taken now and then."""
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from penstock.graph import node
 from penstock.graph.types import Average, Carried, Context, Metrics, Policy
@@ -49,13 +47,10 @@ def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
     if not isinstance(average, FollowingPolicy):
         raise TypeError(f"average: given a {type(average).__name__}, needed a FollowingPolicy")
     goals = language_policy(policy).masters
-    distance = _norm(average.masters[name] - goal for name, goal in goals.items()) / _norm(goals.values())
+    apart = {name: average.masters[name] - goal for name, goal in goals.items()}
+    distance = average.workers.norm(apart) / average.workers.norm(goals)
     for name, goal in goals.items():
         average.masters[name].lerp_(goal, 1 - decay)  # exactly the goal where decay is 0
     average.copy_masters()
     average.version += 1
     return {"average_distance": distance}
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(list(tensors)))

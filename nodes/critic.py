@@ -43,7 +43,7 @@ class LanguageCritic(Learner[Scorer], Critic):
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Packed]) -> list[Tensor]:
         """V before each target of each micro-batch, float32 [P], without a gradient."""
-        return self.lanes.map(packed_values, micro_batches)
+        return self.workers.map(packed_values, micro_batches)
 
 
 def make_critic(context: Context) -> Carried:

@@ -14,6 +14,7 @@ from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.model import Llama, ModelError, load_model
+from penstock.nodes.parallel.ranks import STAGE
 from penstock.nodes.policy import LanguageModel, Step, language_model, language_policy
 from penstock.nodes.sequence_model import Frozen
 from penstock.nodes.tokenizer import load_tokenizer
@@ -71,6 +72,8 @@ def distill_update(
     grows with the tokens of a micro-batch times the vocabulary.
     """
     learner, guide = language_policy(policy), language_model(teacher)
+    if learner.ranks.size(STAGE) > 1:
+        raise ValueError(f"distill_update: given a mesh of {learner.ranks}, needed one without stages ({STAGE})")
 
     def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Context
+from penstock.nodes.learn.packing import Packed
 from penstock.nodes.mastered import MASTER, Mastered
 from penstock.nodes.sequence_model import Model
 from penstock.nodes.tokenizer import Tokenizer
@@ -16,7 +17,6 @@ from penstock.nodes.tokenizer import Tokenizer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The optimizer's tensors, each as large as the weights."""
 
-Item = TypeVar("Item")
 Figures = TypeVar("Figures")
 
 
@@ -39,23 +39,19 @@ class Learner(Mastered[Model]):
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
         self.updates, self.context = context.updates, context
 
-    def backward(self, items: Sequence[Item], loss: Callable[[Model, Item], tuple[Tensor, Figures]]) -> list[Figures]:
-        """Add the gradient of each item's loss to the masters'; what `loss` gave beside it, in order.
+    def backward(
+        self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]]
+    ) -> list[Figures]:
+        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order.
 
-        Lanes call `loss` at the same time, each with a model of its own: it changes nothing.
+        Workers call `loss` at the same time, each with a model of its own: it changes nothing.
         """
-
-        def work(model: Model, item: Item) -> Figures:
-            total, figures = loss(model, item)
-            total.backward()  # type: ignore[no-untyped-call]
-            return figures
-
         try:
-            found = self.lanes.map(work, items)
+            found = self.workers.backward(loss, items)
         except BaseException:
             self._forget_gradients()  # the firing may be tried again
             raise
-        for name, gradient in self.lanes.collect().items():
+        for name, gradient in self.workers.collect().items():
             master = self.masters[name]
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         return found
@@ -66,13 +62,13 @@ class Learner(Mastered[Model]):
         An update may take several; its `last` one makes the next version. Raises FloatingPointError, and
         leaves the weights alone, where that norm is no finite number.
         """
-        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / normaliser
+        gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+        norm = self.workers.norm(gradients) / normaliser
         if not math.isfinite(norm):
             self._forget_gradients()
             raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
         scale = min(1.0, step.clip_norm / (norm + 1e-6)) / normaliser
-        for gradient in gradients:
+        for gradient in gradients.values():
             gradient.mul_(scale)
         self.optimizer.param_groups[0].update(lr=step.lr, betas=tuple(step.betas), weight_decay=step.weight_decay)
         self.optimizer.step()
@@ -103,7 +99,7 @@ class Learner(Mastered[Model]):
         return (MASTER, *MOMENTS) if facts["steps"] else (MASTER,)
 
     def _forget_gradients(self) -> None:
-        self.lanes.collect()
+        self.workers.collect()
         self.optimizer.zero_grad()
 
     def _steps(self) -> int:

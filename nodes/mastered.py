@@ -1,7 +1,8 @@
 """Weights that change during a run, and the model that computes with them.
 
 Master weights are float32. Where the run's dtype is another, the model that computes holds a copy in that dtype,
-the same numbers that are broadcast, so that trainer and generator work with equal weights.
+the same numbers that are broadcast, so that trainer and generator work with equal weights. Over several ranks each has
+its parts of the masters, and what computes is converted as it is gathered.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 from penstock.graph.types import Context
 from penstock.nodes.model import torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape
+from penstock.nodes.parallel.ranks import Ranks
 from penstock.nodes.sequence_model import Model, SequenceModel
 from penstock.nodes.tokenizer import Tokenizer
 
@@ -28,9 +30,10 @@ class Mastered(SequenceModel[Model]):
     """What error messages call it."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
-        dtype = torch_dtype(context.dtype)
-        super().__init__(master if dtype == torch.float32 else deepcopy(master).to(dtype), tokenizer, context)
-        self.masters = dict(master.named_parameters())
+        parted, dtype = Ranks.of(context).count > 1, torch_dtype(context.dtype)
+        copied = not parted and dtype != torch.float32
+        super().__init__(deepcopy(master).to(dtype) if copied else master, tokenizer, context)
+        self.masters = dict(master.named_parameters()) if copied else self.workers.parameters
         self.version = 0
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
@@ -49,12 +52,9 @@ class Mastered(SequenceModel[Model]):
         self.copy_masters()
         self.version = facts["version"]
 
-    @torch.no_grad()
     def copy_masters(self) -> None:
         """The model computes with the masters as they are now."""
-        for name, parameter in self.model.named_parameters():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        self.workers.update(self.masters)
 
     def _kinds(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
         """What a state with these facts has of each parameter: a tensor of its shape."""

@@ -29,7 +29,7 @@ __all__ = [
 Figures = TypeVar("Figures")
 MicroLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Figures]]
 """(a micro-batch, log π of its targets with a gradient, their entropies) → (the loss to add, figures without one).
-Lanes call it at the same time: it changes nothing."""
+Workers call it at the same time: it changes nothing."""
 
 
 class LanguageModel(SequenceModel[Llama]):
@@ -38,7 +38,7 @@ class LanguageModel(SequenceModel[Llama]):
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[Packed]) -> list[Tensor]:
         """log π of each target of each micro-batch, float32 [P], nats, without a gradient."""
-        return self.lanes.map(lambda model, packed: packed_logprobs(model, packed)[0], micro_batches)
+        return self.workers.map(lambda model, packed: packed_logprobs(model, packed)[0], micro_batches)
 
 
 class LanguagePolicy(LanguageModel, Learner[Llama], Policy):

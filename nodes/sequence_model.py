@@ -1,16 +1,22 @@
 """A decoder with its tokenizer and its lanes, ready to read rollouts: what every model of a run has in common."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from penstock.graph.sharding import Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.lanes import Lanes
 from penstock.nodes.learn.packing import Packed, pack, sampled_mask
-from penstock.nodes.model import Decoder, save_model
+from penstock.nodes.model import Decoder, save_tensors, torch_dtype
+from penstock.nodes.model.parallel import stages_of, tensor_parallel, trainer_rules
+from penstock.nodes.parallel.ranks import STAGE, Ranks
 from penstock.nodes.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.nodes.parallel.shards import Shards
 
 CPU_MICRO_TOKENS, MICRO_TOKENS = 2048, 16384
 """Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device
@@ -20,11 +26,15 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 class SequenceModel(Generic[Model]):
-    """A model with its tokenizer. On a CPU its rank's threads work on micro-batches of their own (`Lanes`)."""
+    """A model with its tokenizer. Its `workers` are several ranks that hold it in parts (`Shards`), or one rank's
+    lanes: on a CPU its threads work on micro-batches of their own (`Lanes`). `shapes` are those of the whole weights.
+    """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.lanes = Lanes(model, context.threads if context.device == "cpu" else 1)
+        self.ranks, self.dtype = Ranks.of(context), torch_dtype(context.dtype)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.workers = _workers(model, self.ranks, context)
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +58,7 @@ class SequenceModel(Generic[Model]):
     ) -> list[Packed]:
         """The same of bare tokens: prompts and responses of the given lengths, padded on the right; see `pack`."""
         bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
-        return pack(tokens_NS, prompts_N, responses_N, bound, len(self.lanes.models), sampled_NT)
+        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT)
 
     def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.
@@ -72,12 +82,24 @@ class SequenceModel(Generic[Model]):
         return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
 
     def weights(self) -> Mapping[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """This rank's parts, in the run's dtype."""
+        return {name: p.detach().to(self.dtype) for name, p in self.workers.parameters.items()}
+
+    def sharding(self) -> Sharding:
+        """How the ranks hold the weights in parts."""
+        config, stages = self.model.config, self.ranks.size(STAGE)
+        cut = stages_of(config, self.shapes, stages) if stages > 1 else {}
+        return Sharding(self.ranks.mesh, self.shapes, trainer_rules(config), tensor_parallel(config), cut)
 
     def export(self, folder: str) -> None:
-        """Write an HF directory: configuration, weights in the run's dtype, tokenizer."""
-        save_model(self.model, folder)
-        self.tokenizer.save(folder)
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer.
+
+        All ranks call it, to bring the parts of each tensor together, and the first one writes.
+        """
+        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole()}
+        if self.ranks.rank == 0:
+            save_tensors(self.model, tensors, folder)
+            self.tokenizer.save(folder)
 
 
 class Frozen(SequenceModel[Model]):
@@ -91,3 +113,11 @@ class Frozen(SequenceModel[Model]):
 
     def export(self, folder: str) -> None:
         """It is the model that the run was given."""
+
+
+def _workers(model: Model, ranks: Ranks, context: Context) -> "Lanes[Model] | Shards[Model]":
+    if ranks.count == 1:
+        return Lanes(model, context.threads if context.device == "cpu" else 1)
+    from penstock.nodes.parallel.shards import Shards  # half a second of imports, for those who need it
+
+    return Shards(model, ranks, torch_dtype(context.dtype))

@@ -7,7 +7,9 @@ from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, W
 from penstock.nodes.base import initial_model
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
-from penstock.nodes.model import Llama, read_config, torch_dtype
+from penstock.nodes.model import Llama, ModelConfig, read_config, torch_dtype
+from penstock.nodes.model.part import LlamaPart
+from penstock.nodes.parallel.ranks import TENSOR, Ranks
 from penstock.nodes.tokenizer import load_tokenizer
 
 
@@ -26,8 +28,17 @@ def make_engine(
             f"{context.model}: given a tokenizer of {tokenizer.vocab_size} tokens, needed at most the model's "
             f"{config.vocab_size}"
         )
-    model = Llama(config, torch_dtype(context.dtype), context.device)
-    return Engine(model, tokenizer, context, Sampler(temperature, top_k, top_p), samples)
+    return Engine(_model(config, context), tokenizer, context, Sampler(temperature, top_k, top_p), samples)
+
+
+def _model(config: ModelConfig, context: Context) -> Llama:
+    """The model, or this rank's part of it."""
+    ranks = Ranks.of(context)
+    if ranks.count > ranks.size(TENSOR):
+        given = f"a mesh of {ranks}"
+        raise ValueError(f"generate: given {given}, needed the axis {TENSOR} alone: replicas are more of its pool")
+    kind = torch_dtype(context.dtype), context.device
+    return Llama(config, *kind) if ranks.count == 1 else LlamaPart(config, *kind, ranks.count, ranks.rank)
 
 
 @node(pool="generator", init=make_engine)

@@ -5,6 +5,9 @@ One step decodes one token for every slot, then fills free slots from the queue,
 time), so a response is the same bits whatever its neighbours, its slot or its place in the queue, for a given number
 of slots and threads.
 
+Ranks that share a model (`LlamaPart`) each have an engine: given the same groups in the same order they sample the
+same tokens, each from a cache of its own heads.
+
 The prompt of a group is computed once and copied into a slot for each sample. In a later turn of a conversation each
 row's own prefix is computed again: no cache is kept between turns. Weights may change between two steps; each token
 records the version that made it. Left out: pages, segments of responses, speculative decoding.
@@ -81,8 +84,8 @@ class Engine:
         self.model, self.tokenizer, self.context = model.requires_grad_(False), tokenizer, context
         self.sampler, self.samples = sampler, samples
         self.length = _cache_length(model, context)
-        num_slots, dtype = -(-context.slots // ROW_TILE) * ROW_TILE, model.head_weight().dtype
-        self.room = Room(model.config, num_slots, self.length, context.max_tokens, dtype, context.device)
+        num_slots, dtype = -(-context.slots // ROW_TILE) * ROW_TILE, model.dtype
+        self.room = Room(model.attention_config, num_slots, self.length, context.max_tokens, dtype, context.device)
         self.room.check()
         self.memory: Memory | None = None
         stops = np.zeros(model.config.vocab_size, dtype=bool)

@@ -16,7 +16,7 @@ def mismatch(model: Llama, rollouts: Rollouts, temperature: float) -> float:
 
     `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch.
     """
-    device = model.head_weight().device
+    device = model.device
     tokens_NS, recorded_NT = rollouts.tokens_NS.to(device), rollouts.logprobs_NT.to(device)
     sampled_NT, total = sampled_mask(rollouts), 0.0
     lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N

@@ -8,7 +8,7 @@ Micro-batch i belongs to lane i modulo the number of lanes, and the lanes' gradi
 micro-batches make equal sums to the bit, for a given number of lanes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from functools import partial
@@ -26,12 +26,16 @@ MAX_LANES = 4
 
 
 class Lanes(Generic[Model]):
-    """Lanes for `threads` threads, each with a model on the storage of `model`'s weights; `model` is the first."""
+    """Lanes for `threads` threads, each with a model on the storage of `model`'s weights; `model` is the first.
+
+    `count` is their number, `parameters` the model's by name: changed in place, they change the model of every lane.
+    """
 
     def __init__(self, model: Model, threads: int) -> None:
-        count = min(threads, MAX_LANES)
-        self._inner = threads // count
-        self.models = [model, *(_alias(model) for _ in range(count - 1))]
+        self.count = min(threads, MAX_LANES)
+        self._inner = threads // self.count
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.models = [model, *(_alias(model) for _ in range(self.count - 1))]
         self._threads: ThreadPoolExecutor | None = None
         self._gradients: list[dict[str, Tensor]] = [{} for _ in self.models]
         for lane, gradients in zip(self.models, self._gradients, strict=True):
@@ -42,7 +46,7 @@ class Lanes(Generic[Model]):
 
     def map(self, work: Callable[[Model, Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work(model, item)` of each item, in order. What one raises is raised here once all lanes are done."""
-        count = len(self.models)
+        count = self.count
         if count == 1:
             return [work(self.models[0], item) for item in items]
         if self._threads is None:
@@ -58,6 +62,16 @@ class Lanes(Generic[Model]):
         found = [lane.result() for lane in lanes]
         return [found[index % count][index // count] for index in range(len(items))]
 
+    def backward(self, loss: Callable[[Model, Item], tuple[Tensor, Result]], items: Sequence[Item]) -> list[Result]:
+        """Add up the gradients of the items' losses; what `loss` gave beside each, in order."""
+
+        def work(model: Model, item: Item) -> Result:
+            total, found = loss(model, item)
+            total.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        return self.map(work, items)
+
     def collect(self) -> dict[str, Tensor]:
         """The sum of all gradients since the last call, float32, by the parameter's name."""
         total = self._gradients[0].copy()
@@ -67,6 +81,21 @@ class Lanes(Generic[Model]):
         for gradients in self._gradients:
             gradients.clear()
         return total
+
+    @torch.no_grad()
+    def update(self, masters: Mapping[str, Tensor]) -> None:
+        """Compute with these weights from now on."""
+        for name, parameter in self.parameters.items():
+            if masters[name] is not parameter:
+                parameter.copy_(masters[name])
+
+    def norm(self, parts: Mapping[str, Tensor]) -> float:
+        """The 2-norm of tensors that lie as the weights do, all together."""
+        return float(torch.nn.utils.get_total_norm(list(parts.values())))
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight, on the CPU."""
+        return ((name, parameter.detach().cpu()) for name, parameter in self.parameters.items())
 
 
 def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:

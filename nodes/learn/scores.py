@@ -36,7 +36,7 @@ def pack_ends(
 def sequence_scores(model: SequenceModel[Scorer], micro_batches: list[Packed], num_sequences: int) -> Tensor:
     """The score of each sequence of `pack_ends`, float32 [N], without a gradient."""
     scores_N = torch.zeros(num_sequences, device=model.device)
-    values = model.lanes.map(packed_values, micro_batches)
+    values = model.workers.map(packed_values, micro_batches)
     for packed, values_P in zip(micro_batches, values, strict=True):
         scores_N[packed.sequence_P] = values_P
     return scores_N

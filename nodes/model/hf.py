@@ -90,12 +90,24 @@ def save_model(
 ) -> None:
     """Write a directory that `load_model` or `load_scorer`, and `transformers`, read, with the tokenizer's files of
     `tokenizer_from`."""
+    tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    save_tensors(model, tensors, folder, tokenizer_from, shard_bytes)
+
+
+def save_tensors(
+    model: Decoder,
+    tensors: Mapping[str, Tensor],
+    folder: str | Path,
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The same of a model whose weights are `tensors`, whole and on the CPU."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if isinstance(model, Scorer) else {}
-    facts = {"architectures": [model.architecture], **model.config.to_json(str(model.dtype).removeprefix("torch."))}
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    facts = {"architectures": [model.architecture], **model.config.to_json(dtype)}
     (folder / CONFIG).write_text(json.dumps(facts | head, indent=2) + "\n")
-    tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
     _write(tensors, folder, shard_bytes)
     for name in TOKENIZER_FILES if tokenizer_from is not None else ():
         source = Path(str(tokenizer_from)) / name
@@ -154,7 +166,7 @@ def _read(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def _write(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
+def _write(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():

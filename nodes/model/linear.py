@@ -14,6 +14,7 @@ from torch import Tensor, nn
 _onednn = None
 if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
     _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Linear(nn.Linear):
@@ -29,6 +30,8 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T, with `weight` [out, in] and any number of leading dimensions of `x`."""
     if _onednn is None or x.dtype != torch.float32 or x.device.type != "cpu" or x.dtype != weight.dtype:
+        return F.linear(x, weight)
+    if type(weight) not in _PLAIN:  # a DTensor, whose own rules say how it is multiplied
         return F.linear(x, weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight)  # type: ignore[no-any-return,no-untyped-call]

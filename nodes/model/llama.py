@@ -59,11 +59,11 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        return self.cos_PK.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        return self.cos_PK.dtype
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -92,6 +92,11 @@ class Llama(Decoder):
     def _add_head(self) -> None:
         config = self.config
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    @property
+    def attention_config(self) -> ModelConfig:
+        """The configuration with the heads that `attend` gets here; a rank may have a part of them."""
+        return self.config
 
     def head_weight(self) -> Tensor:
         """The matrix that turns hidden states into logits, [V, D]: the embedding's own if they are tied."""

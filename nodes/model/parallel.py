@@ -5,7 +5,10 @@ gate, up) are cut by output rows, those that narrow (attention output, down) by 
 the vocabulary; norms, and the head of a scorer, are whole on every rank.
 """
 
-from penstock.nodes.model.config import ModelConfig
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from penstock.nodes.model.config import ModelConfig, ModelError
 
 Rule = tuple[int, int] | None
 """The dimension that is cut, and into how many units at most (0: no limit); None: whole on every rank."""
@@ -32,6 +35,47 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
     }
 
 
+def trainer_rules(config: ModelConfig) -> dict[str, Rule]:
+    """The same for a model that learns, which keeps embedding and head whole on every rank."""
+    return {**tensor_parallel(config), "embed_tokens.weight": None, "lm_head.weight": None}
+
+
+def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
+    """The rule of a parameter: that of the longest key its name ends with."""
+    return rules[max((end for end in rules if name.endswith(end)), key=len)]
+
+
+def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:
+    """Raises ModelError for a model that cannot be cut into so many parts. With `shared_heads` several ranks may hold
+    the same key-value head."""
+    heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    divided = groups % parts == 0 or (shared_heads and parts % groups == 0)
+    faults = [f"{heads} attention heads"] if heads % parts else []
+    faults += [] if divided else [f"{groups} key-value heads"]
+    faults += [f"an intermediate_size of {inner}"] if inner % parts else []
+    if faults:
+        needed = f"numbers that tp {parts} divides" + (", or fewer key-value heads that divide it" * shared_heads)
+        raise ModelError(f"tensor parallelism: given {', '.join(faults)}, needed {needed}")
+
+
+def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
+    """The shapes of one rank's part by `tensor_parallel`, as a configuration: heads, inner width and vocabulary.
+
+    Raises ModelError as `check_tensor_parallel` does, and for a vocabulary of which a rank would get nothing.
+    """
+    check_tensor_parallel(config, parts, shared_heads=True)
+    words = -(-config.vocab_size // parts)
+    if words * (parts - 1) >= config.vocab_size:
+        raise ModelError(f"tensor parallelism: given {config.vocab_size} words over tp {parts}, needed some for each")
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // parts,
+        num_key_value_heads=max(1, config.num_key_value_heads // parts),
+        intermediate_size=config.intermediate_size // parts,
+        vocab_size=min(words, config.vocab_size - part * words),
+    )
+
+
 def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter of the language model: layers in runs of nearly equal length, the embedding
     on the first, norm and head on the last. A tied embedding is on both.
@@ -45,6 +89,12 @@ def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ..
         for name in _layer_shapes(config):
             found[f"model.layers.{layer}.{name}"] = (layer * stages // config.num_hidden_layers,)
     return found
+
+
+def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[str, tuple[int, ...]]:
+    """The same for the parameters of any model of the family: what stands on top is on the last stage."""
+    found = pipeline_stages(config, stages)
+    return {name: found.get(name, (stages - 1,)) for name in names}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

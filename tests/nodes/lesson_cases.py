@@ -1,0 +1,109 @@
+"""What each rank of the tests of ranks does: every kind of update over several ranks against the same on one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.graph.types import Logprobs, Metrics, Rewards
+from penstock.nodes.data import Demonstrations
+from penstock.nodes.distillation import distill_update
+from penstock.nodes.learn.dpo import dpo_update
+from penstock.nodes.learn.sft import sft_update
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model import Llama, save_model
+from penstock.nodes.policy import LanguagePolicy, make_reference
+from penstock.nodes.preference_data import Pairs
+from penstock.nodes.reward_model import make_preference_model, preference_update
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import sharded
+
+from .rank_cases import OPTIONS, assert_near, assert_same_everywhere, assert_whole, context, policy
+from .rollouts import random_rollouts
+from .updating import batch
+
+DEMONSTRATIONS = Demonstrations(("12+34=", "50-9=", "7+8="), ("046", "041", "15"))
+PAIRS = Pairs(("12+34=", "50-9=", "7+8="), ("046", "041", "15"), ("45", "1:041", "16"))
+
+
+def lessons(rank: int, folder: Path, mesh: str) -> None:
+    """Imitation, preferences of a policy and of a reward model, distillation."""
+    ranked: list[list[Metrics]] = []
+    places = ((mesh, rank), ("", 0))
+    learners = [(policy(*place), make_preference_model(context(*place))) for place in places]
+    for (learner, reward_model), place in zip(learners, places, strict=True):
+        rollouts = replace(random_rollouts(), ordinals=(4, 4, 9, 9, 9))
+        reference, rewards = Logprobs(rollouts.logprobs_NT), Rewards(torch.tensor([0.0, 2.0, 1.0, 0.5, -1.0]))
+        teacher = make_reference(context(*place, seed=5))
+        ranked.append(
+            [
+                sft_update.fn(learner, DEMONSTRATIONS, micro_tokens=12)[1],
+                dpo_update.fn(learner, rollouts, rewards, reference, micro_tokens=12)[1],
+                distill_update.fn(learner, teacher, rollouts, micro_tokens=12)[1],
+                preference_update.fn(reward_model, PAIRS, micro_tokens=20)[1],
+            ]
+        )
+    for ours, theirs in zip(*ranked, strict=True):
+        assert_same_everywhere(ours)
+        assert_near(ours, theirs)
+    for models in zip(*learners, strict=True):
+        assert_whole(*models)
+
+
+def three_stages(rank: int, folder: Path, mesh: str) -> None:
+    """A stage in the middle has neither embedding nor head."""
+    if rank == 0:
+        one = policy()
+        model = Llama(replace(one.model.config, num_hidden_layers=5))
+        model.init_weights(3)
+        save_model(model, folder / "model")
+        one.tokenizer.save(folder / "model")
+    dist.barrier()
+    parted, one = (policy(*place, model=str(folder / "model")) for place in ((mesh, rank), ()))
+    for _ in range(2):
+        ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (parted, one))
+        assert_near(ours, theirs)
+        assert_same_everywhere(ours)
+    assert_whole(parted, one)
+
+
+def no_number(rank: int, folder: Path, mesh: str) -> None:
+    """A gradient that is none: all ranks say so, and leave the weights alone."""
+    learner = policy(mesh, rank)
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    with pytest.raises(FloatingPointError, match="given a gradient of norm nan"):
+        policy_update.fn(learner, *batch(), **{**OPTIONS, "loss": lambda logprobs_P, sampled: logprobs_P * torch.nan})
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.weights().items())
+    policy_update.fn(learner, *batch(), **OPTIONS)
+    assert all(tensor.isfinite().all() for tensor in learner.weights().values())
+
+
+def replicas(rank: int, folder: Path, mesh: str) -> None:
+    """Ranks that have the same part of a tensor have the same bits of it."""
+    learner = policy(mesh, rank)
+    for _ in range(3):
+        policy_update.fn(learner, *batch(), **OPTIONS)
+    for name, held in _held(learner, mesh).items():
+        own = torch.zeros(max(count for _, count in held), dtype=torch.float32)
+        part = learner.weights()[name].flatten()
+        own[: len(part)] = part
+        every = [torch.empty_like(own) for _ in held]
+        dist.all_gather(every, own)
+        for (place, _), tensor in zip(held, every, strict=True):
+            (first, *_) = [t for (other, _), t in zip(held, every, strict=True) if other == place]
+            assert torch.equal(first, tensor), name
+
+
+def _held(learner: LanguagePolicy, mesh: str) -> dict[str, list[tuple[object, int]]]:
+    """For each tensor the box of every rank, and how many numbers it has."""
+    facts = learner.sharding()
+    named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
+    tensors = sharded(named, Mesh(tuple(facts.mesh)), facts.rules).tensors
+    ranks = range(dist.get_world_size())
+    found: dict[str, list[tuple[object, int]]] = {}
+    for tensor in tensors:
+        boxes = [tensor.held_by(rank) for rank in ranks]
+        found[tensor.name] = [(box, sum(b.size for b in box)) for box in boxes]
+    return found

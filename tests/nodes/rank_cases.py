@@ -1,0 +1,169 @@
+"""What each rank of the tests of ranks does: a model over several ranks against the same model on one."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.graph.types import Context, Metrics, Rewards
+from penstock.nodes.average import FollowingPolicy, ema, make_average
+from penstock.nodes.critic import critic_update, critic_values, gae, make_critic
+from penstock.nodes.learn.minibatches import take_rows
+from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model import load_model
+from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
+from penstock.nodes.sequence_model import SequenceModel
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import sharded
+
+from .rollouts import random_rollouts
+from .updating import batch
+
+OPTIONS: dict[str, Any] = {"loss": partial(aipo, rho=1.1), "micro_tokens": 12}
+
+
+def context(mesh: str = "", rank: int = 0, **changes: Any) -> Context:
+    """Of a mesh written as "fsdp=2,tp=2"."""
+    axes = tuple((name, int(size)) for name, _, size in (axis.partition("=") for axis in mesh.split(",") if axis))
+    return Context(**{"node": "policy", "seed": 1, "updates": 10, "mesh": axes, "rank": rank, **changes})
+
+
+def policy(mesh: str = "", rank: int = 0, **changes: Any) -> LanguagePolicy:
+    made = make_policy(context(mesh, rank, **changes))
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+def update(rank: int, folder: Path, mesh: str) -> None:
+    parted, one = policy(mesh, rank), policy()
+    assert_boxes(parted, one, rank)
+    for options in ({}, {"epochs": 2, "minibatches": 2, "average": "sequence_mean"}):
+        ours = policy_update.fn(parted, *batch(), **OPTIONS, **options)[1]
+        theirs = policy_update.fn(one, *batch(), **OPTIONS, **options)[1]
+        assert_same_everywhere(ours)
+        assert_near(ours, theirs)
+        logprobs = [policy_logprobs.fn(each, batch()[0], micro_tokens=12).logprobs_NT for each in (parted, one)]
+        torch.testing.assert_close(*logprobs, rtol=1e-4, atol=1e-4)
+        assert_whole(parted, one)
+    assert_boxes(parted, one, rank, exactly=False)
+    goes_on(parted, policy(mesh, rank, seed=2))
+    parted.export(str(folder / "exported"))
+    if rank == 0:
+        exported = dict(load_model(folder / "exported").named_parameters())
+        for name, tensor in one.masters.items():
+            torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def few_rows(rank: int, folder: Path, mesh: str) -> None:
+    """A batch that has less micro-batches than there are ranks, and a loss that fails first."""
+    parted, one = policy(mesh, rank), policy()
+    rollouts, advantage = (take_rows(part, [2]) for part in batch())
+
+    def failing(*_: Any) -> Tensor:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        policy_update.fn(parted, rollouts, advantage, loss=failing)
+    ours, theirs = (policy_update.fn(each, rollouts, advantage, **OPTIONS)[1] for each in (parted, one))
+    assert_same_everywhere(ours)
+    assert_near(ours, theirs)
+    assert_whole(parted, one)
+
+
+def other_models(rank: int, folder: Path, mesh: str) -> None:
+    """A critic, a frozen reference, and an average that follows, all in one process."""
+    rollouts, rewards = random_rollouts(), Rewards(torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0]))
+    critics = [make_critic(context(*place)) for place in ((mesh, rank), ())]
+    figures = []
+    for critic in critics:
+        for _ in range(3):
+            values = critic_values.fn(critic, rollouts, micro_tokens=12)
+            _, returns, _ = gae.fn(rewards, values, rollouts)
+            figures.append(critic_update.fn(critic, rollouts, values, returns, minibatches=2, micro_tokens=12)[1])
+    assert_near(figures[2], figures[5])
+    assert_same_everywhere(figures[2])
+    assert_whole(*critics)
+    references = [make_reference(context(*place)) for place in ((mesh, rank), ())]
+    logprobs = [reference_logprobs.fn(each, rollouts, micro_tokens=12).logprobs_NT for each in references]
+    torch.testing.assert_close(*logprobs, rtol=1e-4, atol=1e-5)
+    follow(mesh, rank)
+
+
+def follow(mesh: str, rank: int) -> None:
+    found = []
+    for place in ((mesh, rank), ()):
+        average, learner = make_average(context(*place)), policy(*place)
+        assert isinstance(average, FollowingPolicy)
+        reference_logprobs.fn(average, random_rollouts())  # what it gathers must be forgotten
+        for _ in range(2):
+            policy_update.fn(learner, *batch(), **OPTIONS)
+            figures = ema.fn(average, learner, decay=0.5)[1]
+        found.append((average, figures, reference_logprobs.fn(average, random_rollouts()).logprobs_NT))
+    (parted, ours, logprobs), (one, theirs, needed) = found
+    assert_near(ours, theirs)
+    assert_whole(parted, one)
+    torch.testing.assert_close(logprobs, needed, rtol=1e-4, atol=1e-4)
+
+
+def half_precision(rank: int, folder: Path, mesh: str) -> None:
+    """Masters stay float32; what travels, and what computes, is them in the run's dtype."""
+    parted, one = policy(mesh, rank, dtype="bfloat16"), policy(dtype="bfloat16")
+    for _ in range(2):
+        ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (parted, one))
+    torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=0.02, atol=0.02)
+    for name, tensor in parted.weights().items():
+        assert parted.masters[name].dtype == torch.float32
+        assert torch.equal(tensor, parted.masters[name].bfloat16())
+    goes_on(parted, policy(mesh, rank, dtype="bfloat16", seed=2))
+
+
+def goes_on(learner: LanguagePolicy, resumed: LanguagePolicy) -> None:
+    """A state restored into another policy goes on to the bit."""
+    tensors, facts = learner.state()
+    resumed.restore({name: tensor.clone() for name, tensor in tensors.items()}, dict(facts))
+    for each in (learner, resumed):
+        policy_update.fn(each, *batch(), **OPTIONS)
+    ours, theirs = learner.state()[0], resumed.state()[0]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def assert_boxes(parted: SequenceModel[Any], one: SequenceModel[Any], rank: int, *, exactly: bool = True) -> None:
+    """Each rank has the boxes that the tensor plane expects."""
+    given, whole, facts = parted.weights(), one.weights(), parted.sharding()
+    assert facts.shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
+    mesh = Mesh(tuple(facts.mesh))
+    for tensor in sharded(named, mesh, facts.rules, facts.stages).tensors:
+        boxes = tensor.held_by(rank)
+        for box in boxes:
+            piece = whole[tensor.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            assert given[tensor.name].shape == piece.shape, tensor.name
+            assert not exactly or torch.equal(given[tensor.name], piece), tensor.name
+        assert boxes or tensor.name not in given or not given[tensor.name].numel(), tensor.name
+
+
+def assert_whole(parted: Any, one: Any) -> None:
+    """Put together, the weights are one rank's, within what rounding becomes after AdamW's division."""
+    for name, tensor in parted.workers.whole():
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(tensor, one.masters[name].detach(), rtol=1e-4, atol=2e-5, msg=name)
+
+
+def assert_near(ours: Metrics, theirs: Metrics) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, figure in theirs.items():
+        assert abs(ours[name] - figure) <= 1e-5 + 1e-3 * abs(figure), (name, ours[name], figure)
+
+
+def assert_same_everywhere(figures: Metrics) -> None:
+    own = torch.tensor(list(figures.values()), dtype=torch.float64)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    assert all(torch.equal(each, own) for each in every)
