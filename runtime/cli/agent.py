@@ -14,7 +14,7 @@ DESCRIPTION = """Join the controller of a run on another machine, and start the 
 
 `penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
 RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by hand,
-or as srun, a container or a batch job would. Weights and samples travel unencrypted: the hosts need a trusted network.
+or as srun, a container or a batch job would. Weights travel unencrypted: the hosts need a trusted network.
 
 Example:
   penstock agent b.json --folder /scratch/run"""

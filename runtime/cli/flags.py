@@ -57,6 +57,8 @@ class RunFlags:
     """Updates between two checkpoints; 0 makes one every two minutes. The end and Ctrl-C always make one."""
     versions: Literal["free", "pinned"] = "free"
     """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
+    proof: Literal["full", "sampled", "off"] = "full"
+    """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
     retries: int = 0
     """How often a group that failed is tried again."""
     on_failure: Literal["stop", "replace"] = "stop"

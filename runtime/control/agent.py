@@ -25,6 +25,7 @@ from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Kill, Launch, Message
 from penstock.runtime.control.process import die_with_parent, kill, start, tail
 from penstock.runtime.control.wire import SILENCE, Client
+from penstock.runtime.tensor.segments import SHM, sweep
 
 WORKER = ("-m", "penstock.runtime.control.worker")
 LEAVE_S = 3.0
@@ -52,7 +53,11 @@ class Agent:
         self._joined = False
 
     def run(self) -> str:
-        """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it."""
+        """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it, and no
+        segment of a run whose processes on this host have all ended.
+        """
+        folders = (SHM, Path(self._join.folder))
+        sweep(None, folders)  # of agents that were killed
         try:
             self._client.send(AgentReady(self._join.host, os.getpid()))
             beat = 0.0
@@ -71,6 +76,7 @@ class Agent:
                     return fault
         finally:
             self._end_all()
+            sweep(None, folders)
             self._client.close()
 
     def _obey(self, message: Message) -> None:

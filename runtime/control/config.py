@@ -39,6 +39,7 @@ class Flags:
     on_failure: Literal["stop", "replace"] = "stop"
     drops: int = 16
     tensorboard: bool = False
+    proof: Literal["full", "sampled", "off"] = "full"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 
 SOCKET_NAME = "control.sock"
+LOOPBACK = "127.0.0.1"
+"""Where processes listen that no address was given for: out of other machines' reach."""
 _LONGEST_PATH = 107
 """Bytes of a Unix socket's path (sun_path, less its closing zero)."""
 
@@ -45,6 +47,15 @@ def bind_fault(number: int | None) -> str:
     if number in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return "this machine has no such address"
     return os.strerror(number or 0)
+
+
+def is_loopback(bind: str) -> bool:
+    """Is an "address:port" out of other machines' reach?"""
+    address = bind.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _is_wildcard(address: str) -> bool:

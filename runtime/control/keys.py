@@ -1,17 +1,19 @@
 """The secrets of one run: a token and CURVE key pairs, made by the launcher, kept in files of mode 0600.
 
 `keys/controller.json` (a `Door`) is what the controller listens with, `keys/<host>.json` (a `Join`) what the agent of
-that host and its ranks connect with. No secret is ever an argument of a process.
+that host and its ranks connect with, to the controller and to the ranks of other hosts. No secret is ever an argument
+of a process.
 """
 
 import json
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from penstock.runtime.control.endpoints import LOOPBACK
 from penstock.runtime.control.gate import new_pair
 from penstock.runtime.control.messages import Hello
 
@@ -68,7 +70,11 @@ class Door(_Secrets):
 
 @dataclass(frozen=True, slots=True)
 class Join(_Secrets):
-    """What one host connects with. `folder` is the run folder there; `server` the controller's public key."""
+    """What one host connects with. `folder` is the run folder there; `server` the controller's public key.
+
+    `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
+    `address` is where these ranks listen for that.
+    """
 
     run: str
     endpoint: str
@@ -78,6 +84,8 @@ class Join(_Secrets):
     server: str = ""
     public: str = ""
     secret: str = field(default="", repr=False)
+    address: str = LOOPBACK
+    hosts: dict[str, str] = field(default_factory=dict)
 
     def hello(self, role: Literal["rank", "agent", "heartbeat"], name: str, rank: int = 0) -> Hello:
         """How this process introduces itself."""
@@ -93,15 +101,20 @@ class Keys:
 
     @staticmethod
     def make(run: str, endpoint: str, hosts: Iterable[str]) -> "Keys":
-        """A new token, and for tcp new key pairs for the controller and each host."""
-        token = secrets.token_hex(16)
-        if endpoint.startswith("ipc://"):
-            return Keys(Door(run, endpoint, token), {host: KeyPair("", "") for host in hosts})
-        server, pairs = KeyPair.make(), {host: KeyPair.make() for host in hosts}
-        allowed = {host: pair.public for host, pair in pairs.items()}
+        """A new token, new key pairs for several hosts, and for tcp also for a single one and the controller."""
+        token, names = secrets.token_hex(16), list(hosts)
+        unix = endpoint.startswith("ipc://")
+        if unix and len(names) == 1:
+            return Keys(Door(run, endpoint, token), {names[0]: KeyPair("", "")})
+        pairs = {name: KeyPair.make() for name in names}
+        if unix:
+            return Keys(Door(run, endpoint, token), pairs)
+        server, allowed = KeyPair.make(), {name: pair.public for name, pair in pairs.items()}
         return Keys(Door(run, endpoint, token, server.public, server.secret, allowed), pairs)
 
-    def join(self, host: str, endpoint: str, folder: Path) -> Join:
+    def join(self, host: str, endpoint: str, folder: Path, address: str = LOOPBACK) -> Join:
         """`endpoint` is where the controller really listens: its port may have been the system's choice."""
         door, pair = self.door, self.hosts[host]
-        return Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)
+        publics = {name: other.public for name, other in self.hosts.items() if other.public}
+        join = Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)
+        return replace(join, address=address, hosts=publics)

@@ -25,7 +25,7 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
-from penstock.runtime.control.endpoints import socket_file
+from penstock.runtime.control.endpoints import LOOPBACK, socket_file
 from penstock.runtime.control.keys import Keys
 from penstock.runtime.control.process import (
     describe_exit,
@@ -207,7 +207,7 @@ class Launcher:
     def _start_agents(self, endpoint: str) -> None:
         for host in self.cluster.hosts:
             path = self.folder / "keys" / f"{host.name}.json"
-            self.keys.join(host.name, endpoint, self.folder).write(path)
+            self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK).write(path)
             if host.agent == "local":
                 self.agents[host.name] = self._start(self.commands[1], f"agent-{host.name}", str(path))
             else:

@@ -1,5 +1,9 @@
-"""What a rank's process is made of: its executor, its store of values in shared memory, its ways of weights."""
+"""What a rank's process is made of: its executor, its store of values in shared memory, its ways of weights.
 
+When it closes, it prints one line of JSON with what its store and its exchange have done.
+"""
+
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +12,13 @@ from typing import Any
 import torch
 
 from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.exchange_client import ExchangeClient
+from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.keys import Join
 from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.weights import BridgeWays, channels_of
+from penstock.runtime.control.weights import BridgeWays, Ground, channels_of
+from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store
 from penstock.runtime.tensor.world import Free, Lockstep, Pace, open_world
@@ -18,40 +26,56 @@ from penstock.runtime.tensor.world import Free, Lockstep, Pace, open_world
 
 @dataclass(frozen=True)
 class Rank:
+    """`server` answers readers on other hosts; None where there are none: then nothing listens."""
+
     executor: Executor
     store: Store
     reader: Reader
+    client: ExchangeClient
+    server: ExchangeServer | None
     ways: BridgeWays
     pace: Pace
 
     def close(self) -> None:
         self.ways.close()
+        self.client.close()
+        if self.server is not None:
+            self.server.close()
+        figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts)}
+        if self.server is not None:
+            figures["answered"] = dict(self.server.counts)
+        print(json.dumps({"kind": "values", **figures}), flush=True)
         self.reader.close()
         self.store.close()
 
 
 def make_rank(
-    config: RunConfig, replica: str, index: int, folder: Path, restore: str, run: str, wake: Callable[[], None]
+    config: RunConfig, replica: str, index: int, folder: Path, restore: str, join: Join, wake: Callable[[], None]
 ) -> Rank:
     """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
     own = config.plan.replica(replica)
     place = own.ranks[index]
     torch.set_num_threads(place.threads)
     # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
-    bridges = folder / "bridges" / run
+    bridges = folder / "bridges" / join.run
     bridges.mkdir(parents=True, exist_ok=True)
-    ways = BridgeWays(
-        channels_of(config.channels(), replica), replica, index, place.device, bridges, config.flags.deadline, wake
-    )
-    folders = (SHM, folder)
-    store = Store(run, f"{replica.replace('/', '.')}.{index}", folders=folders)
-    reader = Reader(run, folders=folders)
+    ground = Ground(join.run, bridges, config.flags.deadline, config.flags.proof, wake)
+    ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
         meeting = bridges / f"world-{replica.replace('/', '.')}"
         open_world(meeting, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
     contexts = config.contexts(own, index)
     setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, Path(restore) if restore else None)
     values: dict[Any, Any] = {}
+    owner, folders = f"{replica.replace('/', '.')}.{index}", (SHM, folder)
+    # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
+    client = ExchangeClient(join, min(SILENCE, config.flags.deadline / 2))
+    reader = Reader(join.run, host=place.host, far=client.block, folders=folders)
+    server = None
+    if setup.asked_from_afar:
+        server = ExchangeServer(join, owner, Reader(join.run, host=place.host, folders=folders))
+    endpoint = server.endpoint if server is not None else ""
+    store = Store(join.run, owner, host=place.host, endpoint=endpoint, folders=folders)
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)
     together = len(own.ranks) > 1 and bool(executor.held.streams)
-    return Rank(executor, store, reader, ways, Lockstep() if together else Free())
+    return Rank(executor, store, reader, client, server, ways, Lockstep() if together else Free())

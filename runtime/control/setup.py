@@ -75,6 +75,18 @@ class Setup:
                 names |= {i.ref.node for i in node.inputs if read_elsewhere and i.ref.node in self.holds}
         return frozenset(names)
 
+    @cached_property
+    def asked_from_afar(self) -> bool:
+        """Do ranks of other hosts read what is made here?"""
+        home = self.plan.replica(self.replica).ranks[self.rank].host
+        readers = {
+            self.plan.pool_of(node.name)
+            for graph in self.graphs
+            for node in graph.nodes
+            if node.fires and any(item.ref.node in self.exported for item in node.inputs)
+        }
+        return any(rank.host != home for pool in readers for replica in pool.replicas for rank in replica.ranks)
+
     def declared(self, firing: Firing, output: str) -> type:
         """The class that the graph declares for a value. Classes come from the graph, never from a message."""
         path = self.outputs[firing.node][output]

@@ -8,18 +8,23 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from penstock.graph.ir import Firing
 from penstock.graph.types import Carried, Weights
+from penstock.runtime.plan.plan import Replica
 from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.schedule.tables import Channel
+from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import Bridge, Side
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.layout import Copy
+from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.proof import Mode
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
 from penstock.runtime.tensor.transport import Transport, TransportError
 
@@ -44,9 +49,7 @@ class Ways(ABC):
     def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> str:
         """Copy the weights aside; the facts that receivers need, as JSON."""
         if channel not in self.publishers:
-            way = self.channels[channel]
-            value, ranks = carried[way.carried], len(way.source.ranks)
-            self.publishers[channel] = Publisher(channel, value, rank=self.rank, ranks=ranks, device=self.device)
+            self.publishers[channel] = self._publisher(channel, carried[self.channels[channel].carried])
         return json.dumps(self.publishers[channel].publish(version), separators=(",", ":"))
 
     @abstractmethod
@@ -70,9 +73,14 @@ class Ways(ABC):
 
     def _receiver(self, channel: str) -> Receiver:
         if channel not in self.receivers:
-            ranks = len(self.channels[channel].replicas[0].ranks)
-            self.receivers[channel] = Receiver(channel, rank=self.rank, ranks=ranks, device=self.device)
+            self.receivers[channel] = self._new_receiver(channel)
         return self.receivers[channel]
+
+    def _publisher(self, channel: str, value: Carried) -> Publisher:
+        return Publisher(channel, value, rank=self.rank, device=self.device)
+
+    def _new_receiver(self, channel: str) -> Receiver:
+        return Receiver(channel, rank=self.rank, device=self.device)
 
     def _tell(self, command: Send, moved: Moved | Exception) -> None:
         """In the transfer's thread: its end, as an event."""
@@ -82,32 +90,37 @@ class Ways(ABC):
             self._events.put(Abort(f"{self.replica} rank {self.rank}: {moved}"))
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What the ways of a process stand on: the run's id, a folder for meeting files that no earlier process has used,
+    the seconds that a wait for a peer may take, how much of each sync is proved, and how to wake the rank."""
+
+    run: str
+    folder: Path
+    timeout: float
+    proof: Mode
+    wake: Callable[[], None]
+
+
 class BridgeWays(Ways):
     """Ways between processes: one bridge for each channel and destination replica, opened at the first send.
 
-    `wake` is called from a transfer's thread when there is something to tell.
+    A receiver's arena lies in shared memory where it can, for senders of the same host to write into.
     """
 
-    def __init__(
-        self,
-        channels: Mapping[str, Channel],
-        replica: str,
-        rank: int,
-        device: str,
-        folder: Path,
-        timeout: float,
-        wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
         super().__init__(channels, replica, rank, device)
-        self.folder, self.timeout, self.wake = folder, timeout, wake
+        self.ground = ground
         self.transports: dict[tuple[str, str], Transport] = {}
+        self.adders: dict[str, Adder] = {}
+        self.memories: dict[str, SharedMemory] = {}
 
     def send(self, command: Send, handles: Handles) -> None:
         channel, version = command.channel, command.version
-        ranks = len(next(r.ranks for r in self.channels[channel].replicas if r.name == command.replica))
         if command.source == self.replica:
-            way = _Lazy(self, command, "source")
-            self.publishers[channel].start(version, way, ranks, lambda moved: self._sent(command, moved))
+            way, target = _Lazy(self, command, "source"), self._replica(command)
+            done = partial(self._sent, command)
+            self.publishers[channel].start(version, way, len(target.ranks), done, target.mesh or None)
         if command.replica == self.replica:
             facts = json.loads(handles[Firing(channel, version), "out"].meta)
             way = _Lazy(self, command, "destination")
@@ -119,25 +132,62 @@ class BridgeWays(Ways):
         if key not in self.transports:
             way = self.channels[command.channel]
             name = f"{command.channel}-{command.replica}".replace("/", ".").replace(">", "-")
-            sources = len(way.source.ranks)
-            destinations = len(next(r.ranks for r in way.replicas if r.name == command.replica))
+            sources, destinations = len(way.source.ranks), len(self._replica(command).ranks)
             label = f"{command.channel} from {way.source.name} to {command.replica}"
-            bridge = Bridge(label, self.folder / name, sources, destinations, timeout=self.timeout)
-            self.transports[key] = bridge.open(side, self.rank)
+            bridge = Bridge(label, self.ground.folder / name, sources, destinations, timeout=self.ground.timeout)
+            memory = self.memories.get(command.channel) if side == "destination" else None
+            self.transports[key] = bridge.open(side, self.rank, memory)
         return self.transports[key]
 
     def close(self) -> None:
         for transport in self.transports.values():
             transport.close()
+        for adder in self.adders.values():
+            adder.close()
+        for memory in self.memories.values():
+            memory.close()
+
+    def _replica(self, command: Send) -> Replica:
+        return next(r for r in self.channels[command.channel].replicas if r.name == command.replica)
+
+    def _publisher(self, channel: str, value: Carried) -> Publisher:
+        ranks, proof = len(self.channels[channel].source.ranks), self.ground.proof
+        add = self._adder(channel, ranks)
+        return Publisher(channel, value, rank=self.rank, ranks=ranks, device=self.device, add=add, proof=proof)
+
+    def _new_receiver(self, channel: str) -> Receiver:
+        own = next(r for r in self.channels[channel].replicas if r.name == self.replica)
+        ranks, memory = len(own.ranks), None
+        if self.device == "cpu":
+            owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
+            memory = self.memories[channel] = SharedMemory(self.ground.run, owner)
+        return Receiver(
+            channel,
+            rank=self.rank,
+            ranks=ranks,
+            mesh=own.mesh or None,
+            device=self.device,
+            add=self._adder(channel, ranks),
+            allocate=memory,
+        )
+
+    def _adder(self, channel: str, ranks: int) -> Adder | None:
+        """For the proofs of this replica's ranks; one alone needs none."""
+        if ranks == 1:
+            return None
+        name = f"proof-{channel}-{self.replica}".replace("/", ".").replace(">", "-")
+        label = f"{channel} on {self.replica}"
+        self.adders[channel] = Adder(label, self.ground.folder / name, self.rank, ranks, self.ground.timeout)
+        return self.adders[channel]
 
     def _sent(self, command: Send, moved: Moved | Exception) -> None:
         if isinstance(moved, Exception):
             self._tell(command, moved)
-            self.wake()
+            self.ground.wake()
 
     def _received(self, command: Send, moved: Moved | Exception) -> None:
         self._tell(command, moved)
-        self.wake()
+        self.ground.wake()
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         from penstock.runtime.control.rank import make_rank  # torch, seconds after the heartbeat began
 
         config = RunConfig.from_json(setup.config["run"])
-        rank = make_rank(config, replica, index, Path(join.folder), setup.config["restore"], join.run, client.wake)
+        rank = make_rank(config, replica, index, Path(join.folder), setup.config["restore"], join, client.wake)
     except Exception:
         client.send(Note("error", f"{replica} rank {index} could not start:\n{traceback.format_exc()}"))
         return 1
@@ -84,7 +84,7 @@ def work(client: Client, rank: "Rank") -> int:
     executor, sent, waiting = rank.executor, monotonic(), deque[Order]()
     while True:
         results: list[Result] = []
-        for message in client.receive(0.0 if executor.busy() or waiting else IDLE):
+        for message in client.receive(0.0 if executor.busy() or waiting or rank.pace.busy else IDLE):
             if isinstance(message, Goodbye):
                 return 0
             if isinstance(message, Order):

@@ -3,14 +3,20 @@
 bind = "10.0.0.1:5555"         # where the controller listens; without it and with local agents only: a Unix socket
 [[hosts]]
 name = "a"
+address = "10.0.0.1"           # where its ranks answer those of other hosts; without it, loopback
 cores = 16
 devices = ["cuda:0", "cuda:1"]
+gpu = "H100"                   # their kind, which only plans need
 [[hosts]]
 name = "b"
+address = "10.0.0.2"
 agent = "external"             # somebody starts `penstock agent` there
 cores = 64
 [pools]
 generator = "b"                # put a pool on a host; the others go to the first
+[gpus.ours]                    # a kind of one's own: another one's figures but for these, or all of them
+like = "H100"
+memory_gib = 96
 """
 
 import os
@@ -18,11 +24,12 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from penstock.runtime.control.endpoints import ipc_endpoint, tcp_endpoint
+from penstock.runtime.control.endpoints import ipc_endpoint, is_loopback, tcp_endpoint
+from penstock.runtime.plan.gpus import GPUS, Gpu
 from penstock.runtime.plan.names import explain, nearest
 
 
@@ -38,19 +45,33 @@ def _device(given: str) -> str:
     return given
 
 
+def _address(given: str) -> str:
+    if ":" in given and not given.endswith("]"):
+        raise ValueError(f"given {given!r}, needed an address without a port: each rank has one of the system's choice")
+    if given:
+        tcp_endpoint(f"{given}:0")  # raises for what is no address of one interface
+    return given
+
+
 class ClusterError(ValueError):
     """A cluster file that cannot be used: the user's fault. One line for each thing that is wrong."""
 
 
 class Host(BaseModel):
-    """One machine. `cores` are for ranks; `devices` as torch names them. An "external" agent is started by others."""
+    """One machine. `cores` are for ranks; `devices` as torch names them, CUDA devices of the kind `gpu`. An "external"
+    agent is started by others.
+
+    At `address` its ranks listen for those of other hosts, where those read values that are made here.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, AfterValidator(_name)]
     cores: int = Field(ge=1)
     devices: tuple[Annotated[str, AfterValidator(_device)], ...] = ()
+    gpu: str = ""
     agent: Literal["local", "external"] = "local"
+    address: Annotated[str, AfterValidator(_address)] = ""
 
     @property
     def accelerators(self) -> tuple[str, ...]:
@@ -58,13 +79,20 @@ class Host(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Hosts, where the controller listens, and on which host each pool that is named runs."""
+    """Hosts, where the controller listens, on which host each pool that is named runs, and kinds of GPUs beside those
+    of `plan.gpus`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hosts: tuple[Host, ...] = Field(min_length=1)
     bind: str = ""
     pools: dict[str, str] = Field(default_factory=dict)
+    gpus: dict[str, Gpu] = Field(default_factory=dict)
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _fill_gpus(cls, gpus: Any) -> Any:
+        return {name: _filled(name, own) for name, own in gpus.items()} if isinstance(gpus, dict) else gpus
 
     @field_validator("bind")
     @classmethod
@@ -81,6 +109,13 @@ class Cluster(BaseModel):
         for pool, host in self.pools.items():
             if host not in names:
                 raise ValueError(f"pools.{pool}: given host {host!r}; {nearest(host, names)}")
+        for own in self.hosts:
+            if own.gpu and own.gpu not in {**GPUS, **self.gpus}:
+                raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
+        lacking = [host.name for host in self.hosts if not host.address]
+        if lacking and len(names) > 1 and self.bind and not is_loopback(self.bind):
+            given = f"bind is {self.bind}, and hosts {', '.join(lacking)} have no `address`"
+            raise ValueError(f"hosts: {given}; needed where each can be reached by the others, to read its values")
         return self
 
     @staticmethod
@@ -107,6 +142,16 @@ class Cluster(BaseModel):
         """Where a pool runs: where `pools` says, else on the first host."""
         return self.host(self.pools[pool]) if pool in self.pools else self.hosts[0]
 
+    def gpu_of(self, host: Host) -> Gpu | None:
+        """The kind of a host's GPUs; None for a host without any. Raises ClusterError for a kind that is not said."""
+        if not host.accelerators:
+            return None
+        if not host.gpu:
+            known = ", ".join({**GPUS, **self.gpus})
+            needed = f"the kind of its GPUs, gpu = … (known: {known})"
+            raise ClusterError(f"hosts: {host.name}: given {len(host.accelerators)} CUDA devices, needed {needed}")
+        return {**GPUS, **self.gpus}[host.gpu]
+
     def endpoint(self, folder: Path) -> str:
         """Where the controller of a run in `folder` is to listen: tcp if a bind address or an external agent asks
         for it (on loopback unless `bind` names an address), else a Unix socket.
@@ -114,6 +159,17 @@ class Cluster(BaseModel):
         if self.bind or any(host.agent == "external" for host in self.hosts):
             return tcp_endpoint(self.bind or "127.0.0.1:0")
         return ipc_endpoint(folder)
+
+
+def _filled(name: str, own: Any) -> Any:
+    """A kind's own figures over those of the kind that it is `like`."""
+    if not isinstance(own, dict) or "like" not in own:
+        return own
+    if own["like"] not in GPUS:
+        raise ValueError(f"{name}.like: given {own['like']!r}; {nearest(str(own['like']), GPUS)}")
+    base = GPUS[own["like"]].model_dump()
+    nested = {key: {**base[key], **own[key]} for key in ("tflops", "efficiency") if isinstance(own.get(key), dict)}
+    return {**base, **{key: value for key, value in own.items() if key != "like"}, **nested}
 
 
 def cuda_devices() -> tuple[str, ...]:

@@ -33,10 +33,10 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
 
 
 def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """The keys of the model at `path`: a field's own model, or that of its items."""
+    """The keys of the model at `path`: a field's own model, or that of its items or of its values by name."""
     for part in path:
-        if isinstance(part, int):
-            continue
+        if isinstance(part, int) or part not in model.model_fields:
+            continue  # which item, or the user's own name for a value
         annotation = model.model_fields[part].annotation
         inner = [a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type)]
         models = [a for a in inner if issubclass(a, BaseModel)]

@@ -4,18 +4,22 @@ The receiver's `Arena` has two: one is live, the other, the shadow, is filled me
 sender's `Snapshot` has one, so that the optimizer never changes what is being read.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.layout import Box, Layout, LayoutError, TensorLayout
+from penstock.runtime.tensor.memory import Allocate, copy_elements
 
 _ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
 
 Device = str | torch.device
+T = TypeVar("T")
+Fill = Callable[[str, int, int, int], None]
+"""`fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows."""
 
 
 class Part(NamedTuple):
@@ -33,12 +37,17 @@ Parts = dict[str, Part]
 
 
 class Arena:
-    """What one rank of a receiving replica holds of `layout`, twice: `live`, and the `shadow` that a sync fills."""
+    """What one rank of a receiving replica holds of `layout`, twice: `live`, and the `shadow` that a sync fills.
 
-    def __init__(self, layout: Layout, rank: int = 0, device: Device = "cpu") -> None:
+    Both lie in one piece of memory, which `memory` may take from where others can write it.
+    """
+
+    def __init__(self, layout: Layout, rank: int = 0, device: Device = "cpu", memory: Allocate | None = None) -> None:
         self.layout = layout
-        self.live = allocate(layout, rank, device)
-        self.shadow = allocate(layout, rank, device)
+        nbytes = held_bytes(layout, rank)
+        buffer = memory(2 * nbytes) if memory is not None else touched(2 * nbytes, device)
+        self.live = parts_of(layout, rank, buffer[:nbytes])
+        self.shadow = parts_of(layout, rank, buffer[nbytes:])
 
     def swap(self) -> None:
         """Exchange the two: nothing is copied. What was live is written over by the next sync."""
@@ -52,8 +61,11 @@ class Snapshot:
         self.version = -1
         self.parts = allocate(layout, rank, device)
 
-    def take(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy, converting. The tensors must be those of the layout."""
+    def take(self, version: int, tensors: Mapping[str, Tensor], digests: Callable[[Fill], T]) -> T:
+        """Copy, converting. The tensors must be those that the rank holds of the layout; empty ones may be there too.
+        `digests` hashes meanwhile, and asks for each piece of the copy when it is about to read it; its result.
+        """
+        tensors = {name: t for name, t in tensors.items() if t.numel() or name in self.parts}
         wrong = [
             f"  {name}: given {_shape(tensors, name)}, needed {part.tensor.shape if part else 'nothing'}"
             for name in sorted(tensors.keys() | self.parts.keys())
@@ -62,26 +74,50 @@ class Snapshot:
         if wrong:
             raise LayoutError("\n".join([f"version {version}: the weights' tensors changed", *wrong]))
         self.version = -1  # torn until all are copied
+        sources: dict[str, Tensor] = {}
+
+        def fill(name: str, rows: int, first: int, last: int) -> None:
+            if name not in sources:
+                sources[name] = tensors[name].detach().contiguous()
+            target, source = (t.view(rows, -1)[first:last] for t in (self.parts[name].tensor, sources[name]))
+            copy_elements(target, source)
+
         with torch.no_grad():
-            for name, part in self.parts.items():
-                part.tensor.copy_(tensors[name])
+            result = digests(fill)
+            for name in self.parts.keys() - sources.keys():
+                fill(name, 1, 0, 1)
         self.version = version
+        return result
 
 
 def allocate(layout: Layout, rank: int, device: Device) -> Parts:
-    """A zeroed buffer for all that `rank` holds of `layout`, as views; one box of a tensor per rank."""
+    """Zeroed memory for all that `rank` holds of `layout`, as views; one box of a tensor per rank."""
+    return parts_of(layout, rank, touched(held_bytes(layout, rank), device))
+
+
+def held_bytes(layout: Layout, rank: int) -> int:
+    """The bytes of a buffer for all that `rank` holds of `layout`."""
+    return sum(-(-nbytes // _ALIGN) * _ALIGN for _, _, nbytes in _held(layout, rank))
+
+
+def parts_of(layout: Layout, rank: int, buffer: Tensor) -> Parts:
+    """All that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one box of a tensor per rank."""
+    parts, start = {}, 0
+    for t, box, nbytes in _held(layout, rank):
+        view = buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(box.shape)
+        parts[t.name] = Part(box, view)
+        start += -(-nbytes // _ALIGN) * _ALIGN
+    return parts
+
+
+def touched(nbytes: int, device: Device) -> Tensor:
+    """Memory written at once: a page's first touch costs many times the copy into it, and would be paid in a sync."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _held(layout: Layout, rank: int) -> list[tuple[TensorLayout, Box, int]]:
     held = [(t, _only_box(t, rank)) for t in layout.tensors if t.held_by(rank)]
-    sizes = [box.size * DTYPES[t.dtype].itemsize for t, box in held]
-    starts, end = [], 0
-    for nbytes in sizes:
-        starts.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN
-    # Written at once: a page's first touch costs many times the copy into it, and would be paid during a sync.
-    buffer = torch.empty(end, dtype=torch.uint8, device=device).zero_()
-    return {
-        t.name: Part(box, buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(box.shape))
-        for (t, box), start, nbytes in zip(held, starts, sizes, strict=True)
-    }
+    return [(t, box, box.size * DTYPES[t.dtype].itemsize) for t, box in held]
 
 
 def _only_box(tensor: TensorLayout, rank: int) -> Box:

@@ -1,20 +1,26 @@
 """The proof of a sync: 64 bits per logical tensor, the same however the tensor is cut up.
 
-The elements of the whole tensor, in row-major order, are bytes; eight of them are a word w_i (little-endian, as
-int64), and 1024 words a tile. With odd pseudo-random numbers a, b (for the places in a tile) and t (for tiles), and a
-key k made of the tensor's name, dtype and shape,
+The whole tensor is a matrix of bytes (int8): a row is the last dimension, with as many before it as make it 1 KiB
+long, and a tile is 8192 bytes of a row. With small odd or even pseudo-random numbers a_i and b_i for the places in a
+tile, odd 64-bit numbers t for tiles, c odd and e even, and a key k made of the tensor's name, dtype and shape,
 
-    digest = k + (k | 1) * sum over tiles q of t_q * (sum over i of a_i * w_qi + b_i * (w_qi >> 32))      mod 2^64
+    digest = k + (k | 1) * sum over tiles q of t_q * (c * sum over i of a_i * x_qi + e * sum over i of b_i * x_qi)
 
-which is linear in the elements: a rank that holds a box computes the sum over the elements of its box, as if all
-others were zero, and the sums of disjoint boxes add up. One changed word always changes the sum (all factors are odd);
-any other change is missed with probability near 2^-48. It finds faults; it is no defence against forgery.
+mod 2^64, which is linear in the elements: a rank that holds a box computes the sum over the elements of its box, as
+if all others were zero, and the sums of disjoint boxes add up. The two inner sums are exact in 32 bits, so that they
+are two products with int8 matrices, which CPUs compute at the speed of their caches.
+
+A changed byte always changes the sum (a_i, c and t are odd). The vectors (a_i, b_i) of a tile have different
+directions, so that two changed bytes always change an inner sum; two elements that change places, or a row that is
+another's, are missed with probability near 2^-30. It finds faults; it is no defence against forgery.
 """
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,49 +28,62 @@ from torch import Tensor
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.layout import Box
 
-_TILE = 1024  # words: the tables stay in a core's first cache
-_CHUNK = 32 * _TILE  # words hashed by one call of each kernel: 256 KiB, and no larger temporary
+_TILE = 8192  # bytes: there are not many more directions of small vectors
+_ROW = 1024  # bytes that make a row worth a product
+_CHUNK = 2 << 20  # bytes read twice: on a CPU, the second time from its caches, and few calls in all
+_LARGE_CHUNK = 32 << 20  # the same for devices that want large calls
 _MASK = (1 << 64) - 1
-_FIRST_TILES = 1 << 14  # those of the first 128 MiB of a tensor: their t are kept
+
+Fill = Callable[[int, int, int], None]
+"""`fill(rows, first, last)` provides the rows from first to last, of a part of a tensor seen as so many rows."""
 
 
 class ProofError(RuntimeError):
     """What arrived is not what was sent. The peer's fault, or the wire's, or ours: never to be trained on."""
 
 
+class _Run(NamedTuple):
+    """Bytes `matrix` [P, W] that begin `first` bytes into the rows `rows` [P] of the whole tensor."""
+
+    matrix: Tensor
+    rows: Tensor
+    first: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are so few and long rows that their tiles are better taken as the rows."""
+        return len(self.matrix) < self.matrix.shape[1] // _TILE
+
+
 def digest(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The digest of each tensor, whole."""
     return {
-        name: finish(partial(tensor, name, tensor.shape, Box.whole(tensor.shape)), tensor, name, tensor.shape)
+        name: finish(partial(tensor, name, tensor.shape, Box.whole(tensor.shape)), name, tensor.dtype, tensor.shape)
         for name, tensor in tensors.items()
     }
 
 
-def partial(tensor: Tensor, name: str, shape: Sequence[int], box: Box) -> int:
-    """The sum over the elements of `box`, which `tensor` holds, of the logical tensor `name` of `shape`."""
-    total = sum(_range_sum(flat, first) for flat, first in _ranges(tensor, shape, box))
+def partial(tensor: Tensor, name: str, shape: Sequence[int], box: Box, fill: Fill | None = None) -> int:
+    """The sum over the elements of `box`, which `tensor` holds, of the logical tensor `name` of `shape`.
+
+    `fill` is called for all rows of the tensor, in order, right before they are read: who copies the bytes there has
+    them in a core's cache then, and reading them again costs little.
+    """
+    if not box.size:
+        return 0
+    depth = _row_dims(tuple(shape), tensor.dtype.itemsize)
+    tiles = -(-math.prod(shape[depth:]) * tensor.dtype.itemsize // _TILE)
+    runs = list(_runs(tensor, tuple(shape), box, depth))
+    if fill is not None and (len(runs) > 1 or runs[0].is_long):
+        fill(1, 0, 1)
+        fill = None
+    total = sum(_long_sums(run, tiles) if run.is_long else _run_sum(run, tiles, fill) for run in runs)
     return total * (_key(name, tensor.dtype, shape) | 1) & _MASK
 
 
-def finish(total: int, tensor: Tensor, name: str, shape: Sequence[int]) -> int:
-    """The digest from the sum of the partial sums of boxes that cover the tensor once. `tensor` gives the dtype."""
-    return (total + _key(name, tensor.dtype, shape)) & _MASK
-
-
-def compare(version: int, sent: Mapping[str, int], received: Mapping[str, int], sides: str = "") -> None:
-    """Raise `ProofError` with every tensor whose digests differ. `sides` says who sent and who received."""
-    wrong = [
-        f"  {name}: sent {_hex(sent.get(name))}, received {_hex(received.get(name))}"
-        for name in sorted(sent.keys() | received.keys())
-        if sent.get(name) != received.get(name)
-    ]
-    if wrong:
-        head = f"version {version}{f' ({sides})' if sides else ''}: {len(wrong)} of {len(sent)} tensors differ"
-        raise ProofError("\n".join([head, *wrong]))
-
-
-def _hex(value: int | None) -> str:
-    return "nothing" if value is None else f"{value:016x}"
+def finish(total: int, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The digest from the sum of the partial sums of boxes that cover the tensor once."""
+    return (total + _key(name, dtype, shape)) & _MASK
 
 
 def _key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -72,82 +91,136 @@ def _key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _ranges(tensor: Tensor, shape: Sequence[int], box: Box) -> Iterator[tuple[Tensor, int]]:
-    """`tensor` as flat runs, each with its first element's index in the whole tensor. Short runs of a matrix come
-    as whole rows with zeros where others hold the elements: a few large calls instead of one per row.
-    """
-    if not box.size:
-        return
-    inner = math.prod(shape[1:])
-    if len(shape) < 2 or Box(box.start[1:], box.stop[1:]) == Box.whole(shape[1:]):
-        yield tensor.reshape(-1), (box.start[0] if shape else 0) * inner
-    elif len(shape) == 2 and inner <= _CHUNK:
-        rows = max(1, _CHUNK // inner)
-        for row in range(0, len(tensor), rows):
-            part = tensor[row : row + rows]
-            spread = part.new_zeros((len(part), inner))
-            spread[:, box.start[1] : box.stop[1]] = part
-            yield spread.reshape(-1), (box.start[0] + row) * inner
-    else:
-        rest = Box(box.start[1:], box.stop[1:])
-        for row, part in enumerate(tensor, box.start[0]):
-            for flat, first in _ranges(part, shape[1:], rest):
-                yield flat, row * inner + first
+def _row_dims(shape: tuple[int, ...], itemsize: int) -> int:
+    """The first dimension that lies within a row."""
+    depth = max(0, len(shape) - 1)
+    while depth and math.prod(shape[depth:]) * itemsize < _ROW:
+        depth -= 1
+    return depth
 
 
-def _range_sum(flat: Tensor, first: int) -> int:
-    """The sum over a run of elements, the first of which is element `first` of the whole tensor."""
-    flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-    per_word = 8 // flat.dtype.itemsize
-    first_tile = first // (_TILE * per_word)
-    low, high = _place_factors(flat.device)
-    spare = torch.empty(0, dtype=torch.int64, device=flat.device)
-    sums = []
-    position, end = first, first + len(flat)
-    while position < end:
-        start = position // (_TILE * per_word) * _TILE  # of the tile, in words
-        stop = min((start + _CHUNK) * per_word, end)
-        words = _words(flat[position - first : stop - first], position - start * per_word, per_word)
-        spare = spare if spare.shape == words.shape else torch.empty_like(words)
-        sums.append(_dot(words, low).add_(_dot(torch.bitwise_right_shift(words, 32, out=spare), high)))
-        position = stop
-    tile_sums = torch.cat(sums)
-    return int((tile_sums * _tile_factors(first_tile, len(tile_sums), flat.device)).sum())
+def _runs(tensor: Tensor, shape: tuple[int, ...], box: Box, depth: int) -> Iterator[_Run]:
+    """The box as runs of its rows: one, but where it cuts a row into several."""
+    rows = _row_numbers(shape[:depth], box.start[:depth], box.stop[:depth], tensor.device)
+    cut = depth  # the last dimension that the box does not have whole
+    for dim in range(depth, len(shape)):
+        if (box.start[dim], box.stop[dim]) != (0, shape[dim]):
+            cut = dim
+    inner = math.prod(shape[cut + 1 :])
+    width = (math.prod(box.shape[cut:])) * tensor.dtype.itemsize
+    outer = (range(a, b) for a, b in zip(box.start[depth:cut], box.stop[depth:cut], strict=True))
+    for index in itertools.product(*outer):
+        piece, first = tensor, (box.start[cut] if shape else 0) * inner
+        for dim, at in enumerate(index, depth):
+            piece = piece.select(depth, at - box.start[dim])
+            first += at * math.prod(shape[dim + 1 :])
+        yield _Run(_bytes(piece, len(rows), width), rows, first * tensor.dtype.itemsize)
 
 
-def _words(part: Tensor, lead: int, per_word: int) -> Tensor:
-    """The tiles that hold `part` from element `lead` on, as [tiles, _TILE] int64: a view where it can be one."""
-    tile = _TILE * per_word
-    aligned = part.storage_offset() % per_word == 0 and part.data_ptr() % 8 == 0
-    if lead or len(part) % tile or not aligned:
-        padded = part.new_zeros(-(-(lead + len(part)) // tile) * tile)
-        padded[lead : lead + len(part)] = part
-        part = padded
-    return part.view(torch.int64).view(-1, _TILE)
+def _bytes(piece: Tensor, rows: int, width: int) -> Tensor:
+    """[rows, width] int8, a view where it can be one."""
+    flat = piece.reshape(rows, width // piece.dtype.itemsize)
+    return (flat if flat.stride(1) == 1 else flat.contiguous()).view(torch.int8)
 
 
-def _dot(words: Tensor, table: Tensor) -> Tensor:
-    # mv reads the words once and writes nothing; CUDA has it for floats only.
-    return words.mv(table) if words.device.type == "cpu" else (words * table).sum(1)
+@lru_cache(maxsize=1024)
+def _row_numbers(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], device: torch.device) -> Tensor:
+    numbers = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, a, b in zip(shape, start, stop, strict=True):
+        numbers = (numbers[:, None] * size + torch.arange(a, b, device=device)).view(-1)
+    return numbers
 
 
-@cache
-def _place_factors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """a and b, [_TILE] each."""
-    odd = _mix(torch.arange(-2 * _TILE, 0, device=device)) | 1
-    return odd[:_TILE], odd[_TILE:]
+def _run_sum(run: _Run, tiles: int, fill: Fill | None) -> int:
+    """The sum over a run; `tiles` is the number of tiles of a row."""
+    matrix, rows, first = run
+    height, width = matrix.shape
+    last = first + width
+    edges = [
+        (tile, max(first, tile * _TILE), min(last, (tile + 1) * _TILE))
+        for tile in range(first // _TILE, -(-last // _TILE))
+    ]
+    tables = [_tables(matrix.device, start - tile * _TILE, stop - start) for tile, start, stop in edges]
+    sums: list[list[_Pair]] = [[] for _ in edges]
+    step = _rows_at_once(matrix)
+    for row in range(0, height, step):
+        if fill is not None:
+            fill(height, row, min(row + step, height))
+        chunk = matrix[row : row + step]
+        for own, table, (_, start, stop) in zip(sums, tables, edges, strict=True):
+            own.append(_products(chunk if len(edges) == 1 else chunk[:, start - first : stop - first], table))
+    return sum(_total(own, rows * tiles + tile) for own, (tile, _, _) in zip(sums, edges, strict=True))
 
 
-def _tile_factors(first: int, count: int, device: torch.device) -> Tensor:
-    """t of `count` tiles from tile `first` on."""
-    if first + count <= _FIRST_TILES:
-        return _first_tile_factors(device)[first : first + count]
-    return _mix(torch.arange(first, first + count, device=device)) | 1
+def _long_sums(run: _Run, tiles: int) -> int:
+    numbers = run.rows.tolist()
+    return sum(_long_sum(row, n * tiles * _TILE + run.first) for row, n in zip(run.matrix, numbers, strict=True))
 
 
-@cache
-def _first_tile_factors(device: torch.device) -> Tensor:
-    return _mix(torch.arange(_FIRST_TILES, device=device)) | 1
+def _long_sum(row: Tensor, first: int) -> int:
+    """The sum over one row from byte `first` on, tiles counted through."""
+    head = min(-first % _TILE, len(row))
+    whole = (len(row) - head) // _TILE
+    end = head + whole * _TILE
+    total = 0
+    if whole:
+        middle = row[head:end].view(whole, _TILE)
+        step = _rows_at_once(middle)
+        numbers = torch.arange(whole, device=row.device) + (first + head) // _TILE
+        table = _tables(row.device, 0, _TILE)
+        total = _total([_products(middle[at : at + step], table) for at in range(0, whole, step)], numbers)
+    for a, b in ((0, head), (end, len(row))):
+        if a < b:
+            tile, place = divmod(first + a, _TILE)
+            table = _tables(row.device, place, b - a)
+            total += _total([_products(row[None, a:b], table)], torch.tensor([tile], device=row.device))
+    return total
+
+
+def _rows_at_once(matrix: Tensor) -> int:
+    chunk = _CHUNK if matrix.device.type == "cpu" else _LARGE_CHUNK
+    return max(1, chunk // matrix.shape[1])
+
+
+_Pair = tuple[Tensor, Tensor]
+
+
+def _tables(device: torch.device, place: int, width: int) -> _Pair:
+    """a and b of so many places of a tile, [W, 1] each."""
+    low, high = _places(device)
+    return low[place : place + width], high[place : place + width]
+
+
+def _products(part: Tensor, table: _Pair) -> _Pair:
+    """The two inner sums of each row [P], of bytes [P, W]."""
+    return _product(part, table[0]), _product(part, table[1])
+
+
+def _total(products: Sequence[_Pair], tiles: Tensor) -> int:
+    """The sum over `tiles`, whose inner sums come in several pieces."""
+    a_P, b_P = (torch.cat(each).long() for each in zip(*products, strict=True))
+    return int((a_P.mul_(_C).add_(b_P, alpha=_E) * _tile_factors(tiles)).sum())
+
+
+def _product(part: Tensor, table: Tensor) -> Tensor:
+    """[P, W] int8 times [W, 1] int8, exactly, [P]."""
+    if part.device.type == "cpu":
+        return torch._int_mm(part, table)[:, 0]
+    # cuBLAS's int8 product wants other shapes than ours; below 2^53 float64 is exact.
+    return (part.double() @ table.double())[:, 0]
+
+
+@lru_cache
+def _places(device: torch.device) -> tuple[Tensor, Tensor]:
+    """a and b, [_TILE, 1] int8 each: distinct fractions b / a in lowest terms, in an arbitrary order."""
+    pairs = torch.tensor([(a, b) for a in range(1, 128, 2) for b in range(-127, 128) if math.gcd(a, b) == 1])
+    chosen = pairs[_mix(torch.arange(len(pairs))).argsort()[:_TILE]].to(torch.int8).to(device)
+    return chosen[:, :1].contiguous(), chosen[:, 1:].contiguous()
+
+
+def _tile_factors(tiles: Tensor) -> Tensor:
+    """t of these tiles."""
+    return _mix(tiles) | 1
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -160,3 +233,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
+
+
+_C = _signed(0xD6E8FEB86659FD93)
+_E = _signed(0xA0761D6478BD6428)

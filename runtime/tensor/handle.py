@@ -7,7 +7,9 @@ from dataclasses import dataclass
 class Handle:
     """One block of shared memory: `nbytes` at `offset` in a segment of the store of `owner`.
 
-    `meta` is JSON that the store wrote for its readers; whoever passes a handle on passes it unread.
+    `meta` is JSON that the store wrote for its readers; whoever passes a handle on passes it unread. `host` is the
+    owner's, by its name in the plan: readers there map the segment, those of other hosts ask the owner at `endpoint`
+    ("" where there are none, so that it does not listen).
     """
 
     segment: str
@@ -15,10 +17,13 @@ class Handle:
     nbytes: int
     meta: str
     owner: str
+    host: str = ""
+    endpoint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.segment}[{self.offset}:{self.offset + self.nbytes}] of {self.owner} {self.meta}"
+        where = f" on host {self.host}" if self.host else ""
+        return f"{self.segment}[{self.offset}:{self.offset + self.nbytes}] of {self.owner}{where} {self.meta}"
 
 
 class HandleError(RuntimeError):
-    """A handle that names no value: never made, freed already, or damaged on its way. The peer's fault."""
+    """A handle that names no value: never made, freed already, damaged on its way, out of reach. The peer's fault."""

@@ -68,13 +68,14 @@ def create_segment(name: str, size: int, folders: Sequence[Path]) -> Segment:
     raise SegmentError(f"no room for segment {name} of {size} bytes ({'; '.join(refusals)})")
 
 
-def open_segment(name: str, folders: Sequence[Path]) -> Segment:
-    """Map an existing segment read-only. It must be this user's alone."""
+def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> Segment:
+    """Map an existing segment, to be read or also written. It must be this user's alone."""
     if not name.startswith(_PREFIX) or "/" in name:
         raise SegmentError(f"given {name!r}, needed a segment's name ({_PREFIX}<run>-<owner>-<k>)")
     for folder in folders:
         try:
-            descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            access = os.O_RDWR if writable else os.O_RDONLY
+            descriptor = os.open(folder / name, access | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         facts = os.fstat(descriptor)
@@ -82,7 +83,8 @@ def open_segment(name: str, folders: Sequence[Path]) -> Segment:
             os.close(descriptor)
             given = f"user {facts.st_uid}, mode {facts.st_mode & 0o777:o}, {facts.st_size} bytes"
             raise SegmentError(f"segment {name}: given {given}; needed this user's alone, and not empty")
-        return Segment(folder / name, descriptor, facts.st_size, mmap.PROT_READ)
+        prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        return Segment(folder / name, descriptor, facts.st_size, prot)
     raise SegmentError(f"segment {name} is in none of {', '.join(map(str, folders))}: its owner has closed it")
 
 

@@ -1,15 +1,15 @@
-"""Values in shared memory: the maker puts, readers on the same host get copies, the maker frees.
+"""Values in shared memory: the maker puts, readers get copies, the maker frees.
 
 A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
 the serial number that the handle carries: a handle that outlived its block is told from one that names another
-value. A store belongs to one thread, a reader too.
+value. A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
 """
 
 import ctypes
 import json
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,12 +55,20 @@ class Store:
 
     Memory is taken a segment at a time, each at least as large as the one before, and never given back before
     `close`. A segment goes to the first of `folders` with room for it: a second one, on disk, serves where
-    `/dev/shm` is small.
+    `/dev/shm` is small. `host` and `endpoint` go into the handles: where the owner is, and where it answers others.
     """
 
-    def __init__(self, run: str, owner: str, *, folders: Sequence[Path] = (SHM,), segment_bytes: int = 4 << 20) -> None:
-        self.run = run
-        self.owner = owner
+    def __init__(
+        self,
+        run: str,
+        owner: str,
+        *,
+        host: str = "",
+        endpoint: str = "",
+        folders: Sequence[Path] = (SHM,),
+        segment_bytes: int = 4 << 20,
+    ) -> None:
+        self.run, self.owner, self.host, self.endpoint = run, owner, host, endpoint
         self._folders = tuple(folders)
         self._homes: dict[str, _Home] = {}
         self._live: dict[tuple[str, int], Handle] = {}
@@ -71,8 +79,8 @@ class Store:
 
     def put(self, value: object) -> Handle:
         """Copy `value` (see `codec`) into a block."""
-        tensors, meta = encode(value)
-        header = _JSON.encode(meta).encode()
+        tensors, facts = encode(value)
+        header = _JSON.encode(facts).encode()
         offsets, nbytes = _places(_PREFIX.size + len(header), [t.nbytes for t in tensors])
         home, start = self._take(nbytes)
         self._puts += 1
@@ -81,7 +89,8 @@ class Store:
         home.segment.view[start : start + _PREFIX.size + len(header)] = prefix + header
         for offset, tensor in zip(offsets, tensors, strict=True):
             ctypes.memmove(home.address + start + offset, tensor.data_ptr(), tensor.nbytes)
-        handle = Handle(home.segment.name, start, nbytes, f'{{"serial":{serial}}}', self.owner)
+        meta = f'{{"serial":{serial}}}'
+        handle = Handle(home.segment.name, start, nbytes, meta, self.owner, self.host, self.endpoint)
         self._live[handle.segment, start] = handle
         return handle
 
@@ -128,16 +137,27 @@ class Store:
 
 
 class Reader:
-    """Copies values out of the stores of one run on this host; maps each segment once."""
+    """Copies values out of the stores of one run; maps each segment of this host once.
 
-    def __init__(self, run: str, *, folders: Sequence[Path] = (SHM,)) -> None:
+    `far` gets the block of a handle whose host is not `host`.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        host: str = "",
+        far: Callable[[Handle], bytearray] | None = None,
+        folders: Sequence[Path] = (SHM,),
+    ) -> None:
         self._prefix = segment_name(run, "", 0).removesuffix("-0")
+        self._host, self._far = host, far
         self._folders = tuple(folders)
         self._segments: dict[str, Segment] = {}
 
     def get(self, handle: Handle, cls: type[T]) -> T:
         """A copy of the value as an instance of `cls`, the edge's type: the block may be freed at once."""
-        block = self._copy(handle)
+        block = self._block(handle)
         try:
             meta = json.loads(bytes(block[_PREFIX.size : _header_end(block)]))
             return decode(cls, _tensors(block, meta), meta)
@@ -146,21 +166,31 @@ class Reader:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise HandleError(f"{handle}: the block is damaged ({error!r})") from error
 
+    def part(self, handle: Handle, start: int, length: int) -> bytearray:
+        """A copy of so many bytes of a block of this host, beginning with byte `start` of it."""
+        segment = self._segment(handle)
+        first, end = handle.offset, handle.offset + handle.nbytes
+        if not (0 <= first <= end - _PREFIX.size and end <= segment.size):
+            raise HandleError(f"{handle}: outside its segment of {segment.size} bytes")
+        if not 0 <= start < start + length <= handle.nbytes:
+            raise HandleError(f"{handle}: given bytes {start} to {start + length}, needed some of its {handle.nbytes}")
+        copied = bytearray(segment.view[first + start : first + start + length])
+        # Looked at after copying: a block that was freed meanwhile, whatever is in it now, has lost its number.
+        _check_prefix(handle, segment.view, first)
+        return copied
+
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
 
-    def _copy(self, handle: Handle) -> bytearray:
-        segment = self._segment(handle)
-        start, end = handle.offset, handle.offset + handle.nbytes
-        if not (0 <= start <= end - _PREFIX.size and end <= segment.size):
-            raise HandleError(f"{handle}: outside its segment of {segment.size} bytes")
-        block = bytearray(segment.view[start:end])
-        # Looked at after copying: a block that was freed meanwhile, whatever is in it now, has lost its number.
-        magic, _, serial, nbytes = _PREFIX.unpack_from(segment.view, start)
-        if (magic, serial, nbytes) != (_MAGIC, _serial(handle), handle.nbytes):
-            raise HandleError(f"{handle}: the block is not in use for this value (freed?)")
+    def _block(self, handle: Handle) -> bytearray:
+        if handle.host == self._host:
+            return self.part(handle, 0, handle.nbytes)
+        if self._far is None:
+            raise HandleError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
+        block = self._far(handle)
+        _check_prefix(handle, block, 0)
         return block
 
     def _segment(self, handle: Handle) -> Segment:
@@ -183,6 +213,12 @@ def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-nbytes // _ALIGN) * _ALIGN
     return offsets, end
+
+
+def _check_prefix(handle: Handle, memory: bytearray | memoryview, start: int) -> None:
+    magic, _, serial, nbytes = _PREFIX.unpack_from(memory, start)
+    if (magic, serial, nbytes) != (_MAGIC, _serial(handle), handle.nbytes):
+        raise HandleError(f"{handle}: the block is not in use for this value (freed?)")
 
 
 def _header_end(block: bytearray) -> int:

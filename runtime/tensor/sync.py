@@ -1,12 +1,14 @@
 """One sync of weights, from both sides: publish, send, receive, prove, swap.
 
 The sending rank's `Publisher` copies the carried value's weights aside (`publish`) and sends that copy to any number
-of replicas, while the optimizer goes on. The facts that `publish` returns travel by the control plane: the layout,
-from which both sides make the same plan, and the proof. The receiving rank's `Receiver` fills its shadow while its
-nodes read the live weights, proves what arrived, and swaps when it is told to, between two steps.
+of replicas, while the optimizer goes on. Replicas may have several ranks, on each of which one of these runs: weights
+go from shard to shard. The facts that `publish` returns, equal on all ranks of the sender but for the seconds, travel
+by the control plane: the layout, from which both sides make the same plan, and the proof. The receiving rank's
+`Receiver` fills its shadow while its nodes read the live weights, proves what arrived, and swaps when it is told to,
+between two steps.
 
     facts = publisher.publish(7)                                # sender, at the firing of broadcast
-    publisher.start(7, transport, ranks, done)                  # sender, on Send
+    publisher.start(7, transport, ranks, done, mesh)            # sender, on Send
     receiver.start(7, facts, transport, done)                   # receiver, on Send; done → Arrived
     receiver.swap(7)                                            # receiver, on Swap → Swapped
 """
@@ -17,14 +19,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
-
+from penstock.graph.sharding import Sharded
 from penstock.graph.types import Carried, Weights
 from penstock.runtime.tensor.arena import Arena, Device, Snapshot
-from penstock.runtime.tensor.digest import ProofError, compare, digest
-from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
-from penstock.runtime.tensor.plan import Plan
+from penstock.runtime.tensor.digest import ProofError
+from penstock.runtime.tensor.layout import Copy, Layout, LayoutError
+from penstock.runtime.tensor.memory import Allocate
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import TENSOR
+from penstock.runtime.tensor.proof import MODES, Add, Mode, Prover, alone, chosen
 from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.sides import Axes, mesh_of, rules_from_json, rules_to_json, source_layout, target_layout
 from penstock.runtime.tensor.transport import LocalTransport, Transport
 
 Facts = dict[str, Any]
@@ -49,9 +54,11 @@ class Moved(NamedTuple):
 class Publisher:
     """One rank's copies of a carried value's weights, as of the last `keep` versions published.
 
-    `wire` names the dtype in which floating-point tensors travel; None leaves each as `Carried.weights` gives it.
-    With `ranks` > 1 every rank holds all the weights, and the plan shares the sending out. A copy being sent is never
-    written over: one more is made when they all are.
+    The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
+    plan shares the sending out. `wire` names the dtype in which floating-point tensors travel; None leaves each as
+    `Carried.weights` gives it. `add` sums over the ranks (`adder.Adder`): needed where no rank holds everything. All
+    ranks must publish the same versions in one order. A copy being sent is never written over: one more is made when
+    they all are.
     """
 
     def __init__(
@@ -64,56 +71,70 @@ class Publisher:
         wire: str | None = None,
         keep: int = 2,
         device: Device = "cpu",
+        add: Add | None = None,
+        proof: Mode = "full",
     ) -> None:
+        if proof not in MODES:
+            raise ValueError(f"{channel}: proof: given {proof!r}, needed one of {', '.join(MODES)}")
+        if ranks > 1 and add is None and isinstance(carried, Sharded):
+            raise ValueError(f"{channel}: given weights in parts on {ranks} ranks, needed `add`, to sum over them")
         self.channel = channel
-        self.layout = _whole_layout(carried.weights(), wire, ranks)
+        self.layout, self._wanted = source_layout(carried, wire, ranks, add or alone)
         self._carried = carried
         self._rank = rank
         self._keep = keep
         self._device = device
+        self._proof = proof
+        # Without a sum over the ranks each has everything, and proves it by itself.
+        self._prover = Prover(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
+        self._names = tuple(t.name for t in self.layout.tensors)
+        self._facts = {"layout": self.layout.to_json(), "wanted": rules_to_json(self._wanted), "proof": proof}
         self._snapshots: list[Snapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
-        self._plans: dict[int, Plan] = {}
+        self._copies: dict[Mesh, tuple[Copy, ...]] = {}
 
     def publish(self, version: int) -> Facts:
-        """Copy the weights aside as `version`; what receivers need to know, JSON-able. Blocks while it copies."""
+        """Copy the weights aside as `version`, hashing each piece while it is in the cache; blocks meanwhile. What
+        receivers need to know, JSON-able.
+        """
         started = time.perf_counter()
+        names = chosen(self._proof, version, self._names)
         snapshot = self._free_snapshot(version)
-        snapshot.take(version, self._carried.weights())
-        copied = time.perf_counter()
-        proof = digest({name: part.tensor for name, part in snapshot.parts.items()})
-        return {
-            "version": version,
-            "layout": self.layout.to_json(),
-            "digest": proof,
-            "copy_s": copied - started,
-            "prove_s": time.perf_counter() - copied,
-        }
+        digests = snapshot.take(
+            version, self._carried.weights(), lambda fill: self._prover.digests(snapshot.parts, names, fill)
+        )
+        return {**self._facts, "version": version, "digest": digests, "publish_s": time.perf_counter() - started}
 
-    def send(self, version: int, transport: Transport, ranks: int = 1) -> Moved:
-        """Send a published version to a replica of `ranks` ranks; blocks until it is sent."""
-        return self._send(self._hold(version), transport, ranks)
+    def send(self, version: int, transport: Transport, ranks: int = 1, mesh: Axes | None = None) -> Moved:
+        """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
+        it is sent. Raises `LayoutError` before any byte moves.
+        """
+        return self._send(self._hold(version), transport, mesh_of(mesh, ranks))
 
-    def start(self, version: int, transport: Transport, ranks: int, done: Done[Moved]) -> None:
+    def start(
+        self, version: int, transport: Transport, ranks: int, done: Done[Moved], mesh: Axes | None = None
+    ) -> None:
         """`send` in the background. The version is held from now on, whatever is published meanwhile."""
-        snapshot = self._hold(version)
-        _in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, ranks), done)
+        snapshot, target = self._hold(version), mesh_of(mesh, ranks)
+        _in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
 
-    def _send(self, snapshot: Snapshot, transport: Transport, ranks: int) -> Moved:
+    def _send(self, snapshot: Snapshot, transport: Transport, mesh: Mesh) -> Moved:
         try:
-            plan = self._plan(ranks)
+            copies = self._planned(mesh)
             started = time.perf_counter()
-            nbytes = transport.send(snapshot.version, plan.sends(self._rank), snapshot.parts)
+            nbytes = transport.send(snapshot.version, copies, snapshot.parts)
             return Moved(snapshot.version, nbytes, time.perf_counter() - started, 0.0)
         finally:
             with self._lock:
                 self._sending[snapshot.version] -= 1
 
-    def _plan(self, ranks: int) -> Plan:
-        if ranks not in self._plans:
-            self._plans[ranks] = reshard(self.layout, self.layout.replicated(ranks))
-        return self._plans[ranks]
+    def _planned(self, mesh: Mesh) -> tuple[Copy, ...]:
+        """What this rank sends to a replica on `mesh`: one object for ever, by which transports know it again."""
+        if mesh not in self._copies:
+            plan = reshard(self.layout, target_layout(self.layout, self._wanted, mesh))
+            self._copies[mesh] = plan.sends(self._rank)
+        return self._copies[mesh]
 
     def _hold(self, version: int) -> Snapshot:
         with self._lock:
@@ -140,20 +161,39 @@ class Publisher:
 
 
 class Receiver:
-    """One rank's copy of a channel's weights, whole.
+    """One rank's part of a channel's weights: on a `mesh` (axis, size), what its axis "tp" leaves to it of each
+    tensor, by the rules of the sender; without a mesh, all of it on each of `ranks` ranks.
 
     `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
-    version before are written over by the next sync, so that readers take the mapping anew at each step.
+    version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
+    over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
+    memory, such as `memory.SharedMemory`.
     """
 
-    def __init__(self, channel: str, *, rank: int = 0, ranks: int = 1, device: Device = "cpu") -> None:
+    def __init__(
+        self,
+        channel: str,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        mesh: Axes | None = None,
+        device: Device = "cpu",
+        add: Add | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
         self.channel = channel
-        self.ranks = ranks
+        self.mesh = mesh_of(mesh, ranks)
+        if add is None and self.mesh.extent(TENSOR) > 1:
+            raise ValueError(f"{channel}: given weights in parts on {self.mesh}, needed `add`, to sum over them")
         self.weights = Weights(-1, {})
         self._rank = rank
         self._device = device
+        self._add = add
+        self._allocate = allocate
         self._arena: Arena | None = None
-        self._plan = Plan((), 0, 0)
+        self._prover: Prover | None = None
+        self._copies: tuple[Copy, ...] = ()
+        self._described: tuple[Any, Any] = (None, None)
         self._arrived: int | None = None
         self._busy = False
 
@@ -186,26 +226,45 @@ class Receiver:
 
     def _receive(self, version: int, facts: Mapping[str, Any], transport: Transport) -> Moved:
         try:
-            arena = self._prepared(Layout.from_json(facts["layout"]))
+            arena, prover = self._prepared(facts)
             started = time.perf_counter()
-            nbytes = transport.receive(version, self._plan.receives(self._rank), arena.shadow)
+            nbytes = transport.receive(version, self._copies, arena.shadow)
             arrived = time.perf_counter()
-            found = digest({name: part.tensor for name, part in arena.shadow.items()})
-            compare(version, facts["digest"], found, f"{self.channel}, destination rank {self._rank}")
+            prover.check(arena.shadow, self._sent(version, facts), version, self._sides())
             self._arrived = version
             return Moved(version, nbytes, arrived - started, time.perf_counter() - arrived)
         finally:
             self._busy = False
 
-    def _prepared(self, source: Layout) -> Arena:
+    def _prepared(self, facts: Mapping[str, Any]) -> tuple[Arena, Prover]:
         """The arena, made for the first layout that is sent; all later ones must be equal."""
-        target = source.replicated(self.ranks)
-        if self._arena is None:
-            self._plan = reshard(source, target)
-            self._arena = Arena(target, self._rank, self._device)
-        elif self._arena.layout != target:
-            raise LayoutError(f"{self.channel}: the weights' names, shapes or dtypes changed during the run")
-        return self._arena
+        described = facts["layout"], facts["wanted"]
+        if self._arena is None or self._prover is None:
+            source = Layout.from_json(facts["layout"])
+            target = target_layout(source, rules_from_json(facts["wanted"]), self.mesh)
+            self._copies = reshard(source, target).receives(self._rank)
+            self._arena = Arena(target, self._rank, self._device, self._allocate)
+            own = target if self._add else target.replicated(1)
+            self._prover = Prover(own, self._rank if self._add else 0, self._add or alone)
+            self._described = described
+        elif self._described != described:
+            raise LayoutError(f"{self.channel}: the weights' names, shapes, dtypes or layout changed during the run")
+        return self._arena, self._prover
+
+    def _sent(self, version: int, facts: Mapping[str, Any]) -> Mapping[str, int]:
+        """The digests, which must be those that the mode of the proof asks for."""
+        assert self._arena is not None
+        needed = chosen(facts["proof"], version, [t.name for t in self._arena.layout.tensors])
+        sent: Mapping[str, int] = facts["digest"]
+        if sent.keys() != set(needed):
+            names = ", ".join(sorted(sent.keys() ^ set(needed)))
+            raise ProofError(f"{self.channel}: version {version}: a proof ({facts['proof']}) that differs in {names}")
+        return sent
+
+    def _sides(self) -> str:
+        sources = sorted({copy.source for copy in self._copies})
+        came = f" from source ranks {', '.join(map(str, sources))}" if len(sources) > 1 else ""
+        return f"{self.channel}, destination rank {self._rank}{came}"
 
     def _state(self) -> str:
         doing = "a version is being received" if self._busy else f"arrived: {self._arrived}"
@@ -215,19 +274,8 @@ class Receiver:
 def hand_over(publisher: Publisher, receiver: Receiver, version: int, facts: Mapping[str, Any]) -> Moved:
     """Send and receive in one process and one thread: the same plan, the same proof, one copy."""
     transport = LocalTransport(receiver.channel)
-    publisher.send(version, transport, receiver.ranks)
+    publisher.send(version, transport, mesh=receiver.mesh.axes)
     return receiver.receive(version, facts, transport)
-
-
-def _whole_layout(tensors: Mapping[str, Tensor], wire: str | None, ranks: int) -> Layout:
-    def dtype(tensor: Tensor) -> str:
-        return wire if wire is not None and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-
-    entries = [(name, tuple(t.shape), dtype(t)) for name, t in tensors.items()]
-    unknown = [f"{name} ({dtype})" for name, _, dtype in entries if dtype not in ITEMSIZE]
-    if unknown:
-        raise LayoutError(f"dtypes that do not travel: {', '.join(unknown)}; needed one of {', '.join(ITEMSIZE)}")
-    return Layout.whole(entries, ranks)
 
 
 def _in_background(name: str, work: Callable[[], T], done: Done[T]) -> None:

@@ -40,12 +40,17 @@ def open_world(path: Path, rank: int, size: int, *, timeout: float, device: str 
 class Pace(Protocol):
     """When a rank takes up what it has been told."""
 
+    busy: bool
+    """Whether another rank may be, so that this one must not wait for messages."""
+
     def take(self, waiting: deque[T], busy: bool) -> list[T]:
         """Those of the orders in `waiting` to carry out before the next step, removed from it."""
 
 
 class Free:
     """A rank alone, or one whose nodes keep step by themselves: at once."""
+
+    busy = False
 
     def take(self, waiting: deque[T], busy: bool) -> list[T]:
         taken = list(waiting)
@@ -57,21 +62,21 @@ class Lockstep:
     """Ranks whose streams decode together: each takes up what all of them have got, so that all make the same steps
     with the same groups and the same weights.
 
-    All ranks get the same orders in the same sequence, each in its own time. One that has any, or is busy, waits for
-    the others to come here, too: what it has got, they will get.
+    All ranks get the same orders in the same sequence, each in its own time. One that has any waits for the others to
+    come here, too: what it has got, they will get. As long as one of them was busy when they last met, all come back.
     """
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.taken, self.busy = 0, False
 
     def take(self, waiting: deque[T], busy: bool) -> list[T]:
-        if not waiting and not busy:
+        if not (waiting or busy or self.busy):
             return []
-        got = torch.tensor(self.taken + len(waiting))
+        met = torch.tensor([self.taken + len(waiting), -int(busy)])
         try:
-            dist.all_reduce(got, dist.ReduceOp.MIN)
+            dist.all_reduce(met, dist.ReduceOp.MIN)
         except RuntimeError as error:
             raise WorldError(f"a rank of this replica is gone: {str(error).strip().splitlines()[0]}") from error
-        count = int(got) - self.taken
+        count, self.busy = int(met[0]) - self.taken, bool(met[1])
         self.taken += count
         return [waiting.popleft() for _ in range(count)]

@@ -8,13 +8,13 @@ from penstock.graph import broadcast, node, program
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor.arena import Parts
-from penstock.runtime.tensor.bridge import BridgeTransport
 from penstock.runtime.tensor.layout import Copy
+from penstock.runtime.tensor.messages import MessageTransport
 
-_receive = BridgeTransport.receive
+_receive = MessageTransport.receive
 
 
-def _receive_badly(self: BridgeTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+def _receive_badly(self: MessageTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
     received = _receive(self, version, copies, parts)
     if version == 2:
         parts["values"].tensor.view(torch.int32)[7] ^= 1
@@ -22,7 +22,7 @@ def _receive_badly(self: BridgeTransport, version: int, copies: Sequence[Copy], 
 
 
 def _spoil(context: Context, *, samples: int) -> FakeEngine:
-    BridgeTransport.receive = _receive_badly  # type: ignore[method-assign]
+    MessageTransport.receive = _receive_badly  # type: ignore[method-assign]
     return FakeEngine(samples, 1.0)
 
 

@@ -75,6 +75,24 @@ def test_an_agent_joins_and_starts_ranks_with_their_name_device_and_threads(b: B
         assert b.keys.door.token not in said
 
 
+def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench) -> None:
+    """The launcher sweeps its own host only."""
+    dead = Path("/dev/shm") / f"penstock-dead{os.getpid()}-generator.0.0-0"
+    dead.touch()  # no process holds its lock
+    with agent(b) as process:
+        heard(b, AgentReady)
+        assert not dead.exists()
+        assert b.server.send("agent:b", Launch("generator/0", 0))
+        heard(b, Ready)
+        left = Path("/dev/shm") / f"penstock-{b.keys.door.run}-generator.0-0"
+        assert left.exists()
+        assert b.server.send("agent:b", Kill("generator/0", 0))
+        heard(b, Exited)
+        assert b.server.send("agent:b", Goodbye("done"))
+        assert until(lambda: b.hear() is not None and process.poll() is not None)
+        assert not left.exists()
+
+
 def test_a_rank_that_raises_is_told_of_with_its_status_and_the_tail_of_its_stderr(b: Bench) -> None:
     with agent(b):
         heard(b, AgentReady)

@@ -25,6 +25,19 @@ def test_a_unix_socket_needs_no_keys(tmp_path: Path) -> None:
     assert (keys.door.secret, keys.door.allowed, keys.join("a", "ipc:///x", tmp_path).secret) == ("", {}, "")
 
 
+def test_several_hosts_have_keys_to_ask_each_other_for_values_even_where_the_controller_needs_none(
+    tmp_path: Path,
+) -> None:
+    for endpoint in ("ipc:///x", TCP):
+        keys = Keys.make("run1", endpoint, ["a", "b"])
+        joins = {host: keys.join(host, endpoint, tmp_path, "10.0.0.1") for host in ("a", "b")}
+        assert joins["a"].hosts == joins["b"].hosts == {host: pair.public for host, pair in keys.hosts.items()}
+        assert joins["a"].hosts["a"] == joins["a"].public != joins["b"].public
+        assert joins["b"].address == "10.0.0.1"
+        assert keys.join("a", endpoint, tmp_path).address == "127.0.0.1"
+    assert Keys.make("run1", "ipc:///x", ["a"]).join("a", "ipc:///x", tmp_path).hosts == {}
+
+
 def test_files_are_read_back_equal_and_private(tmp_path: Path) -> None:
     keys = Keys.make("run1", TCP, ["a"])
     join = keys.join("a", "tcp://127.0.0.1:9", tmp_path)

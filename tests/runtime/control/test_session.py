@@ -1,11 +1,14 @@
 """A session driven in this process: what a stop finds in work, and what piles up."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import pytest
 
 from penstock.graph import trace
+from penstock.graph.ir import Firing
 from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.inprocess import InProcess
 from penstock.runtime.control.messages import Result
@@ -16,18 +19,34 @@ from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.events import Done
+from penstock.runtime.tensor.handle import Handle
 
 UPDATES = 5
+VALUES = ("prompts", "fake_generate", "fake_score")
+HANDLE = Handle("segment", 0, 8, "{}", "worker/0")
 
 
 class Watched(Session):
-    """Asks itself to stop while the last checkpoint is being written, if `stop_at_save`; counts channels' handles."""
+    """Asks itself to stop while the last checkpoint is being written, if `stop_at_save`; counts channels' handles.
+
+    With `handles`, the answers have those of values, as the answers of processes have. `left` are the firings that
+    a stage still has handles of when it is over, `held` is how many it had at most.
+    """
 
     stop_at_save = False
-    most = 0
+    handles = False
+    most = held = 0
+    left: Iterable[Firing] = ()
 
     def answer(self, result: Result, now: float) -> Orders:
+        stage = self.stage
+        assert stage is not None
+        if self.handles and isinstance(result.event, Done) and result.event.firing.node in VALUES:
+            result = replace(result, outputs={"out": HANDLE})
         orders = super().answer(result, now)
+        if stage.name == "train":
+            self.left, self.held = list(stage.handles), max(self.held, len(stage.handles))
         if self.stage is not None:
             self.most = max(self.most, sum(">" in firing.node for firing in self.stage.handles))
         if self.stop_at_save and self.stage is not None and self.stage.name == "save":
@@ -40,15 +59,15 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "run")
 
 
-def run(folder: RunFolder, *, stop_at_save: bool = False) -> Watched:
+def run(folder: RunFolder, *, stop_at_save: bool = False, handles: bool = False, updates: int = UPDATES) -> Watched:
     from penstock.programs.toy import toy
 
     graph = trace(toy, {f"{name}_ms": 0 for name in ("generate", "score", "update", "sync")})
     plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
-    config = RunConfig(graph, None, plan, Flags(updates=UPDATES, batch=2), "session")
+    config = RunConfig(graph, None, plan, Flags(updates=updates, batch=2), "session")
     config.write(folder, {})
     session = Watched(config, RunRecorder(folder, config, lambda line: None, monotonic()))
-    session.stop_at_save = stop_at_save
+    session.stop_at_save, session.handles = stop_at_save, handles
     InProcess(config, session, folder.path).run()
     folder.unlock()
     return session
@@ -65,6 +84,13 @@ def test_only_the_newest_version_of_a_channel_is_remembered(folder: RunFolder) -
     session = run(folder)
     assert session.status == "done"
     assert session.most == 1
+
+
+def test_no_handle_of_a_groups_value_outlives_its_last_reader(folder: RunFolder) -> None:
+    session = run(folder, handles=True, updates=200)
+    assert session.status == "done"
+    assert [firing for firing in session.left if ">" not in firing.node] == []  # but for a channel's newest version
+    assert len(VALUES) < session.held < 40  # of 400 groups, those that are under way
 
 
 def test_what_a_recorder_remembers_does_not_grow_with_the_updates(folder: RunFolder) -> None:

@@ -8,6 +8,8 @@ import pytest
 from penstock.graph import Rewards
 from penstock.graph.ir import Firing
 from penstock.nodes.fake import FakePrompts
+from penstock.runtime.control.setup import Setup
+from penstock.runtime.plan.plan import Plan, Rank
 
 from .nodes_for_tests import make_setup
 
@@ -28,6 +30,19 @@ def test_the_names_of_nodes_and_arguments_are_found_in_all_graphs(tmp_path: Path
 def test_only_what_another_process_reads_is_exported(tmp_path: Path) -> None:
     assert make_setup(tmp_path).exported == frozenset()
     assert make_setup(tmp_path, replicas=2).exported >= {"prompts", "basket", "doubled"}
+
+
+def test_a_rank_is_asked_from_afar_if_its_readers_are_on_other_hosts(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, replicas=2)
+    (pool,) = setup.plan.pools
+
+    def spread(*hosts: str) -> Setup:
+        replicas = tuple(replace(r, ranks=(Rank(h),)) for r, h in zip(pool.replicas, hosts, strict=True))
+        return replace(setup, plan=Plan((replace(pool, replicas=replicas),)))
+
+    assert spread("a", "b").asked_from_afar
+    assert not spread("b", "b").asked_from_afar
+    assert not make_setup(tmp_path).asked_from_afar
 
 
 def test_an_edge_is_typed_by_a_class(tmp_path: Path) -> None:

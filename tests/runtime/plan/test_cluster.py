@@ -12,10 +12,12 @@ GOOD = """
 bind = "10.0.0.1:5555"
 [[hosts]]
 name = "a"
+address = "10.0.0.1"
 cores = 16
 devices = ["cuda:0", "cpu"]
 [[hosts]]
 name = "b"
+address = "10.0.0.2"
 agent = "external"
 cores = 64
 [pools]
@@ -32,8 +34,8 @@ def _read(folder: Path, text: str) -> Cluster:
 def test_a_cluster_file_is_read(tmp_path: Path) -> None:
     cluster = _read(tmp_path, GOOD)
     assert cluster.hosts == (
-        Host(name="a", cores=16, devices=("cuda:0", "cpu")),
-        Host(name="b", cores=64, agent="external"),
+        Host(name="a", cores=16, devices=("cuda:0", "cpu"), address="10.0.0.1"),
+        Host(name="b", cores=64, agent="external", address="10.0.0.2"),
     )
     assert cluster.host("a").accelerators == ("cuda:0",)
     assert (cluster.host_of("generator").name, cluster.host_of("trainer").name) == ("b", "a")
@@ -52,6 +54,9 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         ('name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
         ('name = "b"', 'name = "a"', "hosts: a is there twice"),
         ('generator = "b"', 'generator = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
+        ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
+        ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address without a port"),
+        ('address = "10.0.0.2"', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address`"),
         ("10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
         ("[pools]", "[pools", "not TOML"),
     ],

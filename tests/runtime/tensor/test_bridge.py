@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from penstock.runtime.tensor.arena import Part
-from penstock.runtime.tensor.bridge import Bridge, BridgeTransport
+from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import ProofError, digest
 from penstock.runtime.tensor.layout import Box, Boxes, Layout, TensorLayout
 from penstock.runtime.tensor.parcel import BUCKET, LARGE, bundle
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
-from penstock.runtime.tensor.transport import TransportError
+from penstock.runtime.tensor.transport import Transport, TransportError
 
 from .peer import CHANNEL, Policy
 
@@ -54,9 +54,9 @@ class Peer:
 def peers(tmp_path: Path) -> Iterator[Any]:
     """Start the other side and join it: `peers(side, timeout) -> (peer, our transport)`."""
     others: list[Peer] = []
-    transports: list[BridgeTransport] = []
+    transports: list[Transport] = []
 
-    def join(side: str, timeout: float = 30.0) -> tuple[Peer, BridgeTransport]:
+    def join(side: str, timeout: float = 30.0) -> tuple[Peer, Transport]:
         path = tmp_path / f"bridge-{len(others)}"
         others.append(Peer(side, path, timeout))
         assert others[-1].read() == {"started": True}
@@ -150,13 +150,14 @@ def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monk
     peer, transport = peers("destination")
     publisher = Publisher(CHANNEL, Policy(large=40_000_000))
     peer.tell(**publisher.publish(0))
-    wait = transport._group.wait
+    group = transport._crossing._group
+    wait = group.wait
 
     def wait_then_kill(work: Any) -> None:
         wait(work)
         peer.process.kill()
 
-    monkeypatch.setattr(transport._group, "wait", wait_then_kill)  # the first wait is for the header
+    monkeypatch.setattr(group, "wait", wait_then_kill)  # the first wait is for the header
     with pytest.raises(TransportError, match=r"version 0: embed \[0:40000000\] to destination rank 0 failed"):
         publisher.send(0, transport)
 

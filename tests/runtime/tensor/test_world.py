@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from penstock.runtime.tensor import world
 from penstock.runtime.tensor.world import Free, Lockstep
 
-RANKS, ORDERS, STEPS_EACH = 3, 40, 3
+RANKS, ORDERS, STEPS_EACH = 3, 40, 6
 
 
 def test_a_rank_alone_takes_what_there_is() -> None:
@@ -25,34 +25,36 @@ class _Together:
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=30)
-        self.numbers: dict[int, int] = {}
+        self.given: dict[int, torch.Tensor] = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        self.numbers[threading.get_ident()] = int(tensor)
+        assert op == dist.ReduceOp.MIN
+        self.given[threading.get_ident()] = tensor.clone()
         self.barrier.wait()
-        tensor.fill_(min(self.numbers.values()))
+        tensor.copy_(torch.stack(list(self.given.values())).amin(0))
         self.barrier.wait()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_make_the_same_steps_with_the_same_orders(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads stand for ranks; orders reach each in its own time, one keeps a rank busy for some steps."""
+    """Threads stand for ranks. Orders reach each in its own time, and keep each busy for some steps: not all of them
+    for equally many, as work that depends on the clock would."""
     together = _Together(RANKS)
-    monkeypatch.setattr(world.dist, "all_reduce", together.all_reduce)
+    monkeypatch.setattr(dist, "all_reduce", together.all_reduce)
     histories: list[list[tuple[int, ...]]] = [[] for _ in range(RANKS)]
 
     def rank(index: int) -> None:
         draw, pace, left = random.Random(seed * 100 + index), Lockstep(), 0
         waiting, arrived = deque[int](), 0
-        while sum(map(len, histories[index])) < ORDERS or left:
+        while sum(map(len, histories[index])) < ORDERS or left or pace.busy:
             for _ in range(draw.choice([0, 0, 0, 1, 2, 5])):
                 if arrived < ORDERS:
                     waiting.append(arrived)
                     arrived += 1
             taken = pace.take(waiting, left > 0)
-            if taken or left:
+            if taken:
                 histories[index].append(tuple(taken))
-            left = STEPS_EACH if taken else max(0, left - 1)
+            left = draw.randrange(1, STEPS_EACH) if taken else max(0, left - 1)
 
     threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(RANKS)]
     for thread in threads:

@@ -1,0 +1,205 @@
+"""The four processes of `ddma.py`: `python ddma_ranks.py SIDE RANK FOLDER`, an order a line, an answer a line."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.graph.sharding import Sharding
+from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.parallel import parameter_shapes, rule_of, tensor_parallel
+from penstock.runtime.tensor.adder import Adder
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.group import open_group
+from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.sync import Publisher, Receiver
+from penstock.runtime.tensor.transport import Transport
+
+MODEL = ModelConfig(9216, 2048, 8192, 3, 32, 8, 64, tie_word_embeddings=True)
+RANKS = 2
+REPLICA = (("tp", RANKS),)
+RULES = tensor_parallel(MODEL)
+SHAPES = parameter_shapes(MODEL)
+TIMEOUT = 60.0
+
+
+class Policy:
+    """The weights of one FSDP rank, in bf16: rows, as `torch.chunk` deals them."""
+
+    def __init__(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.tensors = {
+            name: torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator).chunk(RANKS)[rank].clone()
+            for name, shape in SHAPES.items()
+        }
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def sharding(self) -> Sharding:
+        return Sharding((("fsdp", RANKS),), SHAPES, {}, RULES)
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return self.tensors, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.tensors.update(tensors)
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
+
+
+class Base:
+    """Gather on rank 0 and broadcast: ranks 0 and 1 are the trainer's, the others the generator's."""
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.place = place
+        self.pair = self._group(folder / "gather", place) if place < RANKS else None
+        members = [0, *range(RANKS, 2 * RANKS)]
+        self.all = self._group(folder / "broadcast", members.index(place), len(members)) if place in members else None
+        self.kept = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+
+    @staticmethod
+    def _group(path: Path, rank: int, size: int = RANKS) -> Any:
+        return open_group(path, rank, size, timeout=TIMEOUT, backend="gloo", interface="lo")._backend
+
+    def send(self, shards: Mapping[str, Tensor], keep: bool) -> None:
+        batches = [list(shards)] if keep else [[name] for name in shards]
+        for names in batches:
+            wholes = [self._whole(name, keep) for name in names]
+            works = []
+            for tag, (name, whole) in enumerate(zip(names, wholes, strict=True)):
+                own = whole.chunk(RANKS)
+                if self.place:
+                    works.append(self.pair.send([shards[name]], 0, tag))
+                else:
+                    own[0].copy_(shards[name])
+                    works.append(self.pair.recv([own[1]], 1, tag))
+            for work in works:
+                work.wait()
+            for whole in wholes if self.place == 0 else ():
+                self.all.broadcast([whole]).wait()
+
+    def receive(self, live: Mapping[str, Tensor], keep: bool) -> None:
+        for name, part in live.items():
+            whole = self._whole(name, keep)
+            self.all.broadcast([whole]).wait()
+            rule = rule_of(name, RULES)
+            part.copy_(whole if rule is None else whole.chunk(RANKS, rule[0])[self.place - RANKS])
+
+    def _whole(self, name: str, keep: bool) -> Tensor:
+        return self.kept[name] if keep else torch.empty(SHAPES[name], dtype=torch.bfloat16)
+
+
+class Source:
+    """A trainer's rank: answers each order with its seconds."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank, self.folder, self.policy = rank, folder, Policy(rank)
+        self.base = Base(folder, rank)
+        self.publishers: dict[str, Publisher] = {}
+        self.ways: dict[str, Transport] = {}
+
+    def publish(self, phase: str, version: int) -> dict[str, Any]:
+        if phase not in self.publishers:
+            adder = Adder("trainer", self.folder / f"add-{phase}", self.rank, RANKS, TIMEOUT)
+            self.publishers[phase] = Publisher(
+                phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=phase.split()[1], keep=1
+            )
+        started = perf_counter()
+        facts = self.publishers[phase].publish(version)
+        return {"facts": facts, "start": started, "end": perf_counter()}
+
+    def move(self, phase: str, version: int) -> dict[str, Any]:
+        started = perf_counter()
+        if phase.startswith("base"):
+            self.base.send(self.policy.tensors, keep=phase.endswith("kept"))
+        else:
+            if phase not in self.ways:
+                self.ways[phase] = _bridge(self.folder, phase).open("source", self.rank)
+            self.publishers[phase].send(version, self.ways[phase], mesh=REPLICA)
+        return {"start": started, "end": perf_counter()}
+
+    def close(self) -> None:
+        for way in self.ways.values():
+            way.close()
+
+
+class _Opened:
+    """Opens the bridge when the arena is there."""
+
+    def __init__(self, bridge: Bridge, rank: int, memory: SharedMemory | None) -> None:
+        self.open, self.way = lambda: bridge.open("destination", rank, memory), None
+
+    def receive(self, *facts: Any) -> int:
+        self.way = self.way or self.open()
+        return self.way.receive(*facts)
+
+
+class Destination:
+    """A generator's rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank, self.folder = rank, folder
+        self.base = Base(folder, RANKS + rank)
+        self.receivers: dict[str, tuple[Receiver, Any]] = {}
+        self.memories: list[SharedMemory] = []
+        self.live = {name: self._part(name, torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        rule = rule_of(name, RULES)
+        return whole if rule is None else whole.chunk(RANKS, rule[0])[self.rank].clone()
+
+    def move(self, phase: str, version: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        if phase.startswith("base"):
+            started = perf_counter()
+            self.base.receive(self.live, keep=phase.endswith("kept"))
+            return {"start": started, "end": perf_counter()}
+        receiver, way = self._receiver(phase)
+        started = perf_counter()
+        moved = receiver.receive(version, facts, way)
+        end = perf_counter()
+        receiver.swap(version)
+        swapped = perf_counter() - end
+        return {"start": started, "end": end, "wire": moved.wire_s, "prove": moved.prove_s, "swap": swapped}
+
+    def _receiver(self, phase: str) -> tuple[Receiver, Any]:
+        if phase not in self.receivers:
+            memory = (
+                SharedMemory(f"ddma{self.folder.stat().st_ino}", f"{phase}-{self.rank}")
+                if phase.startswith("shm")
+                else None
+            )
+            self.memories += [memory] if memory else []
+            adder = Adder("generator", self.folder / f"sum-{phase}", self.rank, RANKS, TIMEOUT)
+            receiver = Receiver(phase, rank=self.rank, mesh=REPLICA, add=adder, allocate=memory)
+            self.receivers[phase] = receiver, _Opened(_bridge(self.folder, phase), self.rank, memory)
+        return self.receivers[phase]
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+def _bridge(folder: Path, phase: str) -> Bridge:
+    return Bridge(phase, folder / phase, RANKS, RANKS, timeout=TIMEOUT)
+
+
+def rank_main(side: str, rank: int, folder: Path) -> None:
+    """One process, until its input ends."""
+    torch.set_num_threads(1)
+    role: Any = (Source if side == "source" else Destination)(folder, rank)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(getattr(role, order.pop("do"))(**order)), flush=True)
+    role.close()
+
+
+if __name__ == "__main__":
+    rank_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

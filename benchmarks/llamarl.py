@@ -1,0 +1,114 @@
+"""LlamaRL's three speed-ups from the cost model, with one set of assumptions for all three models.
+
+Neither batch, lengths nor splits are published; these are assumed for all:
+
+- 256 prompts of 128 tokens with 8 samples each; responses lognormal with a mean of 1,000 tokens, σ 0.7, cut at 4,096.
+- Both systems cut the model by tensor parallelism within a machine and pipeline stages across machines, and nothing
+  else: copies of that mesh share the samples (the memory model of the paper's section on theory).
+- Synchronous: one mesh for both stages on all GPUs, whose memory holds the optimizer's state and the cache at once;
+  bfloat16; no time for switching or syncing.
+- LlamaRL: GPUs split between the two, a mesh for each, the generator in fp8 with two arenas, lag 1, each sync by the
+  resharding plan.
+- Activations recomputed; micro-batches of 4,096 tokens; up to 256 rows at once for each replica.
+- Each side is the best that a search over the meshes, and for LlamaRL the splits, finds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.gpus import GPUS
+from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.plan.memory import Memory, slots_that_fit, trainer_memory
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import SHAPES, Shape
+from penstock.runtime.plan.syncing import sync_cost, traffic
+from penstock.runtime.plan.training import Trainer
+
+PUBLISHED = (("llama-8b", 256, 2.52), ("llama-70b", 256, 3.98), ("llama-405b", 1024, 10.7))
+PROMPTS, SAMPLES, PROMPT, MICRO, SLOTS, LAG = 256, 8, 128, 4096, 256, 1
+LENGTHS = Lognormal(1000, 0.7, 4096)
+RESPONSES = LENGTHS.take(PROMPTS * SAMPLES)
+GPU = GPUS["H100"]
+
+
+def meshes(shape: Shape, gpus: int) -> Iterator[Parallel]:
+    """tp up to 8, then stages: a power of two of GPUs that a replica has."""
+    for power in range(11):
+        size = 2**power
+        mesh = Parallel(tp=min(8, size), pp=max(1, size // 8))
+        if size <= gpus and not mesh.faults(shape):
+            yield mesh
+
+
+@cache
+def trained(shape: Shape, mesh: Parallel, copies: int) -> float:
+    trainer = Trainer(shape, GPU, replace(mesh, dp=copies), micro_tokens=MICRO, zero3=False)
+    return trainer.step(RESPONSES + PROMPT).seconds
+
+
+@cache
+def generated(generator: Generator, copies: int, stream: bool) -> float:
+    seconds = generator.rollout(RESPONSES, PROMPT, SAMPLES, copies).seconds
+    if not stream:
+        return seconds
+    return max(generator.stream_s(RESPONSES, PROMPT, SAMPLES, copies), seconds / (1 + LAG))
+
+
+def slots(generator: Generator, arenas: int, beside: Memory | None = None) -> int:
+    """Rows that fit, with `beside` on the same GPUs; 0 if none does."""
+    return min(SLOTS, slots_that_fit(generator, PROMPT + LENGTHS.mean, arenas, beside))
+
+
+def synchronous(shape: Shape, gpus: int) -> tuple[float, str]:
+    found = []
+    for mesh in meshes(shape, gpus):
+        state = trainer_memory(Trainer(shape, GPU, mesh, micro_tokens=MICRO, zero3=False))
+        generator = Generator(shape, GPU, mesh, SLOTS)
+        if rows := slots(generator, 1, state):
+            copies = gpus // mesh.ranks
+            both = generated(replace(generator, slots=rows), copies, False) + trained(shape, mesh, copies)
+            found.append((both, f"{copies} × ({mesh}), {rows} rows"))
+    return min(found)
+
+
+def asynchronous(shape: Shape, gpus: int) -> tuple[float, str]:
+    found = []
+    for mesh in meshes(shape, gpus):
+        if trainer_memory(Trainer(shape, GPU, mesh, micro_tokens=MICRO, zero3=False)).bytes > GPU.memory_bytes:
+            continue
+        for width in meshes(shape, gpus):
+            generator = Generator(shape, GPU, width, SLOTS, "fp8")
+            rows = slots(generator, 2)
+            for eighths in range(1, 8) if rows else ():
+                trains, decodes = gpus * eighths // 8 // mesh.ranks, gpus * (8 - eighths) // 8 // width.ranks
+                if trains and decodes:
+                    sides = trained(shape, mesh, trains), generated(replace(generator, slots=rows), decodes, True)
+                    words = f"{trains} × ({mesh}) train, {decodes} × ({width}) decode, {rows} rows"
+                    found.append((max(sides), words, trains, mesh, width, decodes))
+    # A sync is short beside a step: it is added to the best few only.
+    best = [(seconds + synced(shape, *rest), words) for seconds, words, *rest in sorted(found, key=lambda f: f[:2])[:4]]
+    return min(best)
+
+
+def synced(shape: Shape, trains: int, mesh: Parallel, width: Parallel, decodes: int) -> float:
+    return sync_cost(traffic(shape, replace(mesh, dp=trains), width, decodes, "fp8"), GPU, GPU).seconds
+
+
+def ratios() -> list[dict[str, Any]]:
+    rows = []
+    for name, gpus, published in PUBLISHED:
+        (sync, one), (other, two) = synchronous(SHAPES[name], gpus), asynchronous(SHAPES[name], gpus)
+        rows.append(
+            {
+                "model": name,
+                "GPUs": gpus,
+                "published speed-up": published,
+                "predicted speed-up": round(sync / other, 2),
+                "synchronous": f"{sync:.1f} s: {one}",
+                "LlamaRL": f"{other:.1f} s: {two}",
+            }
+        )
+    return rows

@@ -1,0 +1,100 @@
+"""The cost model against published step times: errors by system, pairs ordered right, LlamaRL's speed-ups.
+
+    python benchmarks/planner.py [--rows] [--keep]
+
+Which rows count and what is compared is said in docs/accuracy.md, which was written before the first prediction.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+from calibration import NONE, leave_one_out
+from llamarl import ratios
+from predicted import Prediction, predict
+from published import TABLE, Row, read
+from report import publish
+
+LARGE = 0.14
+"""By how much equal rows of one project moved between two releases."""
+
+
+def errors(predicted: Sequence[float], rows: Sequence[Row]) -> float:
+    """The median relative error."""
+    return median(abs(seconds / row.seconds - 1) for seconds, row in zip(predicted, rows, strict=True))
+
+
+def same_setup(a: Row, b: Row) -> bool:
+    return (a.source, a.model, a.kind, a.work, a.longest) == (b.source, b.model, b.kind, b.work, b.longest)
+
+
+def pairs(rows: Sequence[Row], predicted: Sequence[float], least: float = 0.0) -> tuple[int, int]:
+    """How many pairs of the same set-up that differ by more than `least` are ordered right, and how many there are.
+    Steps of reinforcement learning by their seconds, others by tokens per second and GPU."""
+    right = total = 0
+    for (a, first), (b, second) in combinations(zip(rows, predicted, strict=True), 2):
+        if not same_setup(a, b):
+            continue
+        per_gpu = a.system != "NeMo-RL"
+        real = (b.per_gpu / a.per_gpu if per_gpu else a.seconds / b.seconds) - 1
+        scale = a.per_gpu * a.seconds / (b.per_gpu * b.seconds) if per_gpu else 1.0
+        said = first / second / scale - 1 if per_gpu else first / second - 1
+        if max(real, 1 / (1 + real) - 1) > least:
+            total += 1
+            right += (real > 0) == (said > 0) and abs(said) > 1e-6
+    return right, total
+
+
+def compared(system: str, rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The figures of one system, and each of its rows."""
+    predictions = [predict(row) for row in rows]
+    plain = [prediction.seconds(NONE) for prediction in predictions]
+    fitted: list[tuple[Prediction, float]] = [(p, row.seconds) for p, row in zip(predictions, rows, strict=True)]
+    calibrated, scalars = leave_one_out(fitted, [row.released for row in rows])
+    found: dict[str, Any] = {
+        "system": system,
+        "rows": len(rows),
+        "median error": round(errors(plain, rows), 3),
+        "calibrated": round(errors(calibrated, rows), 3),
+        "scalars": {name: round(value, 4) for name, value in scalars.items()},
+    }
+    for name, least in (("pairs", 0.0), ("pairs over 14%", LARGE)):
+        for label, seconds in ((name, plain), (f"{name}, calibrated", calibrated)):
+            right, total = pairs(rows, seconds, least)
+            found[label] = f"{right} of {total}"
+    each = [
+        {"row": row.name, "published s": row.seconds, "predicted s": p, "calibrated s": c}
+        for row, p, c in zip(rows, plain, calibrated, strict=True)
+    ]
+    return found, each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", action="store_true", help="print each row, too")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/planner.json")
+    args = parser.parse_args()
+    if not TABLE.exists():
+        sys.exit(f"{TABLE} is not there: the published rows are not part of the project")
+    rows, unusable = read()
+    systems = []
+    everything: dict[str, list[float]] = {"median error": [], "calibrated": []}
+    for system in dict.fromkeys(row.system for row in rows):
+        figures, each = compared(system, [row for row in rows if row.system == system])
+        systems.append(figures)
+        for row in each:
+            everything["median error"].append(abs(row["predicted s"] / row["published s"] - 1))
+            everything["calibrated"].append(abs(row["calibrated s"] / row["published s"] - 1))
+            if args.rows:
+                print(", ".join(f"{k} {v if isinstance(v, str) else round(v, 2)}" for k, v in row.items()))
+        print(", ".join(f"{name} {value}" for name, value in figures.items()))
+    overall = {name: round(median(values), 3) for name, values in everything.items()}
+    figures = {"rows used": len(rows), "rows not used": unusable, "all rows": overall}
+    publish("planner", {**figures, "systems": systems, "LlamaRL": ratios()}, args.keep)
+
+
+if __name__ == "__main__":
+    main()

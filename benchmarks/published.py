@@ -1,0 +1,146 @@
+"""The published rows as set-ups that the cost model can predict, by the rule of docs/accuracy.md."""
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.runtime.plan.gpus import GPUS, Gpu
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import SHAPES, Shape
+
+TABLE = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "published_steps.csv"
+NAMES = {
+    "Llama3.1-8B": "llama-8b",
+    "Llama3.1-70B": "llama-70b",
+    "Llama3.1-405B": "llama-405b",
+    "DeepSeek-V3": "deepseek-v3",
+    "Qwen3-235B": "qwen3-235b-a22b",
+    "Qwen3-235B-A22B-Instruct-2507": "qwen3-235b-a22b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+    "Qwen3-32B": "qwen3-32b",
+    "Qwen3-4B-Instruct-2507": "qwen3-4b",
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "INTELLECT-3": "glm-4.5-air",
+}
+"""Shapes by the rows' names; INTELLECT-3 is trained from GLM-4.5-Air."""
+
+_POWER = (500 / 700) ** (1 / 3)
+"""A clock goes with the cube root of the power: torchtitan's H100 of 96 GB have 500 W of 700."""
+
+
+def _slower(gpu: Gpu) -> Gpu:
+    tflops = gpu.tflops.model_copy(update={key: value * _POWER for key, value in gpu.tflops.model_dump().items()})
+    return gpu.model_copy(update={"memory_gib": 96.0, "memory_gb_s": 2400.0, "tflops": tflops})
+
+
+KINDS = {**GPUS, "H100-96G": _slower(GPUS["H100"])}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published figure. `seconds` is of an RL step, or of the tokens of one micro-batch on each GPU."""
+
+    number: int
+    system: str
+    source: str
+    model: str
+    kind: str
+    gpus: int
+    layout: str
+    work: str
+    longest: int
+    mean: float
+    mode: str
+    staleness: int
+    seconds: float
+    per_gpu: float
+    released: tuple[object, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[NAMES[self.model]]
+
+    @property
+    def gpu(self) -> Gpu:
+        return KINDS[self.kind]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.gpus} × {self.kind}, {self.layout}, {self.longest}, {self.mode}"
+
+
+def unusable(cells: dict[str, str]) -> str:
+    """Why a row is not usable, as docs/accuracy.md says it; empty if it is."""
+    system, mode = cells["system"], cells["mode"]
+    if system in ("LlamaRL", "NeMo-Aligner"):
+        return "no batch, lengths or split"
+    if system == "vime":
+        return "no data sheet"
+    if mode.startswith("DAPO"):
+        return "groups sampled again, an unknown number of times"
+    if mode.startswith("SWE"):
+        return "an environment of unknown speed"
+    if system == "prime-rl" and mode.startswith("RL Full"):
+        return "whole weights written between steps, at an unknown speed"
+    return ""
+
+
+def read(path: Path = TABLE) -> tuple[list[Row], dict[str, int]]:
+    """The usable rows, and how many are not by reason."""
+    rows: list[Row] = []
+    left: dict[str, int] = {}
+    with path.open(newline="") as file:
+        for number, cells in enumerate(csv.DictReader(file)):
+            if reason := unusable(cells):
+                left[reason] = left.get(reason, 0) + 1
+            else:
+                rows.append(_row(number, cells))
+    return rows, left
+
+
+def _row(number: int, cells: dict[str, str]) -> Row:
+    system, longest = cells["system"], int(cells["max_len"])
+    kind = re.sub(r"^\d+x| HBM3", "", cells["hardware"])
+    gpus, rate = int(cells["gpus"]), float(cells["throughput"].removesuffix("k"))
+    work = cells["prompts_x_samples"]
+    if system == "NeMo-RL":
+        seconds, per_gpu = float(cells["step_s"]), rate
+    elif system == "torchtitan":
+        data = mesh_of(cells["placement(gen:train)"]).data
+        seconds, per_gpu = _number("local bs", work) * longest * data / gpus / rate, rate
+    else:
+        seconds, per_gpu = gpus * longest / (rate * 1000), rate * 1000 / gpus
+    layout, model = cells["placement(gen:train)"], cells["model"]
+    # What stays the same from one release of a project to the next.
+    released = (system, model, kind, gpus, cells["mode"], longest, work, layout if system != "NeMo-RL" else "")
+    return Row(
+        number, system, cells["source"], model, kind, gpus, layout, work, longest, float(cells["mean_len"] or 0),
+        cells["mode"], int(cells["staleness"] or 0), seconds, per_gpu, released,
+    )  # fmt: skip
+
+
+def _number(name: str, text: str) -> int:
+    match = re.search(rf"{name} ?(\d+)", text)
+    return int(match[1]) if match else 1
+
+
+def mesh_of(words: str) -> Parallel:
+    """`FSDP8 TP8 PP8` of torchtitan and prime-rl."""
+    return Parallel(**{axis.lower(): _number(axis, words) for axis in ("FSDP", "TP", "PP", "CP")})
+
+
+def nemo_layouts(row: Row) -> tuple[Parallel, Parallel, int]:
+    """The trainer's mesh, the generator's, and its replicas. Layouts are [TP, CP, EP, PP, VPP]; in those of six places,
+    all of the 8B model, the last one is PP, as its recipe says."""
+    lists = re.findall(r"\[([^\]]*)\]", row.layout.replace("[TP,PP]", "").replace("..", "1"))
+    width, depth = (int(size) for size in lists[0].split(","))
+    sizes = [int(size) for size in lists[1].split(",")]
+    tp, cp, ep, pp = (sizes[0], sizes[1], sizes[2], sizes[-1]) if len(sizes) == 6 else (*sizes, 1, 1, 1)[:4]
+    trains = {0: row.gpus, 1: row.gpus // 2, 8: row.gpus * 2 // 3}[row.staleness]
+    decodes = row.gpus - trains if row.staleness else row.gpus
+    data = trains // (tp * cp * pp)
+    # One row's experts are over more ranks than half of its GPUs: as many as there are then.
+    mesh = Parallel(fsdp=data, tp=tp, cp=cp, pp=pp, ep=min(ep, data * cp * tp))
+    return mesh, Parallel(tp=width, pp=depth), max(1, decodes // (width * depth))

@@ -1,0 +1,94 @@
+"""What does not fit: the numbers, and the smallest change that would. Pure.
+
+Changes are tried from the cheapest to the dearest; of each the least that fits is named. Only if none alone does, more
+memory is: so many GB.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.memory import Memory, generator_memory, slots_that_fit, trainer_memory
+from penstock.runtime.plan.training import Trainer
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A role that does not fit on its GPUs. `change` is what would make it fit."""
+
+    role: str
+    needed: Memory
+    available: float
+    change: str
+
+    def __str__(self) -> str:
+        given = f"{self.available / 1e9:.1f} GB of memory on each GPU"
+        return f"{self.role}: given {given}, needed {self.needed}. {self.change}"
+
+
+def check_trainer(trainer: Trainer, role: str = "trainer", beside: Memory | None = None) -> Misfit | None:
+    """None if it fits; `beside` is what else is on the same GPUs."""
+    needed, room = _total(trainer_memory(trainer), beside), trainer.gpu.memory_bytes
+    if needed.bytes <= room:
+        return None
+    for words, changed in _trainer_changes(trainer):
+        if _total(trainer_memory(changed), beside).bytes <= room:
+            return Misfit(role, needed, room, f"It would fit with {words}")
+    return Misfit(role, needed, room, _more(needed, room))
+
+
+def check_generator(
+    generator: Generator, context: float, role: str = "generator", beside: Memory | None = None, arenas: int = 2
+) -> Misfit | None:
+    """None if all slots fit, with `context` tokens in each on average."""
+    needed = _total(generator_memory(generator, context, arenas=arenas), beside)
+    room = generator.gpu.memory_bytes
+    if needed.bytes <= room:
+        return None
+    for words, changed in _generator_changes(generator, context, arenas, beside):
+        if _total(generator_memory(changed, context, arenas=arenas), beside).bytes <= room:
+            return Misfit(role, needed, room, f"It would fit with {words}")
+    return Misfit(role, needed, room, _more(needed, room))
+
+
+def _total(own: Memory, beside: Memory | None) -> Memory:
+    return own if beside is None else own + beside
+
+
+def _more(needed: Memory, room: float) -> str:
+    return f"No single change makes it fit; {(needed.bytes - room) / 1e9:.1f} GB are lacking on each GPU"
+
+
+def _trainer_changes(trainer: Trainer) -> Iterator[tuple[str, Trainer]]:
+    if trainer.recompute < 1:
+        yield "all activations recomputed", replace(trainer, recompute=1.0)
+    tokens = trainer.micro_tokens // 2
+    while tokens >= 256:
+        yield f"micro-batches of {tokens} tokens", replace(trainer, micro_tokens=tokens)
+        tokens //= 2
+    if not trainer.zero3 and trainer.mesh.fsdp > 1:
+        yield "weights sharded, too (zero3)", replace(trainer, zero3=True)
+    for axis in ("fsdp", "tp", "pp"):
+        for times in (2, 4, 8, 16, 32):
+            mesh = replace(trainer.mesh, **{axis: getattr(trainer.mesh, axis) * times})
+            if not mesh.faults(trainer.shape):
+                words = f"{axis} {getattr(mesh, axis)} instead of {getattr(trainer.mesh, axis)}: {mesh.ranks} GPUs"
+                yield words, replace(trainer, mesh=mesh)
+
+
+def _generator_changes(
+    generator: Generator, context: float, arenas: int, beside: Memory | None
+) -> Iterator[tuple[str, Generator]]:
+    slots = slots_that_fit(generator, context, arenas, beside)
+    if slots:
+        yield f"{slots} slots instead of {generator.slots}", replace(generator, slots=slots)
+    if generator.precision == "bf16":
+        yield "weights in fp8", replace(generator, precision="fp8")
+    if generator.cache == "bf16":
+        yield "a cache in fp8", replace(generator, cache="fp8")
+    for axis in ("tp", "pp"):
+        for times in (2, 4, 8, 16, 32):
+            mesh = replace(generator.mesh, **{axis: getattr(generator.mesh, axis) * times})
+            if not mesh.faults(generator.shape):
+                words = f"{axis} {getattr(mesh, axis)} instead of {getattr(generator.mesh, axis)}"
+                yield words, replace(generator, mesh=mesh)

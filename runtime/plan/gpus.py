@@ -1,0 +1,131 @@
+"""What a GPU of a kind can do, as its maker says, and how much of it programs get. Pure data.
+
+Rates are those of the data sheets, dense (without structured sparsity): NVIDIA's for A100, H100, H200, B200, GB200
+NVL72 and RTX A6000. NVLink and NIC are one way, per GPU; a NIC is what machines of that kind usually have. Memory is
+what `nvidia-smi` counts, in GiB, whatever the name of the kind says.
+
+Shares of them that programs reach:
+
+- matmul: 0.7 of the tensor cores on H100 and later, whose large matrix products are held back by their power (cuBLAS
+  in bfloat16 about 700 of 989 TFLOP/s; DeepGEMM 1,550 of 1,979 in fp8), 0.8 on A100 (Dao, 2023, section 1).
+- attention: forward and backward together, at long sequences and heads of 128. FlashAttention-3 on H100 (Shah et
+  al., 2024, section 4): 740 TFLOP/s forward, 550 to 600 backward; FlashAttention-2 on A100 (Dao, 2023, section 4):
+  230 forward, 200 backward.
+- memory: 0.8 of the peak, which STREAM-like kernels and decoding reach.
+- link: 0.8 of NVLink and NIC, nccl-tests' bus bandwidth at large messages.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Precision = Literal["fp32", "bf16", "fp8", "fp4"]
+BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
+"""Of an element."""
+
+
+class Efficiency(BaseModel):
+    """The shares of a data sheet's rates that programs reach: between 0 and 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    matmul: float = Field(default=0.7, gt=0, le=1)
+    attention: float = Field(default=0.6, gt=0, le=1)
+    memory: float = Field(default=0.8, gt=0, le=1)
+    link: float = Field(default=0.8, gt=0, le=1)
+
+
+class Tflops(BaseModel):
+    """10^12 operations per second by precision; 0 for one that the kind does not compute in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bf16: float = Field(gt=0)
+    fp32: float = Field(default=0.0, ge=0)
+    fp8: float = Field(default=0.0, ge=0)
+    fp4: float = Field(default=0.0, ge=0)
+
+
+class Gpu(BaseModel):
+    """One GPU of a kind, with its links. GiB are 2^30 bytes, GB 10^9; latency is that of a message between two GPUs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    memory_gib: float = Field(gt=0)
+    tflops: Tflops
+    memory_gb_s: float = Field(gt=0)
+    nvlink_gb_s: float = Field(ge=0)
+    nvlink_gpus: int = Field(default=8, ge=1, description="how many reach each other by NVLink")
+    nic_gb_s: float = Field(gt=0)
+    pcie_gb_s: float = Field(default=50.0, gt=0)
+    launch_us: float = Field(default=3.0, ge=0)
+    latency_us: float = Field(default=10.0, ge=0)
+    efficiency: Efficiency = Efficiency()
+
+    def flops(self, precision: Precision) -> float:
+        """Per second, in matrix products. What a kind does not compute in, it converts to bfloat16 first."""
+        return (getattr(self.tflops, precision) or self.tflops.bf16) * 1e12 * self.efficiency.matmul
+
+    @property
+    def attention_flops(self) -> float:
+        """Per second. Attention stays in bfloat16 whatever the weights are."""
+        return self.tflops.bf16 * 1e12 * self.efficiency.attention
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gib * 2**30
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that kernels read and write."""
+        return self.memory_gb_s * 1e9 * self.efficiency.memory
+
+    @property
+    def nvlink(self) -> float:
+        """Bytes per second one way; without NVLink, those of PCIe."""
+        return (self.nvlink_gb_s or self.pcie_gb_s) * 1e9 * self.efficiency.link
+
+    @property
+    def nic(self) -> float:
+        return self.nic_gb_s * 1e9 * self.efficiency.link
+
+    @property
+    def pcie(self) -> float:
+        return self.pcie_gb_s * 1e9 * self.efficiency.link
+
+    @property
+    def launch_s(self) -> float:
+        return self.launch_us * 1e-6
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency_us * 1e-6
+
+
+_AMPERE = Efficiency(matmul=0.8, attention=0.65)
+
+GPUS: dict[str, Gpu] = {
+    "A100": Gpu(
+        memory_gib=80, tflops=Tflops(bf16=312, fp32=19.5), memory_gb_s=2039, nvlink_gb_s=300, nic_gb_s=25, pcie_gb_s=25,
+        efficiency=_AMPERE,
+    ),
+    "A6000": Gpu(
+        memory_gib=48, tflops=Tflops(bf16=154.8, fp32=38.7), memory_gb_s=768, nvlink_gb_s=0, nic_gb_s=12.5,
+        pcie_gb_s=25, efficiency=_AMPERE,
+    ),
+    "H100": Gpu(
+        memory_gib=79.6, tflops=Tflops(bf16=989, fp32=67, fp8=1979), memory_gb_s=3350, nvlink_gb_s=450, nic_gb_s=50,
+    ),
+    "H200": Gpu(
+        memory_gib=140.4, tflops=Tflops(bf16=989, fp32=67, fp8=1979), memory_gb_s=4800, nvlink_gb_s=450, nic_gb_s=50,
+    ),
+    "B200": Gpu(
+        memory_gib=179.1, tflops=Tflops(bf16=2250, fp32=75, fp8=4500, fp4=9000), memory_gb_s=8000, nvlink_gb_s=900,
+        nic_gb_s=100,
+    ),
+    "GB200": Gpu(
+        memory_gib=185, tflops=Tflops(bf16=2500, fp32=80, fp8=5000, fp4=10000), memory_gb_s=8000, nvlink_gb_s=900,
+        nvlink_gpus=72, nic_gb_s=100, pcie_gb_s=225,
+    ),
+}  # fmt: skip
+"""By kind. `[gpus.NAME]` of a cluster file adds to them."""

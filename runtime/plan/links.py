@@ -1,0 +1,57 @@
+"""How long GPUs take to talk: collectives by the α-β model (Thakur et al., 2005), on NVLink and NICs. Pure.
+
+A group is `ranks` GPUs, each `stride` apart, of machines (or NVLink domains) of `gpu.nvlink_gpus`. Within a domain
+every GPU reaches every other one through a switch, so a collective takes one hop. Across domains rings run through
+them, with all NICs of the group's ranks in a domain side by side (NCCL's multi-rail rings): a byte that crosses
+between machines does so over as many NICs as the group has ranks in each. `nbytes` is the whole message: what every
+rank has after an all-gather, before a reduce-scatter, before and after an all-reduce.
+"""
+
+from math import ceil, log2
+
+from penstock.runtime.plan.gpus import Gpu
+
+
+def _within(gpu: Gpu, ranks: int, stride: int) -> int:
+    """Ranks of the group in one NVLink domain."""
+    return min(ranks, max(1, gpu.nvlink_gpus // stride))
+
+
+def bandwidth(gpu: Gpu, ranks: int, stride: int = 1) -> float:
+    """Bytes per second of a ring through the group."""
+    inside = _within(gpu, ranks, stride)
+    return gpu.nvlink if inside == ranks else min(gpu.nvlink, inside * gpu.nic)
+
+
+def gather_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-gather or a reduce-scatter: (n - 1) / n · S / B, and a hop for each domain."""
+    if ranks == 1:
+        return 0.0
+    hops = ceil(ranks / _within(gpu, ranks, stride))
+    return (ranks - 1) / ranks * nbytes / bandwidth(gpu, ranks, stride) + hops * gpu.latency_s
+
+
+def reduce_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather, or through a tree if that is faster (few bytes)."""
+    if ranks == 1:
+        return 0.0
+    inside = _within(gpu, ranks, stride)
+    domains = ceil(ranks / inside)
+    tree = 2 * nbytes / bandwidth(gpu, ranks, stride) + 2 * (1 + ceil(log2(domains))) * gpu.latency_s
+    return min(2 * gather_s(gpu, nbytes, ranks, stride), tree)
+
+
+def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-to-all in which each rank sends `nbytes`, its own part included, evenly to all. What leaves the
+    domain leaves over the rank's own NIC, beside what stays."""
+    if ranks == 1:
+        return 0.0
+    inside = _within(gpu, ranks, stride)
+    stays = nbytes * (inside - 1) / ranks / gpu.nvlink
+    leaves = nbytes * (ranks - inside) / ranks / gpu.nic
+    return max(stays, leaves) + gpu.latency_s * (1 + (inside < ranks))
+
+
+def send_s(gpu: Gpu, nbytes: float, stride: int) -> float:
+    """Seconds from one GPU to another that is `stride` further."""
+    return nbytes / (gpu.nvlink if stride < gpu.nvlink_gpus else gpu.nic) + gpu.latency_s

@@ -1,0 +1,109 @@
+"""Bytes of each GPU by what they hold, of a trainer's ranks and of a generator's. Pure.
+
+Adam in mixed precision keeps, per parameter of a shard: the weight in bfloat16 (2 bytes), its gradient (4, float32), a
+float32 master copy (4) and two moments (8): 18 bytes (Rajbhandari et al., 2020, section 3.1; gradients in float32).
+Activations of a layer with flash attention: 34 · s · b · h / t bytes, of which full recomputation keeps the layer's
+input, 2 · s · b · h / t (Korthikanti et al., 2022, section 4; the share of attention's square is gone with flash
+attention).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.gpus import BYTES
+from penstock.runtime.plan.training import Trainer
+from penstock.runtime.plan.work import cache_bytes, weights_per_rank
+
+RESERVED = 3e9
+"""CUDA's context, NCCL's buffers, fragments: what a process has no use of."""
+LOGIT_CHUNK = 4096
+"""Tokens for which a trainer has logits at once: it works through longer micro-batches in parts."""
+BUCKET = 4 << 20
+"""Of a weight sync, for each peer (see `tensor.plan`)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`parts` are bytes on the rank that holds most, by component."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.parts.values())
+
+    def __add__(self, other: "Memory") -> "Memory":
+        """Both at once on the same GPU, which reserves once."""
+        names = dict.fromkeys([*self.parts, *other.parts])
+        summed = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
+        return Memory({**summed, "reserved": RESERVED})
+
+    def __str__(self) -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return f"{self.bytes / 1e9:.1f} GB: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size)
+
+
+def trainer_memory(trainer: Trainer) -> Memory:
+    """Of a rank of the first stage, which keeps activations of as many micro-batches as there are stages (1F1B)."""
+    shape, mesh = trainer.shape, trainer.mesh
+    shards = mesh.fsdp * mesh.cp
+    local = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep)
+    shard = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep, shards)
+    kept = shard if trainer.zero3 else local
+    block = local / max(1, ceil(shape.layers / mesh.pp))
+    own = 0.0 if trainer.frozen else 1.0
+    parts = {
+        "weights": 2 * kept,
+        "gradients": 4 * kept * own,
+        "moments": 12 * shard * own,
+        "activations": _activations(trainer),
+        "logits": _logits(trainer),
+        "unsharded blocks": 2 * 2 * block if trainer.zero3 and shards > 1 else 0.0,
+        "reserved": RESERVED,
+    }
+    return Memory(parts)
+
+
+def _activations(trainer: Trainer) -> float:
+    shape, mesh = trainer.shape, trainer.mesh
+    tokens = trainer.micro_tokens / (mesh.cp * mesh.tp)
+    inputs = 0.0 if trainer.offload else 2.0
+    per_token = (34.0 * (1 - trainer.recompute) + inputs * trainer.recompute) * shape.hidden
+    layers = ceil(shape.layers / mesh.pp)
+    # A layer that is being repeated has all of its own.
+    return tokens * (per_token * layers * mesh.pp + 34.0 * shape.hidden)
+
+
+def _logits(trainer: Trainer) -> float:
+    """In bfloat16 and float32, of one chunk: 6 bytes each. Embedding and head are whole on every rank of a trainer."""
+    return min(trainer.micro_tokens / trainer.mesh.cp, LOGIT_CHUNK) * trainer.shape.vocab * 6.0
+
+
+def generator_memory(generator: Generator, context: float, peers: int = 0, arenas: int = 2) -> Memory:
+    """Of a rank with all slots in use, `context` tokens in each on average. Two arenas: weights that arrive lie beside
+    those in use. `peers` are the trainer's ranks that send to this one."""
+    shape, mesh = generator.shape, generator.mesh
+    weights = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep) * BYTES[generator.precision]
+    cached = cache_bytes(shape, BYTES[generator.cache], mesh.tp, mesh.pp) * generator.slots * context
+    return Memory(
+        {
+            "weights": weights * arenas,
+            "cache": cached,
+            "activations": generator.slots * shape.hidden * 2 * 8.0,
+            "logits": generator.slots * shape.vocab * 6.0 / mesh.tp,
+            "buffers": float(BUCKET * peers),
+            "reserved": RESERVED,
+        }
+    )
+
+
+def slots_that_fit(generator: Generator, context: float, arenas: int = 2, beside: Memory | None = None) -> int:
+    """How many rows of `context` tokens each fit beside the weights and what else is there; 0 if the weights do not."""
+
+    def held(slots: int) -> float:
+        own = generator_memory(replace(generator, slots=slots), context, arenas=arenas)
+        return (own if beside is None else own + beside).bytes
+
+    return max(0, int((generator.gpu.memory_bytes - held(0)) // (held(1) - held(0))))

@@ -1,0 +1,182 @@
+"""What a decoder looks like to the cost model: the sizes that its FLOPs, bytes and tensors follow from. Pure.
+
+Dense and mixture-of-experts decoders of the Llama, Qwen and DeepSeek families: `config.json` of a model directory, or
+one of the names in `SHAPES`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime.plan.names import nearest
+
+
+class ShapeError(ValueError):
+    """A model that the cost model cannot describe: what was given, what is needed, and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the two down-projections, and the parts of a
+    head: without and with rotary embedding, and value. The cache holds `kv_rank + rope_dim` numbers per token."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
+    many of width `expert_inner`, `active` of which a token uses, and always `shared` more."""
+
+    name: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    tied: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_inner: int = 0
+    shared: int = 0
+    dense_layers: int = 0
+    latent: Latent | None = None
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention projections."""
+        if (latent := self.latent) is None:
+            return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        queries = latent.q_rank * (self.hidden + self.heads * (latent.nope_dim + latent.rope_dim))
+        keys = self.hidden * (latent.kv_rank + latent.rope_dim)
+        values = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        return queries + keys + values + self.heads * latent.value_dim * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of all routed experts of all layers."""
+        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_inner
+
+    @property
+    def dense_parameters(self) -> int:
+        """Weights that every token uses: all but the routed experts. A tied embedding counts once."""
+        mlp = (self.layers - self.moe_layers) * 3 * self.hidden * self.inner
+        routed = self.moe_layers * self.hidden * (self.experts + 3 * self.shared * self.expert_inner)
+        norms = (2 * self.layers + 1) * self.hidden
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return embeddings + self.layers * self.attention_parameters + mlp + routed + norms
+
+    @property
+    def parameters(self) -> int:
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: the head, but not the embedding, which is looked up."""
+        embedding = 0 if self.tied else self.vocab * self.hidden
+        used = self.expert_parameters * self.active // self.experts if self.experts else 0
+        return self.dense_parameters - embedding + used
+
+    @property
+    def qk_width(self) -> int:
+        """Numbers of all heads' queries."""
+        return self.heads * (self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim)
+
+    @property
+    def value_width(self) -> int:
+        return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that the cache holds for one token in one layer."""
+        return self.latent.kv_rank + self.latent.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim
+
+
+def read_shape(given: str) -> Shape:
+    """A model directory, its `config.json`, or a name of `SHAPES`. Raises ShapeError, with what is needed."""
+    if given in SHAPES:
+        return SHAPES[given]
+    path = Path(given)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        needed = f"a model directory with a config.json, or a shape; {nearest(given, SHAPES)}"
+        raise ShapeError(f"--model: given {given!r}, needed {needed}")
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ShapeError(f"{file}: not JSON: {error}") from error
+    return shape_of(data, path.stem if path.suffix else path.name, str(file))
+
+
+def shape_of(data: Mapping[str, Any], name: str, where: str = "config.json") -> Shape:
+    """From the content of a `config.json`; a key that the family needs and that is not there is an error."""
+
+    def need(*keys: str) -> int:
+        found = next((data[key] for key in keys if data.get(key) is not None), None)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise ShapeError(f"{where}: given {keys[0]} {found!r}, needed a positive whole number")
+        return found
+
+    heads, hidden = need("num_attention_heads"), need("hidden_size")
+    experts = next((data[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if data.get(k)), 0)
+    latent = None
+    if data.get("kv_lora_rank"):
+        parts = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = Latent(*(need(key) for key in parts))
+    return Shape(
+        name=name,
+        vocab=need("vocab_size"),
+        hidden=hidden,
+        layers=need("num_hidden_layers"),
+        heads=heads,
+        kv_heads=data.get("num_key_value_heads") or heads,
+        head_dim=data.get("head_dim") or hidden // heads,
+        inner=need("intermediate_size", "moe_intermediate_size"),
+        tied=bool(data.get("tie_word_embeddings", False)),
+        experts=experts,
+        active=need("num_experts_per_tok") if experts else 0,
+        expert_inner=need("moe_intermediate_size", "intermediate_size") if experts else 0,
+        shared=data.get("n_shared_experts") or 0,
+        dense_layers=(data.get("first_k_dense_replace") or 0) if experts else 0,
+        latent=latent,
+    )
+
+
+_QWEN3 = 151936
+
+SHAPES: dict[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-1b", 128256, 2048, 16, 32, 8, 64, 8192, tied=True),
+        Shape("llama-3b", 128256, 3072, 28, 24, 8, 128, 8192, tied=True),
+        Shape("llama-8b", 128256, 4096, 32, 32, 8, 128, 14336),
+        Shape("llama-70b", 128256, 8192, 80, 64, 8, 128, 28672),
+        Shape("llama-405b", 128256, 16384, 126, 128, 8, 128, 53248),
+        Shape("qwen3-0.6b", _QWEN3, 1024, 28, 16, 8, 128, 3072, tied=True),
+        Shape("qwen3-1.7b", _QWEN3, 2048, 28, 16, 8, 128, 6144, tied=True),
+        Shape("qwen3-4b", _QWEN3, 2560, 36, 32, 8, 128, 9728, tied=True),
+        Shape("qwen3-8b", _QWEN3, 4096, 36, 32, 8, 128, 12288),
+        Shape("qwen3-14b", _QWEN3, 5120, 40, 40, 8, 128, 17408),
+        Shape("qwen3-32b", _QWEN3, 5120, 64, 64, 8, 128, 25600),
+        Shape("qwen3-30b-a3b", _QWEN3, 2048, 48, 32, 4, 128, 6144, False, 128, 8, 768),
+        Shape("qwen3-235b-a22b", _QWEN3, 4096, 94, 64, 4, 128, 12288, False, 128, 8, 1536),
+        Shape("glm-4.5-air", 151552, 4096, 46, 96, 8, 128, 10944, False, 128, 8, 1408, 1, 1),
+        Shape(
+            "deepseek-v3", 129280, 7168, 61, 128, 128, 128, 18432, False, 256, 8, 2048, 1, 3,
+            Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        ),
+    )
+}  # fmt: skip
+"""By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, GLM-4.5-Air, DeepSeek-V3."""

@@ -1,0 +1,166 @@
+"""Seconds of a training step and of a pass for log-probabilities. Pure; sources of the parts in `work` and `links`.
+
+A step: micro-batches of packed sequences through the pipeline, forward and backward, then the optimizer. Overlap as in
+FSDP2 and Megatron-LM: gathers of weights and reductions of gradients run beside computation and count as far as they
+are longer; tensor and expert parallelism's collectives do not. The bubble of a pipeline of p stages and m micro-batches
+is (p - 1) / v of a micro-batch's time with v model chunks per stage (Narayanan et al., 2021, section 2.2).
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.gpus import BYTES, Gpu, Precision
+from penstock.runtime.plan.lengths import IntArray
+from penstock.runtime.plan.links import exchange_s, gather_s, reduce_s, send_s
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import Shape
+from penstock.runtime.plan.work import attention_flops, elementwise_bytes, product_flops, weights_per_rank
+
+KERNELS = 24
+"""Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice."""
+OPTIMIZER_BYTES = 30.0
+"""Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient
+written, and the weight in bfloat16."""
+LOGIT_BYTES = 10.0
+"""Read and written per logit, forward: written in bfloat16, read, written and read again in float32 for the loss, as
+PyTorch does without a fused kernel. The backward pass does the same again."""
+ASYNC_TP = 0.5
+"""Share of tensor parallelism's collectives that is not hidden when they are cut up and run beside the products
+(torchtitan, section 2.2.2: "async TP")."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A replica that trains. `recompute` is the share of the forward pass that the backward one repeats (0 to 1).
+
+    `frozen`: no gradients of the weights (an adapter of low rank, whose own cost is left out). `zero3`: weights are
+    gathered for each micro-batch and their gradients reduced (FSDP); else once a step (ZeRO-1, Megatron's distributed
+    optimizer). `offload`: activations that are kept travel to the host and back.
+    """
+
+    shape: Shape
+    gpu: Gpu
+    mesh: Parallel
+    precision: Precision = "bf16"
+    micro_tokens: int = 8192
+    recompute: float = 1.0
+    frozen: bool = False
+    zero3: bool = True
+    async_tp: bool = False
+    chunks: int = 1
+    offload: bool = False
+
+    def step(self, sequences: IntArray) -> Cost:
+        """Seconds of one optimizer step on sequences of these lengths (prompt and response), shared out evenly by
+        tokens over the data-parallel ranks and packed into micro-batches."""
+        micro, tokens, squares = self._packed(sequences)
+        one = self._micro(tokens, squares, backward=True)
+        return self._piped(one, micro) + self._once()
+
+    def logprobs(self, sequences: IntArray) -> Cost:
+        """Seconds of a forward pass over these sequences."""
+        micro, tokens, squares = self._packed(sequences)
+        return self._piped(self._micro(tokens, squares, backward=False), micro)
+
+    def _packed(self, sequences: IntArray) -> tuple[int, float, float]:
+        """Micro-batches of a data-parallel rank, and the tokens and squared lengths of each on average."""
+        total, longest = float(np.sum(sequences)), float(np.max(sequences))
+        per_rank = max(total / self.mesh.data, longest)
+        micro = max(1, ceil(per_rank / max(self.micro_tokens, longest) - 1e-9))
+        share = per_rank / total
+        squares = float(np.sum(np.square(sequences.astype(np.float64)))) * share
+        return micro, per_rank / micro, squares / micro
+
+    def _micro(self, tokens: float, squares: float, *, backward: bool) -> Cost:
+        """Seconds of one micro-batch on one stage, forward and, if asked for, backward and recomputed."""
+        gpu, mesh = self.gpu, self.mesh
+        times = 2 + (2 + 2 * self.recompute if backward else 0)
+        parts = self._computing(tokens, squares, backward)
+        hop = send_s(gpu, tokens * self.shape.hidden * 2 / mesh.cp, mesh.stage) if mesh.pp > 1 else 0.0
+        parts |= {
+            "tp": self._tensor_s(tokens, times),
+            "ep": self._expert_s(tokens, times),
+            "cp": max(0.0, self._context_s(tokens, times / 2) - parts["attention"]),
+            "pp": hop * (1 + backward),
+        }
+        inner = sum(parts.values())
+        parts["fsdp"] = max(0.0, self._gather_s(backward) - inner) if self.zero3 else 0.0
+        parts["offload"] = max(0.0, self._offload_s(tokens) - inner) if self.offload and backward else 0.0
+        return Cost(parts)
+
+    def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
+        """Kernels of one micro-batch on one stage. Products are bound by their FLOPs or by reading the weights."""
+        shape, gpu, mesh = self.shape, self.gpu, self.mesh
+        ways = mesh.tp * mesh.cp * mesh.pp
+        again = self.recompute if backward else 0.0
+        passes = 1.0 + again + ((1.0 if self.frozen else 2.0) if backward else 0.0)
+        both = 1.0 + again + 2.0 * backward
+        reads = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep) * BYTES[self.precision] * passes / gpu.bandwidth
+        products = product_flops(shape) * tokens / ways * passes / gpu.flops(self.precision)
+        # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
+        attention = attention_flops(shape, squares) / ways * (both + 0.5 * backward) / gpu.attention_flops
+        elements = elementwise_bytes(shape, mesh.tp) * tokens / mesh.cp / mesh.pp * both / gpu.bandwidth
+        logits = tokens / ways * shape.vocab * LOGIT_BYTES * (1 + backward) / gpu.bandwidth
+        busy = max(products, reads) + attention + elements + logits
+        launches = KERNELS * ceil(shape.layers / mesh.pp) * both * gpu.launch_s
+        return {
+            "products": products,
+            "reading weights": max(0.0, reads - products),
+            "attention": attention,
+            "elementwise": elements,
+            "logits": logits,
+            "launches": max(0.0, launches - busy),
+        }
+
+    def _piped(self, one: Cost, micro: int) -> Cost:
+        """All micro-batches through the pipeline."""
+        bubble = one.seconds * (self.mesh.pp - 1) / self.chunks
+        return one * micro + Cost({"bubble": bubble})
+
+    def _once(self) -> Cost:
+        """What a step does once: the optimizer, gradients between copies, and with ZeRO-1 a gather and a reduction, of
+        which one is taken to be hidden."""
+        shape, gpu, mesh = self.shape, self.gpu, self.mesh
+        if self.frozen:
+            return Cost()
+        local, shards = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep), mesh.fsdp * mesh.cp
+        optimizer = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep, shards) * OPTIMIZER_BYTES / gpu.bandwidth
+        copies = reduce_s(gpu, local / shards * 2, mesh.dp, mesh.tp * shards)
+        once = 0.0 if self.zero3 else gather_s(gpu, local * 2, shards, mesh.tp)
+        return Cost({"optimizer": optimizer, "dp": copies, "fsdp": once})
+
+    def _gather_s(self, backward: bool) -> float:
+        """All weights of a stage gathered, for forward and again for backward, and their gradients reduced."""
+        mesh, shards = self.mesh, self.mesh.fsdp * self.mesh.cp
+        nbytes = weights_per_rank(self.shape, mesh.tp, mesh.pp, mesh.ep) * 2
+        times = (2 if self.frozen else 3) if backward else 1
+        layers = ceil(self.shape.layers / mesh.pp)
+        return times * layers * gather_s(self.gpu, nbytes / layers, shards, mesh.tp)
+
+    def _tensor_s(self, tokens: float, times: float) -> float:
+        """`times` all-reduces of the activations for each layer (Shoeybi et al., 2019, section 3)."""
+        nbytes = tokens / self.mesh.cp * self.shape.hidden * 2
+        layers = ceil(self.shape.layers / self.mesh.pp)
+        hidden = ASYNC_TP if self.async_tp else 1.0
+        return times * layers * hidden * reduce_s(self.gpu, nbytes, self.mesh.tp)
+
+    def _expert_s(self, tokens: float, times: float) -> float:
+        """`times` all-to-alls of the tokens, each to its experts or back, for each layer with experts."""
+        if self.mesh.ep == 1:
+            return 0.0
+        sent = tokens / (self.mesh.cp * self.mesh.tp) * self.shape.active * self.shape.hidden * 2
+        return times * self.shape.moe_layers / self.mesh.pp * exchange_s(self.gpu, sent, self.mesh.ep)
+
+    def _context_s(self, tokens: float, times: float) -> float:
+        """Keys and values around the ring (Liu et al., 2023: ring attention), beside attention."""
+        nbytes = tokens * self.shape.cache_width * 2 / min(self.mesh.tp, self.shape.kv_heads)
+        layers = ceil(self.shape.layers / self.mesh.pp)
+        return times * layers * gather_s(self.gpu, nbytes, self.mesh.cp, self.mesh.tp)
+
+    def _offload_s(self, tokens: float) -> float:
+        """Each layer's input to the host and back."""
+        nbytes = tokens / (self.mesh.cp * self.mesh.tp) * self.shape.hidden * 2 * ceil(self.shape.layers / self.mesh.pp)
+        return 2 * nbytes / self.gpu.pcie

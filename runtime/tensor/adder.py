@@ -1,0 +1,83 @@
+"""Sums over the ranks of a replica, for its proofs, through a group of its own: usable from a transfer's thread."""
+
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from penstock.runtime.tensor.crossing import first_line
+from penstock.runtime.tensor.group import Group, open_group
+from penstock.runtime.tensor.transport import TransportError
+
+
+class Adder:
+    """`Add` over ranks that meet in the file `path`, which no earlier attempt has used; each calls it equally often.
+
+    Opened by the first call. Rank 0 adds up, so that an error can name the rank that did not answer within `timeout`
+    seconds. After an error it stays broken.
+    """
+
+    def __init__(
+        self, name: str, path: Path, rank: int, ranks: int, timeout: float = 60.0, interface: str = "lo"
+    ) -> None:
+        self._name = name
+        self._path = path
+        self._rank = rank
+        self._ranks = ranks
+        self._timeout = timeout
+        self._interface = interface
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        self._calls = 0
+
+    def __call__(self, sums: Tensor) -> Tensor:
+        """The sum of an int64 CPU tensor over the ranks, mod 2^64, on each. TransportError if shapes differ."""
+        with self._lock:
+            if self._group is None:
+                self._group = self._open()
+            self._calls += 1
+            # The first word tells calls apart that do not belong together.
+            own = torch.cat([torch.tensor([self._calls]), sums.reshape(-1)])
+            total = self._lead(self._group, own) if self._rank == 0 else self._follow(self._group, own)
+            return total[1:].view(sums.shape)
+
+    def close(self) -> None:
+        self._group = None
+        self._path.unlink(missing_ok=True)
+
+    def _lead(self, group: Group, own: Tensor) -> Tensor:
+        answers = [torch.empty_like(own) for _ in range(1, self._ranks)]
+        works = [group.receive(answer, peer, 0) for peer, answer in enumerate(answers, 1)]
+        total = own.clone()
+        for peer, (work, answer) in enumerate(zip(works, answers, strict=True), 1):
+            self._wait(group, work, peer)
+            if answer[0] != own[0]:
+                raise TransportError(f"{self._name}: rank {peer} adds up sum {int(answer[0])}, needed {int(own[0])}")
+            total[1:] += answer[1:]
+        for peer, work in enumerate([group.send(total, peer, 1) for peer in range(1, self._ranks)], 1):
+            self._wait(group, work, peer)
+        return total
+
+    def _follow(self, group: Group, own: Tensor) -> Tensor:
+        total = torch.empty_like(own)
+        self._wait(group, group.send(own, 0, 0), 0)
+        self._wait(group, group.receive(total, 0, 1), 0)
+        return total
+
+    def _wait(self, group: Group, work: Work, peer: int) -> None:
+        try:
+            group.wait(work)
+        except RuntimeError as error:
+            text = f"{self._name}: rank {self._rank}: no sum from rank {peer} within {self._timeout} s"
+            raise TransportError(f"{text}: {first_line(error)}") from error
+
+    def _open(self) -> Group:
+        try:
+            return open_group(
+                self._path, self._rank, self._ranks, timeout=self._timeout, backend="gloo", interface=self._interface
+            )
+        except RuntimeError as error:
+            text = f"{self._name}: rank {self._rank}: not all of {self._ranks} ranks met within {self._timeout} s"
+            raise TransportError(f"{text}: {first_line(error)}") from error

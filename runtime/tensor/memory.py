@@ -1,0 +1,109 @@
+"""Where an arena's bytes lie: in the process's own memory, or where other processes of the host can write them.
+
+A sender that may write straight into a receiver's shadow needs no receiver on the way: it maps the segment and copies.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.segments import SHM, Segment, SegmentError, create_segment, open_segment, segment_name
+
+Allocate = Callable[[int], Tensor]
+"""Zeroed memory of this many bytes, as a uint8 tensor, all of it touched."""
+
+_log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A segment, and the byte in it."""
+
+    segment: str
+    offset: int
+
+
+class SharedMemory:
+    """Segments of shared memory that belong to one rank: `owner` names it, once in a run.
+
+    Where there is no room for a segment, the memory is the process's own, a warning says so with the numbers, and
+    `shared` is false: weights must then come as messages.
+    """
+
+    def __init__(self, run: str, owner: str, folders: Sequence[Path] = (SHM,)) -> None:
+        self._run = run
+        self._owner = owner
+        self._folders = tuple(folders)
+        self._segments: list[tuple[Segment, Tensor]] = []
+        self.refused = ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all that was asked for lies in segments."""
+        return bool(self._segments) and not self.refused
+
+    def __call__(self, nbytes: int) -> Tensor:
+        name = segment_name(self._run, self._owner, len(self._segments))
+        try:
+            segment = create_segment(name, max(nbytes, 1), self._folders)
+        except SegmentError as error:
+            self.refused = str(error)
+            _log.warning("%s: %s; weights come as messages instead of into shared memory", self._owner, error)
+            return torch.zeros(nbytes, dtype=torch.uint8)
+        buffer = torch.frombuffer(segment.view, dtype=torch.uint8)
+        self._segments.append((segment, buffer))
+        return buffer[:nbytes]
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where the first element of a tensor lies; it must be in a segment."""
+        for segment, buffer in self._segments:
+            offset = tensor.data_ptr() - buffer.data_ptr()
+            if 0 <= offset < buffer.nbytes:
+                return Place(segment.name, offset)
+        raise SegmentError(f"{self._owner}: a tensor of {tensor.nbytes} bytes is in none of its segments")
+
+    def close(self) -> None:
+        """Remove the names; the memory stays for the tensors that lie in it. May be repeated."""
+        for segment, _ in self._segments:
+            segment.unlink()
+
+
+class MappedMemory:
+    """Other ranks' segments, mapped once and written into."""
+
+    def __init__(self, folders: Sequence[Path] = (SHM,)) -> None:
+        self._folders = tuple(folders)
+        self._mapped: dict[str, tuple[Segment, Tensor]] = {}
+
+    def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
+        """The tensor of the dtype and shape of `like`, with these strides (in elements), that begins at `place`."""
+        if place.segment not in self._mapped:
+            segment = open_segment(place.segment, self._folders, writable=True)
+            self._mapped[place.segment] = segment, torch.frombuffer(segment.view, dtype=torch.uint8)
+        buffer = self._mapped[place.segment][1]
+        last = sum((n - 1) * stride for n, stride in zip(like.shape, strides, strict=True))
+        end = place.offset + (last + 1) * like.dtype.itemsize
+        if min(strides, default=0) < 0 or place.offset < 0 or end > buffer.nbytes:
+            raise SegmentError(f"{place}: a tensor up to byte {end} is not in the {buffer.nbytes} bytes there")
+        return buffer[place.offset : end].view(like.dtype).as_strided(like.shape, tuple(strides))
+
+    def close(self) -> None:
+        """Unmap, once nothing refers to the views any more."""
+        for segment, _ in self._mapped.values():
+            with suppress(BufferError):
+                segment.close()
+        self._mapped.clear()
+
+
+def copy_elements(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of one shape, converting; as bytes, which is faster, between equal ones on a CPU."""
+    as_bytes = target.is_cpu and source.is_cpu and target.dtype == source.dtype
+    if as_bytes and target.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)

@@ -1,0 +1,189 @@
+"""Weights turned into what travels, on the sender; `convert` says what that is, and back into floats on a receiver.
+
+A scale is the largest magnitude of its row or block over the format's limit, and an element its quotient by the scale,
+rounded to the nearest, ties to even. So an element depends on its value and its scale alone: once the ranks that share
+a row or a block have agreed on its largest magnitude, what each makes of its box is, bit for bit, what one rank would
+make of the whole. Work goes strip by strip, each small enough for a core's cache.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.box import Box
+from penstock.runtime.tensor.codec import DTYPES
+from penstock.runtime.tensor.convert import FORMATS, SCALE, Format, cut_through
+from penstock.runtime.tensor.layout import Layout, TensorLayout
+
+_STRIP = 1 << 19  # elements: 2 MiB as float32
+_TINY = torch.finfo(torch.float32).tiny  # the least scale: a smaller quotient may not be a normal number
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Agree = Callable[[Tensor], Tensor]
+"""The element-wise maximum of the tensors that ranks call it with: float32 of one shape on all of them."""
+
+
+class ConversionError(ValueError):
+    """Weights that the wire format cannot hold: it names tensor and row."""
+
+
+class Converter:
+    """Turns what one rank holds of `source` into what it holds of `wire`, which `convert.converted` made of it."""
+
+    def __init__(self, source: Layout, wire: Layout, rank: int) -> None:
+        self._rank = rank
+        formats = {(format.dtype, bool(format.block)): format for format in FORMATS.values()}
+        self._formats: dict[str, Format] = {}
+        for t in source.tensors:
+            scale = wire.by_name.get(t.name + SCALE)
+            if scale is not None and wire.by_name[t.name].dtype != t.dtype:
+                self._formats[t.name] = formats[wire.by_name[t.name].dtype, len(scale.shape) == 2]
+        self._tensors = [t for t in source.tensors if t.held_by(rank)]
+        cut: dict[int, bool] = {}
+        self._agreed: list[TensorLayout] = []
+        for t, index in zip(source.tensors, source.signatures[1], strict=True):
+            if t.name in self._formats:
+                if index not in cut:
+                    cut[index] = cut_through(t.held, t.shape, self._formats[t.name])
+                self._agreed += [t] if cut[index] else []
+
+    def convert(self, tensors: Mapping[str, Tensor], out: Parts, agree: Agree | None = None) -> None:
+        """Write the rank's boxes of all tensors into `out`, allocated for the wire layout.
+
+        `agree` is called once, and by every rank of the layout, if any row or block is cut; it may be None if none is.
+        Raises `ConversionError`; where ranks have agreed, on all of them that share what is at fault.
+        """
+        maxima = {
+            t.name: absmax(tensors[t.name], t.held_by(self._rank)[0], self._formats[t.name])
+            for t in self._tensors
+            if t.name in self._formats
+        }
+        if self._agreed:
+            if agree is None:
+                raise ValueError(f"given no `agree`, needed one: ranks share scales of {self._agreed[0].name}")
+            self._agree(maxima, agree)
+        for t in self._tensors:
+            box = t.held_by(self._rank)[0]
+            if t.name not in maxima:
+                cast(t.name, tensors[t.name], out[t.name].tensor, box)
+                continue
+            format, scale = self._formats[t.name], out[t.name + SCALE].tensor
+            scale.copy_(scales(t.name, maxima[t.name], box, format))
+            quantise(tensors[t.name], box, scale, format, out[t.name].tensor)
+
+    def _agree(self, maxima: dict[str, Tensor], agree: Agree) -> None:
+        """One call for all tensors; a rank without part in one has zeros there, which change no maximum."""
+        shapes = [self._formats[t.name].scale_shape(t.shape) for t in self._agreed]
+        device = next((own.device for own in maxima.values()), torch.device("cpu"))
+        flat = torch.zeros(sum(map(math.prod, shapes)), device=device)
+        for own, place in self._places(maxima, flat):
+            place.copy_(own)
+        for own, place in self._places(maxima, agree(flat)):
+            own.copy_(place)
+
+    def _places(self, maxima: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What this rank has of each agreed tensor, with its place among the maxima of all of them."""
+        end = 0
+        for t in self._agreed:
+            whole = Box.whole(self._formats[t.name].scale_shape(t.shape))
+            start, end = end, end + whole.size
+            if t.name in maxima:
+                yield maxima[t.name], flat[start:end].view(whole.shape)[_scales_of(t, self._rank, self._formats)]
+
+
+def absmax(matrix: Tensor, box: Box, format: Format) -> Tensor:
+    """The largest magnitude in each row or block of the whole that `box`, held by `matrix`, touches; inf if any is not
+    finite. float32, of the shape of `format.scales(box)`.
+    """
+    rows, columns = matrix.shape
+    shape = format.scales(box).shape
+    if not matrix.numel():
+        return torch.zeros(shape, device=matrix.device)
+    # Without their sign, floats are ordered as the integers of the same bits, with NaN above all. Comparing integers
+    # is several times faster, and no NaN gets lost.
+    kind = _BITS[matrix.dtype.itemsize]
+    mask = torch.iinfo(kind).max
+    if not format.block:
+        step = max(1, _STRIP // columns)
+        found = torch.cat([(matrix[r : r + step].view(kind) & mask).amax(1) for r in range(0, rows, step)])
+    else:
+        lead = box.start[1] % format.block
+        by_column = torch.zeros(shape[0], shape[1] * format.block, dtype=kind, device=matrix.device)
+        for index, span in enumerate(_block_rows(box, format.block)):
+            by_column[index, lead : lead + columns] = (matrix[span].view(kind) & mask).amax(0)
+        found = by_column.view(*shape, format.block).amax(2)
+    return found.view(matrix.dtype).float().nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def scales(name: str, maxima: Tensor, box: Box, format: Format) -> Tensor:
+    """The scales of a box from the agreed largest magnitudes. Raises `ConversionError` where one is not finite."""
+    bad = (~torch.isfinite(maxima)).nonzero().tolist()
+    if bad:
+        block = format.block or 1
+        first = [(index + start) * block for index, start in zip(bad[0], format.scales(box).start, strict=True)]
+        where = f"row {first[0]}" if not format.block else "the {0} × {0} block at row {1}, column {2}"
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        where = where.format(block, *first)
+        raise ConversionError(f"{name}: {where}{more} has inf or NaN in it; a {format.dtype} wire needs finite weights")
+    return (maxima / format.limit).clamp_(min=_TINY)
+
+
+def quantise(matrix: Tensor, box: Box, scale: Tensor, format: Format, out: Tensor | None = None) -> Tensor:
+    """The elements of `box`, held by `matrix`, by their scales; beyond the format's limit they saturate."""
+    out = torch.empty(matrix.shape, dtype=DTYPES[format.dtype], device=matrix.device) if out is None else out
+    for span, factor in _strips(matrix, box, scale, format):
+        quotient = torch.div(matrix[span], factor)
+        if not out.is_floating_point():
+            quotient.round_()
+        out[span] = quotient.clamp_(-format.limit, format.limit)
+    return out
+
+
+def dequantise(elements: Tensor, box: Box, scale: Tensor, format: Format, out: Tensor) -> Tensor:
+    """The elements of `box` times their scales, into floats: for a receiver that computes in these."""
+    for span, factor in _strips(elements, box, scale, format):
+        out[span] = elements[span].float().mul_(factor)
+    return out
+
+
+def cast(name: str, tensor: Tensor, out: Tensor, box: Box) -> None:
+    """Copy into another dtype. Raises `ConversionError` if a finite number is too large for it."""
+    out.copy_(tensor)
+    if out.dtype == tensor.dtype or not out.is_floating_point() or not tensor.is_floating_point():
+        return
+    if torch.finfo(out.dtype).max < torch.finfo(tensor.dtype).max:
+        bad = (torch.isinf(out) & torch.isfinite(tensor)).nonzero()
+        if len(bad):
+            where = f"row {bad[0][0].item() + box.start[0]}" if tensor.dim() else "its value"
+            largest = torch.finfo(out.dtype).max
+            raise ConversionError(f"{name}: {where} has a number beyond {largest:g}, the largest of {out.dtype}")
+
+
+def _scales_of(t: TensorLayout, rank: int, formats: Mapping[str, Format]) -> tuple[slice, ...]:
+    format = formats[t.name]
+    return format.scales(t.held_by(rank)[0]).slices(Box.whole(format.scale_shape(t.shape)))
+
+
+def _strips(matrix: Tensor, box: Box, scale: Tensor, format: Format) -> Iterator[tuple[slice, Tensor]]:
+    """Spans of rows, each with its scales, to be broadcast over it."""
+    rows, columns = matrix.shape
+    if not matrix.numel():
+        return
+    if format.block:
+        lead = box.start[1] % format.block
+        for index, span in enumerate(_block_rows(box, format.block)):
+            yield span, scale[index].repeat_interleave(format.block)[lead : lead + columns]
+    else:
+        step = max(1, _STRIP // columns)
+        for row in range(0, rows, step):
+            yield slice(row, row + step), scale[row : row + step, None]
+
+
+def _block_rows(box: Box, block: int) -> Iterator[slice]:
+    """The rows of a box, counted from its first, that lie in one row of blocks."""
+    start, stop = box.start[0], box.stop[0]
+    for first in range(start // block * block, stop, block):
+        yield slice(max(first, start) - start, min(first + block, stop) - start)

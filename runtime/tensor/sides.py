@@ -1,0 +1,95 @@
+"""The layouts of both sides of a channel: as the carried value lies on the sender, and as a receiver wants it.
+
+What a receiver needs to know of the sender travels as JSON: the layout and the rules by which a replica with an axis
+"tp" cuts the tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.graph.sharding import Rule, Sharded, Sharding
+from penstock.graph.types import Carried
+from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import TENSOR, sharded
+from penstock.runtime.tensor.proof import Add
+
+Axes = Sequence[tuple[str, int]]
+"""A replica's mesh: (axis, size), outermost first."""
+
+_DTYPES = tuple(ITEMSIZE)
+
+
+def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:
+    """The mesh of a replica; without axes, `ranks` ranks that each hold everything."""
+    return Mesh((("replica", ranks),) if axes is None else tuple((name, size) for name, size in axes))
+
+
+def source_layout(carried: Carried, wire: str | None, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
+    """How the value's weights lie on its ranks, in the dtypes of the wire; and the rules that receivers cut them by.
+
+    The ranks tell each other the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises
+    `LayoutError` for what cannot travel, or does not lie as the sharding says.
+    """
+    tensors = carried.weights()
+    if not isinstance(carried, Sharded):
+        entries = [(name, tuple(t.shape), _on_the_wire(t, wire)) for name, t in tensors.items()]
+        _require_known(entries)
+        return Layout.whole(entries, ranks), {}
+    sharding = carried.sharding()
+    mesh = Mesh(tuple(sharding.mesh))
+    if mesh.size != ranks:
+        raise LayoutError(f"sharding over {mesh}: given {mesh.size} ranks, needed the replica's {ranks}")
+    own = [(name, tuple(t.shape), _on_the_wire(t, wire)) for name, t in tensors.items() if t.numel()]
+    _require_known(own)
+    dtypes = _agreed({name: dtype for name, _, dtype in own}, sharding, add)
+    entries = [(name, tuple(shape), dtypes[name]) for name, shape in sharding.shapes.items()]
+    return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
+
+
+def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:
+    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; without rules,
+    whole on each rank."""
+    axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
+    return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
+
+
+def rules_to_json(rules: Mapping[str, Rule]) -> dict[str, list[int] | None]:
+    return {key: None if rule is None else list(rule) for key, rule in rules.items()}
+
+
+def rules_from_json(data: Mapping[str, Any]) -> dict[str, Rule]:
+    return {key: None if rule is None else (rule[0], rule[1]) for key, rule in data.items()}
+
+
+def _on_the_wire(tensor: Tensor, wire: str | None) -> str:
+    return wire if wire is not None and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+
+
+def _require_known(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> None:
+    unknown = [f"{name} ({dtype})" for name, _, dtype in entries if dtype not in ITEMSIZE]
+    if unknown:
+        raise LayoutError(f"dtypes that do not travel: {', '.join(unknown)}; needed one of {', '.join(ITEMSIZE)}")
+
+
+def _agreed(own: Mapping[str, str], sharding: Sharding, add: Add) -> dict[str, str]:
+    """The dtype of every tensor, from the ranks that hold some of it: how many say each dtype, added up."""
+    surplus = own.keys() - sharding.shapes.keys()
+    if surplus:
+        raise LayoutError(f"weights that the sharding does not name: {', '.join(sorted(surplus))}")
+    votes = torch.zeros(len(sharding.shapes), len(_DTYPES), dtype=torch.int64)
+    for row, name in enumerate(sharding.shapes):
+        if name in own:
+            votes[row, _DTYPES.index(own[name])] = 1
+    found = [[dtype for dtype, count in zip(_DTYPES, row, strict=True) if count] for row in add(votes).tolist()]
+    wrong = [
+        f"  {name}: {' and '.join(dtypes) or 'on no rank'}"
+        for name, dtypes in zip(sharding.shapes, found, strict=True)
+        if len(dtypes) != 1
+    ]
+    if wrong:
+        raise LayoutError("\n".join(["the ranks do not hold one dtype of each tensor:", *wrong]))
+    return {name: dtypes[0] for name, dtypes in zip(sharding.shapes, found, strict=True)}

@@ -1,0 +1,360 @@
+"""Values of other hosts: equal bits, or an error that names the owner; and a server that nobody can upset."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from penstock.graph.types import Prompts, Rewards
+from penstock.runtime.control.exchange import (
+    ANSWER,
+    CHUNK,
+    EXCHANGE,
+    MAX_QUESTION,
+    QUESTION,
+    WINDOW,
+    Ask,
+    Part,
+    Refused,
+)
+from penstock.runtime.control.exchange_client import ExchangeClient
+from penstock.runtime.control.exchange_server import ExchangeServer
+from penstock.runtime.control.keys import Join, Keys
+from penstock.runtime.control.wire import WireError
+from penstock.runtime.tensor.handle import Handle, HandleError
+from penstock.runtime.tensor.store import Reader, Store
+
+from .sockets import stranger, until
+
+pytestmark = pytest.mark.timeout(120)
+TCP = "tcp://127.0.0.1:0"
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Hosts:
+    """An owner on host a, and readers on host b."""
+
+    keys: Keys
+    folder: Path
+    stack: ExitStack
+
+    def __post_init__(self) -> None:
+        self.run = self.keys.door.run
+        self.server = ExchangeServer(self.join("a"), "generator.0", Reader(self.run, host="a"))
+        self.stack.callback(self.server.close)
+        self.store = Store(self.run, "generator.0", host="a", endpoint=self.server.endpoint, segment_bytes=1 << 16)
+        self.stack.callback(self.store.close)
+        self.client = self.new_client()
+        self.reader = self.new_reader("b", self.client.block)
+
+    def join(self, host: str) -> Join:
+        return self.keys.join(host, TCP, self.folder)
+
+    def new_client(self, patience: float = PATIENCE_S) -> ExchangeClient:
+        client = ExchangeClient(self.join("b"), patience)
+        self.stack.callback(client.close)
+        return client
+
+    def new_reader(self, host: str, far: Callable[[Handle], bytearray] | None = None) -> Reader:
+        reader = Reader(self.run, host=host, far=far)
+        self.stack.callback(reader.close)
+        return reader
+
+    def raw(self, join: Join | None = None, owner: str = "") -> "zmq.Socket[bytes]":
+        """A DEALER without manners, with host b's keys unless `join` has others, to the server or to `owner`."""
+        join = join or self.join("b")
+        context = zmq.Context()
+        self.stack.callback(context.destroy, linger=0)
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.keys.hosts["a"].public.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+        socket.connect(owner or self.server.endpoint)
+        return socket
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with ExitStack() as stack:
+        yield Hosts(Keys.make(f"x{secrets.token_hex(6)}", TCP, ["a", "b"]), tmp_path, stack)
+
+
+def rewards(count: int, seed: int = 0) -> Rewards:
+    return Rewards(torch.randn(count, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("count", [0, 3, CHUNK // 4, 12 * CHUNK // 4 + 17])
+def test_a_value_of_another_host_has_equal_bits_and_comes_in_parts(hosts: Hosts, count: int) -> None:
+    value = rewards(count)
+    handle = hosts.store.put(value)
+    assert torch.equal(hosts.reader.get(handle, Rewards).values_N, value.values_N)
+    parts = ceil(handle.nbytes / CHUNK)
+    until(lambda: hosts.server.counts["served"] == parts)
+    assert hosts.client.counts == {"asked": parts}
+    prompts = Prompts((3,), ("1+1=",), ("2",))
+    assert hosts.reader.get(hosts.store.put(prompts), Prompts) == prompts
+
+
+def test_a_reader_on_the_owners_host_asks_nobody(hosts: Hosts) -> None:
+    value = rewards(100)
+    near = hosts.new_reader("a")
+    assert torch.equal(near.get(hosts.store.put(value), Rewards).values_N, value.values_N)
+    assert hosts.server.counts == {}
+
+
+def test_a_value_that_was_freed_or_replaced_is_an_error_on_every_host(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(3))
+    hosts.store.free(handle)
+    with pytest.raises(HandleError, match=r"of generator\.0 on host a .*freed"):
+        hosts.reader.get(handle, Rewards)
+    again = hosts.store.put(rewards(3, seed=1))
+    assert again.offset == handle.offset
+    with pytest.raises(HandleError, match="freed"):
+        hosts.reader.get(handle, Rewards)
+    assert torch.equal(hosts.reader.get(again, Rewards).values_N, rewards(3, seed=1).values_N)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 64},
+        {"offset": -64},
+        {"offset": 1 << 40},
+        {"nbytes": 1 << 40},
+        {"nbytes": 0},
+        {"nbytes": -1},
+        {"nbytes": 64},
+        {"meta": "{}"},
+        {"meta": '{"serial":99}'},
+        {"owner": "generator.1"},
+        {"segment": "penstock-other-generator.0-0"},
+        {"segment": "../../etc/passwd"},
+        {"host": "c"},
+        {"endpoint": ""},
+        {"endpoint": "tcp://nowhere"},
+    ],
+    ids=str,
+)
+def test_a_wrong_handle_is_an_error_and_the_next_one_is_answered(hosts: Hosts, change: dict[str, Any]) -> None:
+    handle = hosts.store.put(rewards(3))
+    with pytest.raises(HandleError, match=r"penstock-|etc"):
+        hosts.reader.get(replace(handle, **change), Rewards)
+    assert torch.equal(hosts.reader.get(handle, Rewards).values_N, rewards(3).values_N)
+
+
+def test_a_reader_that_cannot_ask_says_where_the_value_is(hosts: Hosts) -> None:
+    with pytest.raises(HandleError, match=r"on host a .*a reader on host 'c' that cannot ask other hosts"):
+        hosts.new_reader("c").get(hosts.store.put(rewards(3)), Rewards)
+
+
+def test_a_block_freed_between_two_parts_is_refused(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(CHUNK))
+    raw = hosts.raw()
+    answers = []
+    for number, start in enumerate((0, CHUNK)):
+        raw.send(QUESTION.pack((EXCHANGE, number, Ask(handle, start, CHUNK))))
+        assert raw.poll(20_000)
+        answers.append(ANSWER.unpack(raw.recv_multipart()[0])[1:])
+        if start == 0:
+            hosts.store.free(handle)
+    assert answers[0] == (0, Part())
+    assert answers[1][0] == 1
+    assert isinstance(answers[1][1], Refused)
+    assert "freed" in answers[1][1].reason
+
+
+def test_a_value_that_is_freed_while_it_is_read_is_whole_or_an_error(hosts: Hosts) -> None:
+    """The owner frees and puts in the same place while another thread reads: no reader ever sees a mixture."""
+    wrong: list[int] = []
+    read = [0]
+    shown: list[Handle] = []
+    over = threading.Event()
+    client = hosts.new_client()
+
+    def look() -> None:
+        reader = Reader(hosts.run, host="b", far=client.block)
+        while not over.is_set():
+            try:
+                values_N = reader.get(shown[-1], Rewards).values_N
+            except HandleError:
+                continue
+            read[0] += 1
+            if not bool((values_N == values_N[0]).all()):
+                wrong.append(read[0])
+
+    shown.append(hosts.store.put(Rewards(torch.full((CHUNK,), -1.0))))
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        number = 0
+        while read[0] < 10 and number < 5000 and thread.is_alive():
+            hosts.store.free(shown[-1])
+            shown.append(hosts.store.put(Rewards(torch.full((CHUNK,), float(number)))))
+            number += 1
+            over.wait(0.0 if number % 8 else 0.05)
+    finally:
+        over.set()
+        thread.join(60)
+    assert read[0] > 0
+    assert wrong == []
+
+
+def test_whatever_is_no_question_is_counted_and_dropped(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(3))
+    good = QUESTION.pack((EXCHANGE, 1, Ask(handle, 0, handle.nbytes)))
+    raw = hosts.raw()
+    for _ in range(20):
+        raw.send(secrets.token_bytes(200))
+    raw.send_multipart([good, b"and more"])
+    raw.send(good[:-3])
+    raw.send(good.replace(b"\x93\x01\x01", b"\x93\x02\x01", 1))  # another version
+    raw.send(QUESTION.pack((EXCHANGE, 1, Ask(handle, 0, CHUNK + 1))))
+    raw.send(bytes(MAX_QUESTION + 1))
+    until(lambda: hosts.server.counts.total() == 25)
+    assert hosts.server.counts == {"malformed": 24, "oversized": 1}
+    raw.send(bytes(8 * MAX_QUESTION))  # the connection is cut; others go on
+    assert torch.equal(hosts.reader.get(handle, Rewards).values_N, rewards(3).values_N)
+    assert raw.poll(0) == 0
+
+
+def test_a_key_of_another_run_is_refused(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(3))
+    raw = hosts.raw(stranger(hosts.join("b")))
+    raw.send(QUESTION.pack((EXCHANGE, 1, Ask(handle, 0, handle.nbytes))))
+    until(lambda: hosts.server.counts["stranger"] > 0)
+    assert hosts.server.counts["served"] == 0
+    assert hosts.reader.get(handle, Rewards) is not None
+
+
+def test_a_reader_that_does_not_read_costs_a_bounded_number_of_parts_and_hinders_nobody(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(CHUNK))
+    raw = hosts.raw()
+    for number in range(16 * WINDOW):
+        raw.send(QUESTION.pack((EXCHANGE, number, Ask(handle, 0, CHUNK))))
+    until(lambda: hosts.server.counts.total() == 16 * WINDOW)
+    assert hosts.server.counts["unread"] > 0
+    small = hosts.store.put(rewards(3))
+    assert torch.equal(hosts.reader.get(small, Rewards).values_N, rewards(3).values_N)
+
+
+def test_an_owner_that_is_gone_is_named_with_its_host_and_the_value(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(3))
+    hosts.server.close()
+    hosts.stack.pop_all()  # closed here, in order
+    client = ExchangeClient(hosts.join("b"), 0.5)
+    reader = Reader(hosts.run, host="b", far=client.block)
+    try:
+        with pytest.raises(HandleError) as caught:
+            reader.get(handle, Rewards)
+    finally:
+        client.close()
+        hosts.client.close()
+        hosts.store.close()
+    said = str(caught.value)
+    assert said.startswith(str(handle))
+    assert f"generator.0 on host a has not answered at {handle.endpoint} for 0.5 s" in said
+    assert "out of reach of host b" in said
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+import torch
+from penstock.graph.types import Rewards
+from penstock.runtime.control.exchange_server import ExchangeServer
+from penstock.runtime.control.keys import Join
+from penstock.runtime.tensor.store import Reader, Store
+join = Join.read(Path(sys.argv[1]))
+server = ExchangeServer(join, "owner", Reader(join.run, host="a"))
+h = Store(join.run, "owner", host="a", endpoint=server.endpoint).put(Rewards(torch.ones(5)))
+print("\\n".join((h.segment, str(h.offset), str(h.nbytes), h.meta, h.owner, h.host, h.endpoint)), flush=True)
+time.sleep(100)
+"""
+
+
+def test_an_owner_that_dies_while_a_reader_waits_is_named_and_one_that_comes_back_answers(hosts: Hosts) -> None:
+    path = hosts.folder / "a.json"
+    hosts.join("a").write(path)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        segment, offset, nbytes, *rest = [owner.stdout.readline().strip() for _ in range(7)]
+        handle = Handle(segment, int(offset), int(nbytes), *rest)
+        assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
+        impatient = hosts.new_reader("b", hosts.new_client(0.5).block)
+        owner.send_signal(signal.SIGSTOP)
+        with pytest.raises(HandleError, match="owner on host a has not answered"):
+            impatient.get(handle, Rewards)
+        owner.send_signal(signal.SIGCONT)
+        assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
+        owner.send_signal(signal.SIGSTOP)
+        killer = threading.Timer(0.2, owner.kill)
+        killer.start()
+        with pytest.raises(HandleError, match="owner on host a has not answered"):
+            impatient.get(handle, Rewards)
+        killer.join()
+    finally:
+        owner.kill()
+        owner.communicate()
+        for left in Path("/dev/shm").glob(f"penstock-{hosts.run}-owner-*"):
+            left.unlink()
+
+
+def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) -> None:
+    """An owner of the right key that talks nonsense before it answers."""
+    value = rewards(3)
+    handle = hosts.store.put(value)
+    block = bytes(Reader(hosts.run, host="a").part(handle, 0, handle.nbytes))
+    context = zmq.Context()
+    hosts.stack.callback(context.destroy, linger=0)
+    fake = context.socket(zmq.ROUTER)
+    fake.setsockopt(zmq.LINGER, 0)
+    fake.setsockopt(zmq.CURVE_SERVER, 1)
+    fake.setsockopt(zmq.CURVE_SECRETKEY, hosts.keys.hosts["a"].secret.encode())
+    fake.bind(TCP)
+    endpoint = fake.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def talk() -> None:
+        who, frame = fake.recv_multipart()
+        _, number, _ = QUESTION.unpack(frame)
+        right = ANSWER.pack((EXCHANGE, number, Part()))
+        for frames in ([b"?"], [right], [right, block[:-1]], [right, block, b""]):
+            fake.send_multipart([who, *frames])
+        fake.send_multipart([who, ANSWER.pack((EXCHANGE, number + 7, Part())), block])
+        fake.send_multipart([who, right, block])
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    found = hosts.reader.get(replace(handle, endpoint=endpoint), Rewards)
+    thread.join(20)
+    assert torch.equal(found.values_N, value.values_N)
+    assert hosts.client.counts == {"asked": 1, "malformed": 4, "late": 1}
+
+
+def test_an_address_that_this_machine_lacks_is_named_with_its_host(hosts: Hosts) -> None:
+    join = replace(hosts.join("a"), address="192.0.2.1")
+    with pytest.raises(WireError, match=r"generator\.0: cannot listen on tcp://192.0.2.1:0 .*no such address.*host a"):
+        ExchangeServer(join, "generator.0", Reader(hosts.run, host="a"))
+
+
+def test_a_closed_server_leaves_no_socket_and_no_thread(hosts: Hosts) -> None:
+    before = set(os.listdir("/proc/self/fd")), threading.active_count()
+    server = ExchangeServer(hosts.join("a"), "generator.1", Reader(hosts.run, host="a"))
+    assert threading.active_count() == before[1] + 1
+    server.close()
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -1,0 +1,89 @@
+"""A batch of responses takes what its steps take, one by one; the tail is paid for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.gpus import GPUS
+from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import SHAPES
+
+ONE = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=4)
+
+
+def _step_by_step(generator: Generator, lengths: list[int], prompt: int) -> float:
+    """One replica, one step after the other, for every token."""
+    waiting, now = list(lengths), 0.0
+    rows: list[list[int]] = []
+    while waiting or rows:
+        while waiting and len(rows) < generator.slots:
+            now += generator.prefill_s(prompt, prompt**2)
+            rows.append([prompt, waiting.pop(0)])
+        context = sum(have for have, _ in rows)
+        fixed, million = generator.step(len(rows), 0).seconds, generator.step(len(rows), 1e6).seconds
+        now += fixed + (million - fixed) * context / 1e6
+        rows = [[have + 1, left - 1] for have, left in rows if left > 1]
+    return now
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 64))
+def test_going_from_event_to_event_is_going_step_by_step(lengths: list[int], prompt: int) -> None:
+    rollout = ONE.rollout(np.array(lengths), prompt)
+    assert rollout.seconds == pytest.approx(_step_by_step(ONE, lengths, prompt), rel=1e-9)
+    assert rollout.tokens == sum(lengths)
+
+
+def test_the_longest_response_is_a_floor_that_replicas_do_not_lower() -> None:
+    lengths = Lognormal(1000, 0.9, 8192).take(256)
+    alone = ONE.rollout(np.array([lengths.max()]), 0).seconds
+    assert alone <= ONE.rollout(lengths, 0, replicas=64).seconds <= ONE.rollout(lengths, 0, replicas=8).seconds
+
+
+def test_a_long_tail_costs_more_than_its_mean() -> None:
+    lengths = Lognormal(1000, 0.9, 8192).take(256)
+    mean = np.full(256, int(lengths.mean()))
+    wide = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=64)
+    tailed, level = wide.rollout(lengths, 0, replicas=4), wide.rollout(mean, 0, replicas=4)
+    assert tailed.seconds > 2 * level.seconds
+    assert tailed.occupancy(64) < level.occupancy(64) == pytest.approx(1)
+
+
+def test_in_a_stream_the_tail_of_one_batch_is_filled_by_the_next() -> None:
+    lengths = Lognormal(1000, 0.9, 8192).take(256)
+    wide = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=32)
+    assert wide.stream_s(lengths, 128, 8, replicas=2) < wide.rollout(lengths, 128, 8, replicas=2).seconds
+
+
+def test_a_prompt_is_computed_once_for_its_samples() -> None:
+    lengths = np.full(8, 10)
+    once, each = ONE.rollout(lengths, 1000, samples=8), ONE.rollout(lengths, 1000, samples=1)
+    assert each.seconds - once.seconds == pytest.approx(7 * ONE.prefill_s(1000, 1000**2))
+
+
+def test_a_step_reads_weights_and_cache_once() -> None:
+    """8B on an H100, by hand: the head counts, the embedding is looked up; 128 KiB of cache per token."""
+    parts = ONE.step(4, 10_000).parts
+    weights = (8.03e9 - 128256 * 4096) * 2
+    assert parts["weights"] == pytest.approx(weights / (3.35e12 * 0.8), rel=1e-3)
+    assert parts["cache"] == pytest.approx(10_000 * 131072 / (3.35e12 * 0.8), rel=1e-3)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_use() -> None:
+    moe = Generator(SHAPES["qwen3-30b-a3b"], GPUS["H100"], Parallel(), slots=512)
+    few, many = moe.step(1, 0).parts["weights"], moe.step(512, 0).parts["weights"]
+    assert few < many / 5
+    assert many <= 30.6e9 * 2 / (3.35e12 * 0.8)
+
+
+def test_narrower_weights_are_read_faster_and_more_gpus_share_them() -> None:
+    fp8, wide = replace(ONE, precision="fp8"), replace(ONE, mesh=Parallel(tp=4))
+    base = ONE.step(1, 0).parts["weights"]
+    assert fp8.step(1, 0).parts["weights"] == pytest.approx(base / 2)
+    assert wide.step(1, 0).parts["weights"] == pytest.approx(base / 4)
+    assert wide.step(1, 0).parts["tp"] > 0 == ONE.step(1, 0).parts["tp"]

@@ -1,0 +1,95 @@
+"""A training step by hand, and what each axis of its mesh costs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.gpus import GPUS
+from penstock.runtime.plan.links import bandwidth, exchange_s, gather_s, reduce_s
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import SHAPES
+from penstock.runtime.plan.training import Trainer
+
+H100 = GPUS["H100"]
+ALONE = Trainer(SHAPES["llama-8b"], H100, Parallel(), micro_tokens=8192, recompute=0.0)
+BATCH = np.full(64, 4096)
+
+
+def test_the_flops_of_a_step_are_six_per_parameter_and_token_and_attention() -> None:
+    parts = ALONE.step(BATCH).parts
+    tokens = 64 * 4096
+    shape = SHAPES["llama-8b"]
+    assert parts["products"] == pytest.approx(6 * shape.active_parameters * tokens / (989e12 * 0.7))
+    forward = 2 * 32 * 64 * 4096**2 * 4096
+    assert parts["attention"] == pytest.approx(forward * 3.5 / (989e12 * 0.6))
+
+
+def test_recomputing_adds_a_forward_pass_and_frozen_weights_save_one() -> None:
+    base = ALONE.step(BATCH).parts["products"]
+    assert replace(ALONE, recompute=1.0).step(BATCH).parts["products"] == pytest.approx(base * 4 / 3)
+    assert replace(ALONE, frozen=True).step(BATCH).parts["products"] == pytest.approx(base * 2 / 3)
+    assert ALONE.logprobs(BATCH).parts["products"] == pytest.approx(base / 3)
+
+
+def test_a_packed_batch_costs_attention_by_the_square_of_each_sequence() -> None:
+    long, short = np.full(8, 8192), np.full(64, 1024)
+    assert ALONE.step(long).parts["products"] == pytest.approx(ALONE.step(short).parts["products"])
+    assert ALONE.step(long).parts["attention"] == pytest.approx(8 * ALONE.step(short).parts["attention"])
+
+
+def test_a_pipelines_bubble_is_its_stages_less_one_over_micro_batches() -> None:
+    piped = replace(ALONE, mesh=Parallel(pp=4), zero3=False)
+    parts = piped.step(BATCH)
+    micro = 64 * 4096 // 8192
+    work = parts.seconds - parts.parts["bubble"] - parts.parts["optimizer"]
+    assert parts.parts["bubble"] == pytest.approx(work / micro * 3)
+    assert replace(piped, chunks=2).step(BATCH).parts["bubble"] == pytest.approx(parts.parts["bubble"] / 2)
+
+
+def test_sharding_over_more_gpus_is_faster_but_never_by_more_than_their_number() -> None:
+    seconds = [replace(ALONE, mesh=Parallel(fsdp=n)).step(BATCH).seconds for n in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(seconds[0] / s <= n * 1.001 for s, n in zip(seconds, (1, 2, 4, 8), strict=True))
+
+
+def test_gathers_of_weights_hide_behind_computation_until_it_is_too_short() -> None:
+    wide = replace(ALONE, mesh=Parallel(fsdp=64))
+    assert wide.step(np.full(64, 8192)).parts["fsdp"] == 0
+    assert wide.step(np.full(64, 256)).parts["fsdp"] > 0
+
+
+def test_tensor_parallelism_pays_for_its_all_reduces_and_experts_for_their_exchanges() -> None:
+    assert replace(ALONE, mesh=Parallel(tp=8)).step(BATCH).parts["tp"] > 0 == ALONE.step(BATCH).parts["tp"]
+    moe = replace(ALONE, shape=SHAPES["qwen3-30b-a3b"], mesh=Parallel(fsdp=8))
+    assert replace(moe, mesh=Parallel(fsdp=8, ep=8)).step(BATCH).parts["ep"] > 0 == moe.step(BATCH).parts["ep"]
+
+
+def test_collectives_by_hand() -> None:
+    assert gather_s(H100, 8e9, 1) == reduce_s(H100, 8e9, 1) == exchange_s(H100, 8e9, 1) == 0
+    assert gather_s(H100, 8e9, 8) == pytest.approx(7 / 8 * 8e9 / 360e9 + 1e-5)
+    assert reduce_s(H100, 8e9, 8) == pytest.approx(2 * gather_s(H100, 8e9, 8))
+    assert bandwidth(H100, 16) == pytest.approx(8 * 40e9)  # eight NICs of a machine, side by side
+    assert bandwidth(H100, 16, stride=8) == pytest.approx(40e9)  # one GPU of each machine has its own NIC
+    assert exchange_s(H100, 1e9, 16) == pytest.approx(0.5e9 / 40e9 + 2e-5)
+
+
+def test_few_bytes_go_through_a_tree() -> None:
+    assert reduce_s(H100, 1e3, 256) < 20 * H100.latency_s
+
+
+def test_a_mesh_that_does_not_fit_a_model_says_why() -> None:
+    shape = SHAPES["llama-8b"]
+    assert Parallel(tp=64).faults(shape) == ["32 attention heads over tp 64, needed a divisor"]
+    assert Parallel(pp=33).faults(shape) == ["32 layers over pp 33, needed one for each stage"]
+    assert Parallel(fsdp=4, tp=8, pp=2).faults(shape) == []
+    assert Parallel(fsdp=4, tp=8, pp=2).axes == (("pp", 2), ("fsdp", 4), ("tp", 8))
+    with pytest.raises(ValueError, match="experts over 3 of 4 ranks"):
+        Parallel(fsdp=4, ep=3)
+
+
+def test_costs_add_up_and_name_what_bounds_them() -> None:
+    cost = Cost({"a": 1.0, "b": 2.0}) + Cost({"b": 1.0}) * 2
+    assert (cost.seconds, cost.bound, cost.parts["b"]) == (5.0, "b", 4.0)
+    assert Cost().bound == "nothing"

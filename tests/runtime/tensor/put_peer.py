@@ -1,0 +1,80 @@
+"""The other process of the tests of shared memory: `python put_peer.py SIDE FOLDER TIMEOUT`, one rank.
+
+It does what each line of its input says: a source publishes (`publish`), sends (`send`), and dies after the first
+piece (`die`); a destination receives what is published (`facts`) and swaps. Errors are answers too.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor import put
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.digest import digest
+from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.sync import Publisher, Receiver
+from penstock.runtime.tensor.transport import Transport
+from tests.runtime.tensor.peer import CHANNEL, Policy, answer
+
+
+class Opening:
+    """A transport that is opened at its first use: a receiver's arena must be there."""
+
+    def __init__(self, bridge: Bridge, side: Any, memory: SharedMemory | None = None) -> None:
+        self.bridge, self.side, self.memory = bridge, side, memory
+        self.transport: Transport | None = None
+
+    def opened(self) -> Transport:
+        self.transport = self.transport or self.bridge.open(self.side, 0, self.memory)
+        return self.transport
+
+    def send(self, *facts: Any) -> int:
+        return self.opened().send(*facts)
+
+    def receive(self, *facts: Any) -> int:
+        return self.opened().receive(*facts)
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+
+def die_after_one_piece(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(side: Any, folder: str, timeout: str) -> None:
+    torch.set_num_threads(1)
+    memory = SharedMemory(Path(folder).name, side) if side == "destination" else None
+    transport = Opening(Bridge(CHANNEL, Path(folder) / "bridge", timeout=float(timeout)), side, memory)
+    policy, receiver = Policy(), Receiver(CHANNEL, allocate=memory)
+    publisher = Publisher(CHANNEL, policy, keep=4)
+    answer(started=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if "publish" in order:
+                policy.advance(order["publish"])
+                answer(**publisher.publish(order["publish"]))
+            elif "send" in order:
+                publisher.send(order["send"], transport)
+                answer(sent=order["send"], way=type(transport.transport).__name__)
+            elif "die" in order:
+                put.copy_elements = die_after_one_piece  # type: ignore[attr-defined]
+            else:
+                receiver.receive(order["version"], order, transport)
+                receiver.swap(order["version"])
+                answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors))
+        except RuntimeError as error:
+            answer(error=type(error).__name__, text=str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Replicas of several ranks for the tests: each rank a thread here, with what a rank has in a process of its own."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.graph.sharding import Rule, Sharding
+from penstock.runtime.tensor.adder import Adder
+from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.layout import Copy
+from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.sync import Publisher, Receiver
+from penstock.runtime.tensor.transport import Transport
+
+CHANNEL = "policy>generator"
+Axes = tuple[tuple[str, int], ...]
+SHAPES = {
+    "embed.weight": (1031, 96),
+    "q.weight": (640, 1024),
+    "k.weight": (64, 96),
+    "o.weight": (96, 1100),
+    "norm.weight": (96,),
+    "scale": (3,),
+    "step": (),
+}
+RULES: dict[str, Rule] = {
+    "embed.weight": (0, 0), "q.weight": (0, 4), "k.weight": (0, 2), "o.weight": (1, 4),
+    "norm.weight": None, "scale": None, "step": None,
+}  # fmt: skip
+TRAINER: dict[str, Rule] = {**RULES, "embed.weight": None}
+
+
+def wholes(version: int) -> dict[str, Tensor]:
+    """The logical tensors of a version."""
+    generator = torch.Generator().manual_seed(version)
+    made = {name: torch.empty(shape).normal_(generator=generator).bfloat16() for name, shape in SHAPES.items()}
+    return {**made, "step": torch.tensor(version)}
+
+
+class ShardedPolicy:
+    """One rank's parts of the logical tensors, on a mesh; parts that are empty are left out."""
+
+    def __init__(self, mesh: Axes, rank: int, stages: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        self.mesh = mesh
+        self.stages = stages or {}
+        named = [(name, shape, "bfloat16") for name, shape in SHAPES.items()]
+        layout = sharded(named, Mesh(mesh), TRAINER, self.stages)
+        self.boxes = {t.name: t.held_by(rank)[0] for t in layout.tensors if t.held_by(rank)}
+        self.tensors: dict[str, Tensor] = {}
+        self.advance(0)
+
+    def advance(self, version: int) -> None:
+        made = wholes(version)
+        self.tensors = {n: made[n][tuple(map(slice, b.start, b.stop))].clone() for n, b in self.boxes.items()}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def sharding(self) -> Sharding:
+        return Sharding(self.mesh, SHAPES, TRAINER, RULES, self.stages)
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return self.tensors, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.tensors = dict(tensors)
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
+
+
+def size(mesh: Axes) -> int:
+    return Mesh(mesh).size
+
+
+def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 30.0) -> Adder | None:
+    return Adder(name, folder / name, rank, size(mesh), timeout) if size(mesh) > 1 else None
+
+
+class SourceRank:
+    """What a trainer's rank does at a sync."""
+
+    def __init__(self, folder: Path, mesh: Axes, target: Axes, rank: int, **options: Any) -> None:
+        stages = options.pop("stages", None)
+        self.policy = ShardedPolicy(mesh, rank, stages)
+        self.bridge = Bridge(CHANNEL, folder / "bridge", size(mesh), size(target), timeout=30)
+        self.target, self.rank = target, rank
+        self.transport: Transport | None = None
+        add = adder(folder, "trainer", mesh, rank)
+        self.publisher = Publisher(CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, **options)
+
+    def publish(self, version: int) -> dict[str, Any]:
+        self.policy.advance(version)
+        return self.publisher.publish(version)
+
+    def send(self, version: int) -> None:
+        if self.transport is None:
+            self.transport = self.bridge.open("source", self.rank)
+        self.publisher.send(version, self.transport, mesh=self.target)
+
+
+class DestinationRank:
+    """What a generator's rank does at a sync. `damage` is done to what arrived."""
+
+    def __init__(self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool) -> None:
+        self.bridge = Bridge(CHANNEL, folder / "bridge", size(source), size(mesh), timeout=30)
+        self.rank = rank
+        self.opened: Transport | None = None
+        self.memory = SharedMemory("testreplicas", f"{folder.name}-{rank}") if shared else None
+        add = adder(folder, "generator", mesh, rank)
+        self.receiver = Receiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory)
+        self.damage: Callable[[Any], None] = lambda parts: None
+
+    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        if self.opened is None:
+            self.opened = self.bridge.open("destination", self.rank, self.memory)
+        moved = self.opened.receive(version, copies, parts)
+        self.damage(parts)
+        return moved
+
+    def sync(self, version: int, facts: Mapping[str, Any]) -> None:
+        self.receiver.receive(version, facts, self)  # type: ignore[arg-type]
+        self.receiver.swap(version)
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """Run all at once; their results, or the exceptions that ended them."""
+    results: list[Any] = [TimeoutError("still running")] * len(works)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def sound(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

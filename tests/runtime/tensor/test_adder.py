@@ -1,0 +1,49 @@
+"""Sums over the ranks of a replica, and who is to blame when there is none."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.runtime.tensor.adder import Adder
+from penstock.runtime.tensor.transport import TransportError
+
+from .replicas import sound, together
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:
+    adders = [Adder("trainer", tmp_path / "sum", rank, 3, timeout=30) for rank in range(3)]
+    own = [torch.tensor([[2**62, rank], [rank, -rank]]) for rank in range(3)]
+    for _ in range(3):
+        for total in sound(together(*(partial(add, t) for add, t in zip(adders, own, strict=True)))):
+            assert total.tolist() == [[3 * 2**62 - 2**64, 3], [3, -3]]
+    for add in adders:
+        add.close()
+
+
+def test_a_rank_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match=r"trainer: rank 0: not all of 2 ranks met within 1 s"):
+        Adder("trainer", tmp_path / "sum", 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_rank_that_does_not_add_is_named(tmp_path: Path) -> None:
+    adders = [Adder("trainer", tmp_path / "sum", rank, 3, timeout=2) for rank in range(3)]
+    zero = torch.zeros(2, dtype=torch.int64)
+    sound(together(*(partial(add, zero) for add in adders)))
+    results = together(partial(adders[0], zero), partial(adders[1], zero))
+    assert all(isinstance(result, TransportError) for result in results)
+    assert "no sum from rank 2 within 2 s" in str(results[0])
+    assert "no sum from rank 0 within 2 s" in str(results[1])
+
+
+def test_sums_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    adders = [Adder("trainer", tmp_path / "sum", rank, 2, timeout=2) for rank in range(2)]
+    zero = torch.zeros(2, dtype=torch.int64)
+    sound(together(*(partial(add, zero) for add in adders)))
+    adders[1]._calls += 1
+    results = together(*(partial(add, zero) for add in adders))
+    assert "rank 1 adds up sum 3, needed 2" in str(results[0])
+    assert isinstance(results[1], TransportError)

@@ -1,0 +1,183 @@
+"""Weights put into another process's shared memory: equal, nothing left behind, and never a hang."""
+
+import json
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime.tensor import put
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.digest import ProofError, digest
+from penstock.runtime.tensor.memory import MappedMemory, Place, SharedMemory, copy_elements
+from penstock.runtime.tensor.segments import SHM, SegmentError, sweep
+from penstock.runtime.tensor.sync import Publisher, Receiver, SyncError
+from penstock.runtime.tensor.transport import TransportError
+
+from .peer import CHANNEL, Policy
+from .put_peer import Opening
+from .test_bridge import Peer
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class PutPeer(Peer):
+    def __init__(self, side: str, folder: Path, timeout: float) -> None:
+        command = [sys.executable, "-m", "tests.runtime.tensor.put_peer", side, str(folder), str(timeout)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
+        assert self.read() == {"started": True}
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.tell(**order)
+        return self.read()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A folder named as a run; what the run leaves in shared memory is swept, as at the next start."""
+    folder = tmp_path / f"put{secrets.token_hex(6)}"
+    folder.mkdir()
+    yield folder
+    sweep(folder.name)
+    assert not list(SHM.glob(f"penstock-{folder.name}-*"))
+
+
+@pytest.fixture
+def other(run: Path) -> Iterator[Any]:
+    peers: list[PutPeer] = []
+
+    def start(side: str, timeout: float = 30.0) -> PutPeer:
+        peers.append(PutPeer(side, run, timeout))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.end()
+
+
+def source(run: Path, timeout: float = 30.0) -> tuple[Policy, Publisher, Opening]:
+    policy = Policy()
+    return policy, Publisher(CHANNEL, policy), Opening(Bridge(CHANNEL, run / "bridge", timeout=timeout), "source")
+
+
+def destination(run: Path, timeout: float = 30.0) -> tuple[Receiver, Opening]:
+    memory = SharedMemory(run.name, "destination")
+    receiver = Receiver(CHANNEL, allocate=memory)
+    return receiver, Opening(Bridge(CHANNEL, run / "bridge", timeout=timeout), "destination", memory)
+
+
+def test_each_version_arrives_equal_and_both_halves_are_used(run: Path, other: Any) -> None:
+    peer = other("destination")
+    policy, publisher, transport = source(run)
+    for version in (0, 1, 2, 5):
+        policy.advance(version)
+        facts = publisher.publish(version)
+        expected = digest(policy.tensors)
+        peer.tell(**facts)
+        policy.advance(99)
+        publisher.send(version, transport)
+        assert peer.read() == {"version": version, "digest": expected}
+    assert isinstance(transport.transport, put.PutTransport)
+    assert len(list(SHM.glob(f"penstock-{run.name}-*"))) == 1
+
+
+def test_a_sender_that_dies_while_it_writes_leaves_the_live_version_as_it_was(run: Path, other: Any) -> None:
+    peer = other("source")
+    receiver, transport = destination(run)
+    facts = peer.ask(publish=0)
+    peer.tell(send=0)
+    receiver.receive(0, facts, transport)
+    receiver.swap(0)
+    assert peer.read() == {"sent": 0, "way": "PutTransport"}
+    live = digest(receiver.weights.tensors)
+    peer.tell(die=True)
+    facts = peer.ask(publish=1)
+    peer.tell(send=1)
+    with pytest.raises(TransportError, match=r"version 1: the word that all is written from source rank 0 failed"):
+        receiver.receive(1, facts, transport)
+    assert (receiver.weights.version, digest(receiver.weights.tensors)) == (0, live)
+    with pytest.raises(SyncError, match="swap to version 1"):
+        receiver.swap(1)
+
+
+def test_a_receiver_that_dies_while_it_is_written_fails_the_send(run: Path, other: Any, monkeypatch: Any) -> None:
+    peer = other("destination")
+    _, publisher, transport = source(run)
+    peer.tell(**publisher.publish(0))
+
+    def kill_then_copy(target: torch.Tensor, piece: torch.Tensor) -> None:
+        if peer.process.poll() is None:
+            peer.process.kill()
+            peer.process.wait(20)
+        copy_elements(target, piece)
+
+    monkeypatch.setattr(put, "copy_elements", kill_then_copy)
+    with pytest.raises(TransportError, match=r"version 0: .*to destination rank 0 failed"):
+        publisher.send(0, transport)
+    with pytest.raises(TransportError, match="the bridge is broken"):
+        publisher.send(0, transport)
+
+
+def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, other: Any) -> None:
+    peer = other("destination", timeout=3)
+    policy, publisher, transport = source(run, timeout=3)
+    peer.tell(**publisher.publish(0))
+    publisher.send(0, transport)
+    assert peer.read()["version"] == 0
+    policy.advance(1)
+    publisher.publish(1)
+    peer.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TransportError, match=r"version 1: the offer of a shadow to destination rank 0 failed after 3"):
+        publisher.send(1, transport)
+
+
+def test_another_version_than_is_awaited_is_an_error_on_both_sides(run: Path, other: Any) -> None:
+    peer = other("source")
+    receiver, transport = destination(run)
+    peer.ask(publish=0)
+    facts = peer.ask(publish=1)
+    peer.tell(send=0)
+    with pytest.raises(ProofError, match=r"source rank 0 sent \{'version': 0, .*needed \{'version': 1"):
+        receiver.receive(1, facts, transport)
+    answer = peer.read()
+    assert answer["error"] == "ProofError"
+    assert "destination rank 0 sent {'version': 1" in answer["text"]
+    assert receiver.weights.version == -1
+
+
+def test_a_version_that_comes_twice_is_refused(run: Path, other: Any) -> None:
+    peer = other("source")
+    receiver, transport = destination(run)
+    facts = json.loads(json.dumps(peer.ask(publish=3)))
+    peer.tell(send=3)
+    receiver.receive(3, facts, transport)
+    with pytest.raises(SyncError, match="receive version 3: live: -1, arrived: 3"):
+        receiver.receive(3, facts, transport)
+    receiver.swap(3)
+    with pytest.raises(SyncError, match="receive version 3: live: 3"):
+        receiver.receive(3, facts, transport)
+
+
+def test_a_place_outside_its_segment_is_refused(run: Path) -> None:
+    memory = SharedMemory(run.name, "owner")
+    buffer = memory(4096)
+    place = memory.place(buffer[1024:])
+    assert place.offset == 1024
+    mapped, like = MappedMemory(), torch.empty(16, 32, dtype=torch.int16)
+    mapped.view(place, like, (32, 1)).fill_(7)
+    assert buffer[1024:2048].view(torch.int16).eq(7).all()
+    for bad, strides in ((Place(place.segment, 4000), (32, 1)), (place, (4096, 1)), (place, (-1, 1))):
+        with pytest.raises(SegmentError, match="is not in the 4096 bytes"):
+            mapped.view(bad, like, strides)
+    with pytest.raises(SegmentError, match="in none of its segments"):
+        memory.place(torch.zeros(3))
+    mapped.close()
+    memory.close()

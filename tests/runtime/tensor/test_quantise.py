@@ -1,0 +1,229 @@
+"""Boxes quantised on their ranks against the whole quantised at once, bit for bit."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.runtime.tensor.arena import allocate
+from penstock.runtime.tensor.box import Box
+from penstock.runtime.tensor.codec import NAMES
+from penstock.runtime.tensor.convert import FORMATS, Format, converted
+from penstock.runtime.tensor.digest import digest, finish, partial
+from penstock.runtime.tensor.layout import Layout, TensorLayout
+from penstock.runtime.tensor.mesh import Mesh, Placement, Split
+from penstock.runtime.tensor.quantise import ConversionError, Converter, absmax, cast, dequantise, quantise, scales
+
+from .layouts import meshes, placements
+
+WHOLE = Box.whole((4, 6))
+
+
+def quantised(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """The whole at once, as on one rank that has gathered it."""
+    box = Box.whole(matrix.shape)
+    scale = scales("w", absmax(matrix, box, format), box, format)
+    return quantise(matrix, box, scale, format), scale
+
+
+def by_hand(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """The definition, element by element of the scales, by another way through torch."""
+    tile = (format.block, format.block) if format.block else (1, matrix.shape[1])
+    x = matrix.float()
+    shape = [-(-n // t) for n, t in zip(matrix.shape, tile, strict=True)]
+    scale = torch.empty(shape)
+    found = torch.empty(matrix.shape, dtype=torch.float32)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            cell = slice(i * tile[0], (i + 1) * tile[0]), slice(j * tile[1], (j + 1) * tile[1])
+            scale[i, j] = max(float(x[cell].abs().max() / format.limit), 2.0**-126)
+            found[cell] = x[cell] / scale[i, j]
+    if format.dtype == "int8":
+        found = found.round()
+    dtype = getattr(torch, format.dtype)
+    return found.clamp(-format.limit, format.limit).to(dtype), scale if format.block else scale.view(-1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def convert_on_all(
+    layout: Layout, wire: Layout, tensors: dict[str, Tensor], agree: Callable[[list[Tensor]], Tensor]
+) -> list[Any]:
+    """What every rank makes of its boxes: each first says its maxima, then all go on with the agreed ones."""
+
+    class Waiting(Exception):
+        pass
+
+    def attempt(rank: int, agreed: Tensor | None, said: list[Tensor]) -> Any:
+        own = {t.name: tensors[t.name][t.held_by(rank)[0].slices(Box.whole(t.shape))] for t in held(layout, rank)}
+        out = allocate(wire, rank, "cpu")
+
+        def listen(maxima: Tensor) -> Tensor:
+            said.append(maxima.clone())
+            if agreed is None:
+                raise Waiting
+            return agreed
+
+        try:
+            Converter(layout, wire, rank).convert(own, out, listen)
+        except Waiting:
+            return None
+        return out
+
+    said: list[Tensor] = []
+    found = [attempt(rank, None, said) for rank in range(layout.ranks)]
+    if said:
+        assert len(said) == layout.ranks  # a collective that some rank does not call would hang
+        agreed = agree(said)
+        found = [attempt(rank, agreed, []) for rank in range(layout.ranks)]
+    return found
+
+
+def held(layout: Layout, rank: int) -> list[Any]:
+    return [t for t in layout.tensors if t.held_by(rank)]
+
+
+def maximum(said: list[Tensor]) -> Tensor:
+    return torch.stack(said).amax(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from(sorted(FORMATS)),
+    st.tuples(st.sampled_from([1, 3, 127, 128, 130, 300]), st.sampled_from([1, 5, 128, 131, 260])),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_boxes_with_agreed_scales_equal_the_whole_bit_for_bit(
+    data: Any, wire: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    mesh = data.draw(meshes)
+    entries = [("w", shape), ("v", shape[::-1])]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+    tensors = {name: (torch.randn(size, generator=generator) * 3).to(dtype) for name, size in entries}
+    tensors["w"][data.draw(st.integers(0, shape[0] - 1))] = 0
+    held_by = {name: data.draw(placements(mesh, size)) for name, size in entries}
+    layout = Layout(tuple(TensorLayout(name, size, NAMES[dtype], held_by[name]) for name, size in entries))
+    travels = converted(layout, wire)
+    found = convert_on_all(layout, travels, tensors, maximum)
+    expected: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        expected[name], expected[name + ".scale"] = quantised(tensor, FORMATS[wire])
+    for rank, parts in enumerate(found):
+        for t in held(travels, rank):
+            part = parts[t.name]
+            assert same_bits(part.tensor, expected[t.name][part.box.slices(Box.whole(t.shape))])
+
+
+@pytest.mark.parametrize("wire", sorted(FORMATS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (130, 257), (7, 3000), (3000, 5)])
+def test_the_whole_is_what_the_definition_says(wire: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    matrix[0] *= 1000
+    for found, expected in zip(quantised(matrix, FORMATS[wire]), by_hand(matrix, FORMATS[wire]), strict=True):
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("wire", sorted(FORMATS))
+def test_the_largest_number_of_a_row_is_the_limit_and_comes_back(wire: str) -> None:
+    format, matrix = FORMATS[wire], torch.tensor([[1.0, -127.0, 0.0], [0.0, -0.0, 0.0]])
+    elements, scale = quantised(matrix, format)
+    assert elements.float()[0, 1] == -format.limit
+    assert not elements.float()[1].any()
+    back = dequantise(elements, Box.whole(matrix.shape), scale, format, torch.empty(matrix.shape))
+    assert torch.allclose(back[:, 1:], matrix[:, 1:], atol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(sorted(FORMATS)))
+def test_dequantised_numbers_are_as_near_as_the_format_allows(seed: int, wire: str) -> None:
+    format = FORMATS[wire]
+    matrix = torch.randn(140, 150, generator=torch.Generator().manual_seed(seed))
+    elements, scale = quantised(matrix, format)
+    box = Box.whole(matrix.shape)
+    back = dequantise(elements, box, scale, format, torch.empty_like(matrix))
+    per_row = scale.max() if format.block else scale[:, None]
+    step = per_row / 2 if wire == "int8" else torch.maximum(matrix.abs() / 16, per_row * 2.0**-10)
+    assert ((back - matrix).abs() <= step * 1.001).all()
+    part = Box((3, 129), (137, 150))
+    own = scale[part.start[0] : part.stop[0]] if not format.block else scale[0:2, 1:2]
+    cut = dequantise(elements[3:137, 129:150], part, own, format, torch.empty(134, 21))
+    assert torch.equal(cut, back[3:137, 129:150])
+
+
+def test_numbers_too_small_for_their_scale_are_zero_and_never_infinite() -> None:
+    matrix = torch.full((2, 4), 2.0**-149)
+    for format in FORMATS.values():
+        elements, scale = quantised(matrix, format)
+        assert torch.isfinite(elements.float()).all()
+        assert (scale >= 2.0**-126).all()
+
+
+def test_numbers_beyond_an_agreed_scale_saturate() -> None:
+    matrix = torch.tensor([[1e30, -1e30, 1.0]])
+    for format in (FORMATS["int8"], FORMATS["fp8"]):
+        found = quantise(matrix, Box.whole((1, 3)), torch.ones(1), format).float()
+        assert found.tolist() == [[format.limit, -format.limit, 1.0]]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_named_by_tensor_and_row(bad: float) -> None:
+    matrix = torch.ones(300, 6)
+    matrix[131, 2] = matrix[170, 0] = bad
+    box = Box((1000, 50), (1300, 56))
+    with pytest.raises(ConversionError, match=r"layer\.w: row 1131 and 1 more has inf or NaN"):
+        scales("layer.w", absmax(matrix, box, FORMATS["int8"]), box, FORMATS["int8"])
+    with pytest.raises(ConversionError, match=r"layer\.w: the 128 × 128 block at row 1024, column 0 "):
+        scales("layer.w", absmax(matrix, box, FORMATS["fp8_block"]), box, FORMATS["fp8_block"])
+
+
+def test_every_rank_that_shares_a_bad_row_learns_of_it() -> None:
+    matrix = torch.ones(4, 6, dtype=torch.bfloat16)
+    matrix[2, 5] = math.nan
+    held_by = Placement(Mesh((("tp", 2),)), (Split("tp", 1),))
+    layout = Layout((TensorLayout("w", (4, 6), "bfloat16", held_by),))
+    wire = converted(layout, "int8")
+    maxima: list[Tensor] = []
+    for rank in range(2):
+        box = layout.tensors[0].held_by(rank)[0]
+        maxima.append(absmax(matrix[box.slices(WHOLE)], box, FORMATS["int8"]))
+    for rank in range(2):
+        own = {"w": matrix[layout.tensors[0].held_by(rank)[0].slices(WHOLE)]}
+        with pytest.raises(ConversionError, match="w: row 2 has inf or NaN"):
+            Converter(layout, wire, rank).convert(own, allocate(wire, rank, "cpu"), lambda _: maximum(maxima))
+        with pytest.raises(ValueError, match="needed one: ranks share scales of w"):
+            Converter(layout, wire, rank).convert(own, allocate(wire, rank, "cpu"))
+
+
+def test_a_cast_beyond_the_dtype_is_an_error_and_infinities_may_travel() -> None:
+    tensor, box = torch.ones(3, 2), Box((10, 0), (13, 2))
+    tensor[1, 1] = math.inf
+    out = torch.empty(3, 2, dtype=torch.float16)
+    cast("mask", tensor, out, box)
+    assert out[1, 1] == math.inf
+    tensor[2, 0] = 1e5
+    with pytest.raises(ConversionError, match="w: row 12 has a number beyond 65504"):
+        cast("w", tensor, out, box)
+
+
+def test_the_proof_of_quantised_boxes_adds_up_to_that_of_the_whole() -> None:
+    matrix = torch.randn(200, 300, generator=torch.Generator().manual_seed(2))
+    mesh = Mesh((("fsdp", 3), ("tp", 2)))
+    held_by = Placement(mesh, (Split("tp", 1), Split("fsdp", 0)))
+    layout = Layout((TensorLayout("w", (200, 300), "float32", held_by),))
+    wire = converted(layout, "int8")
+    found = convert_on_all(layout, wire, {"w": matrix}, maximum)
+    elements, scale = quantised(matrix, FORMATS["int8"])
+    total = sum(partial(parts["w"].tensor, "w", (200, 300), parts["w"].box) for parts in found)
+    assert finish(total, "w", elements.dtype, (200, 300)) == digest({"w": elements})["w"]
+    own = {parts["w.scale"].box: parts["w.scale"].tensor for parts in found}
+    total = sum(partial(tensor, "w.scale", (200,), box) for box, tensor in own.items())
+    assert finish(total, "w.scale", scale.dtype, (200,)) == digest({"w.scale": scale})["w.scale"]
