@@ -1,4 +1,4 @@
-"""How a carried value lies over the ranks that hold it together: plain data, from which the tensor plane makes boxes."""
+"""How a carried value lies over the ranks that hold it together: plain data that the tensor plane turns into boxes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -51,8 +51,8 @@ def source_layout(carried: Carried, wire: str | None, ranks: int, add: Add) -> t
 
 
 def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:
-    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; without rules,
-    whole on each rank."""
+    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; whole on
+    each rank if there are no rules."""
     axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
     return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
 
