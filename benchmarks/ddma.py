@@ -141,10 +141,12 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
         "snapshot_ms": snapshot,
         **{f"{way}_wire_ms": middle(f"{way} off", "wire") for way in ("gloo", "shm")},
     }
+    # Each of the two receivers needs half of the bytes.
+    into = {name: round(nbytes / 2 / value / 1e6, 2) for name, value in times.items()}
     pause = {"p50": round(swaps[len(swaps) // 2], 4), "p95": round(swaps[int(len(swaps) * 0.95)], 4)}
     rounded = {key: round(value, 3) for key, value in exact.items()}
     syncs = {phase: len(entries) for phase, entries in found.items()}
-    return {"bytes": nbytes, **rounded, "pause_ms": pause, "syncs": syncs}
+    return {"bytes": nbytes, **rounded, "gb_per_s_into_one_receiver": into, "pause_ms": pause, "syncs": syncs}
 
 
 def main() -> None:
