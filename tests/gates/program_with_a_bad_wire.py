@@ -9,12 +9,13 @@ from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.messages import MessageTransport
+from penstock.runtime.tensor.put import PutTransport
 
-_receive = MessageTransport.receive
+_receive = PutTransport.receive
+"""How weights come to a receiver on the sender's host."""
 
 
-def _receive_badly(self: MessageTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+def _receive_badly(self: PutTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
     received = _receive(self, version, copies, parts)
     if version == 2:
         parts["values"].tensor.view(torch.int32)[7] ^= 1
@@ -22,7 +23,7 @@ def _receive_badly(self: MessageTransport, version: int, copies: Sequence[Copy],
 
 
 def _spoil(context: Context, *, samples: int) -> FakeEngine:
-    MessageTransport.receive = _receive_badly  # type: ignore[method-assign]
+    PutTransport.receive = _receive_badly  # type: ignore[method-assign]
     return FakeEngine(samples, 1.0)
 
 
