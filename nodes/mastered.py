@@ -43,12 +43,14 @@ class Mastered(SequenceModel[Model]):
         """Raises ModelError for the state of another model."""
         where = f"state of the {self.called}"
         needed = {f"{kind}.{name}": p for kind in self._kinds(facts) for name, p in self.masters.items()}
-        check_names(needed, tensors, where)
+        # From another mesh, what other stages hold comes as tensors without elements.
+        check_names(needed, {name: t for name, t in tensors.items() if t.numel() or name in needed}, where)
         for name, parameter in needed.items():
-            check_shape(name, tensors[name], parameter, where)
+            if parameter.numel() or tensors[name].numel():  # no rows of a width are no rows of another
+                check_shape(name, tensors[name], parameter, where)
         for name, parameter in self.masters.items():
             with torch.no_grad():
-                parameter.copy_(tensors[f"{MASTER}.{name}"])
+                parameter.copy_(tensors[f"{MASTER}.{name}"].view(parameter.shape))
         self.copy_masters()
         self.version = facts["version"]
 

@@ -59,6 +59,14 @@ class RunFlags:
     """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
     proof: Literal["full", "sampled", "off"] = "full"
     """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
+    wire: Annotated[
+        Literal["", "bfloat16", "int8", "fp8", "fp8_block"],
+        tyro.conf.arg(metavar="FORMAT", help_behavior_hint="(default: the run's dtype)"),
+    ] = ""
+    """Format in which weights travel: bfloat16; int8 or fp8 with a scale per row; fp8_block, a scale per 128 × 128."""
+    delta: int = 0
+    """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
+    everything. Losing nothing, it pays on links slower than a few GB/s."""
     retries: int = 0
     """How often a group that failed is tried again."""
     on_failure: Literal["stop", "replace"] = "stop"
@@ -152,12 +160,43 @@ class SimulateFlags:
     """The result as one JSON object."""
 
 
-VERBS = {"run": RunFlags, "show": ShowFlags, "check": CheckFlags, "simulate": SimulateFlags}
+@dataclass(frozen=True)
+class PlanFlags:
+    """Flags of plan"""
+
+    cluster: Annotated[str, _text("SPEC", "needed")] = ""
+    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file."""
+    model: Annotated[str, _text("NAME", "needed")] = ""
+    """A shape such as llama-8b, llama-70b, qwen3-0.6b, or a model directory with its config.json."""
+    batch: int = 256
+    """Prompt groups per update."""
+    lengths: Annotated[str, _text("MEAN,SIGMA|FILE|RUN")] = "1000,0.7"
+    """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
+    longest: int = 4096
+    """Tokens at which a response is cut."""
+    prompt_tokens: int = 128
+    """Tokens of a prompt."""
+    micro_tokens: int = 16384
+    """Most tokens of a micro-batch; never fewer than the longest sequence."""
+    slots: int = 256
+    """Most responses that a generator decodes at once."""
+    mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="")] = ()
+    """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
+    time_limit: float = 120.0
+    """Seconds after which the search ends with the best that it has, and how much better a plan may be at most."""
+    config: Annotated[str, _text("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+    json: bool = False
+    """The plan as one JSON object; memory in bytes."""
+
+
+VERBS = {"run": RunFlags, "show": ShowFlags, "check": CheckFlags, "simulate": SimulateFlags, "plan": PlanFlags}
 """The verbs that take a PROGRAM."""
 
 EXAMPLES = {
     "run": "penstock run {0} --lag 2 --updates 50" + "\n  penstock run {0} --in-process --updates 3 --plain",
     "show": "penstock show {0}\n  penstock show {0} --format svg --out graph.svg",
     "check": "penstock check {0} --batch 16",
+    "plan": "penstock plan {0} --cluster 32x8xH100 --model llama-70b --batch 256 --lengths 1000,0.7",
     "simulate": "penstock simulate {0} --lag 2 --duration generate=0.05 score=0.005 --svg schedule.svg",
 }

@@ -24,7 +24,7 @@ from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.stops import carry_on, on_stop
 from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.meshes import read_meshes, spelled
+from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.record.checkpoint import latest_checkpoint
@@ -57,6 +57,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
 def placed(graphs: Sequence[Graph], cluster: Cluster, flags: Flags) -> Plan:
     """The plan for graphs as the flags want it. Raises ClusterError for pools or devices that the cluster lacks."""
     meshes = read_meshes(flags.mesh)
+    check_ranks(meshes, {pool: cluster.host_of(pool).cores for pool in meshes})
     return place(graphs, cluster, generators=flags.generators, slots=flags.slots, device=flags.device, meshes=meshes)
 
 

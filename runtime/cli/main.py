@@ -30,6 +30,7 @@ VERBS = {
     "resume": Verb("DIR", "go on with a run where its last checkpoint is"),
     "show": Verb("PROGRAM", "the program's graph: text, mermaid, svg, json"),
     "check": Verb("PROGRAM", "all faults of a program; nothing is started"),
+    "plan": Verb("PROGRAM", "which GPUs do what, what fits, and what bounds an update"),
     "simulate": Verb("PROGRAM", "its schedule on a virtual clock, as text, SVG and trace"),
     "replay": Verb("DIR", "a run's recorded events through the scheduler again"),
     "agent": Verb("", "join the controller of a run on another machine"),

@@ -12,6 +12,7 @@ from penstock.runtime.cli.inputs import require_inputs
 from penstock.runtime.cli.launching import Look, go, placed
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import read_meshes, spelled
 from penstock.runtime.record.checkpoint import latest_checkpoint
@@ -58,14 +59,24 @@ def main(argv: Sequence[str]) -> int:
         config, asked = RunConfig.load(folder), folder.read_json("config.json")["asked"]
         require_inputs(config, asked)
         earlier = _earlier_seconds(folder)
+        before, saved = _written(folder), latest_checkpoint(folder)
         config = _with_updates(folder, config, asked, flags.updates)
         cluster = Cluster.model_validate(asked["cluster"])
         config = _with_meshes(folder, config, asked, cluster, flags.mesh)
         (folder.path / "summary.json").unlink(missing_ok=True)
         look = Look(flags.plain, flags.json, flags.in_process, began)
-        return go(folder, config, cluster, look, earlier=earlier)
+        status = go(folder, config, cluster, look, earlier=earlier)
+        if status == FAILED and latest_checkpoint(folder) == saved:  # what was wanted now may be why
+            for name, data in before.items():
+                folder.write_json(name, data)
+        return status
     finally:
         folder.unlock()
+
+
+def _written(folder: RunFolder) -> dict[str, Any]:
+    """What a resume with other flags writes anew."""
+    return {name: folder.read_json(name) for name in ("config.json", "graph.json", "plan.json")}
 
 
 def _earlier_seconds(folder: RunFolder) -> float:

@@ -40,6 +40,8 @@ class Flags:
     drops: int = 16
     tensorboard: bool = False
     proof: Literal["full", "sampled", "off"] = "full"
+    wire: Literal["", "bfloat16", "int8", "fp8", "fp8_block"] = ""
+    delta: int = 0
 
 
 @dataclass(frozen=True)

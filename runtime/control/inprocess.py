@@ -52,7 +52,14 @@ class InProcess:
                         folder,
                         restore,
                     ),
-                    LocalWays(channels_of(channels, replica.name), replica.name, index, rank.device, peers),
+                    LocalWays(
+                        channels_of(channels, replica.name),
+                        replica.name,
+                        index,
+                        rank.device,
+                        peers,
+                        config.flags.wire,
+                    ),
                     self.values,
                 )
                 for index, rank in enumerate(replica.ranks)

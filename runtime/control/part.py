@@ -16,7 +16,8 @@ def save(update: int, firings: Iterable[Firing], holdings: Holdings, values: Val
     folder = setup.folder / "checkpoints" / f"{update:08d}"
     states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
     earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
-    write_part(folder, setup.replica, setup.rank, holdings.carried, states, values.of(firings), earlier)
+    ranks = len(setup.plan.replica(setup.replica).ranks)
+    write_part(folder, setup.replica, setup.rank, ranks, holdings.carried, states, values.of(firings), earlier)
 
 
 def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:

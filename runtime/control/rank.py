@@ -59,7 +59,8 @@ def make_rank(
     # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
     bridges = folder / "bridges" / join.run
     bridges.mkdir(parents=True, exist_ok=True)
-    ground = Ground(join.run, bridges, config.flags.deadline, config.flags.proof, wake)
+    f = config.flags
+    ground = Ground(join.run, bridges, f.deadline, f.proof, f.wire, f.delta, wake)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
         meeting = bridges / f"world-{replica.replace('/', '.')}"

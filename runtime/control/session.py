@@ -68,7 +68,8 @@ class Session:
         self.stopping = now
         if self.stage is not None and self.stage.name == "save":
             return {}  # the cut that is being written is the one wanted
-        if self.stage is None or self.stage.name != "train":
+        saved = self.cut is not None and self.stage is not None and self.stage.scheduler.update == self.start
+        if self.stage is None or self.stage.name != "train" or saved:  # what was restored is not written again
             return self._finish(now, "stopped", "stopped by the user")
         return self._after(self.stage.feed(Checkpoint(final=True), now), now)
 

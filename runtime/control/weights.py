@@ -34,8 +34,8 @@ Handles = Mapping[tuple[Firing, str], Handle]
 class Ways(ABC):
     """The channels of one rank. `publishers` and `receivers` are made when a channel is first used."""
 
-    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str) -> None:
-        self.replica, self.rank, self.device = replica, rank, device
+    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, wire: str) -> None:
+        self.replica, self.rank, self.device, self.wire = replica, rank, device, wire
         self.published_here = {n for n, c in channels.items() if c.source.name == replica}
         self.channels = channels
         self.publishers: dict[str, Publisher] = {}
@@ -77,7 +77,7 @@ class Ways(ABC):
         return self.receivers[channel]
 
     def _publisher(self, channel: str, value: Carried) -> Publisher:
-        return Publisher(channel, value, rank=self.rank, device=self.device)
+        return Publisher(channel, value, rank=self.rank, device=self.device, wire=self.wire)
 
     def _new_receiver(self, channel: str) -> Receiver:
         return Receiver(channel, rank=self.rank, device=self.device)
@@ -93,12 +93,15 @@ class Ways(ABC):
 @dataclass(frozen=True)
 class Ground:
     """What the ways of a process stand on: the run's id, a folder for meeting files that no earlier process has used,
-    the seconds that a wait for a peer may take, how much of each sync is proved, and how to wake the rank."""
+    the seconds that a wait for a peer may take, how much of each sync is proved, the format in which weights travel
+    and how often all of them do (0: always), and how to wake the rank."""
 
     run: str
     folder: Path
     timeout: float
     proof: Mode
+    wire: str
+    delta: int
     wake: Callable[[], None]
 
 
@@ -109,7 +112,7 @@ class BridgeWays(Ways):
     """
 
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
-        super().__init__(channels, replica, rank, device)
+        super().__init__(channels, replica, rank, device, ground.wire)
         self.ground = ground
         self.transports: dict[tuple[str, str], Transport] = {}
         self.adders: dict[str, Adder] = {}
@@ -134,7 +137,8 @@ class BridgeWays(Ways):
             name = f"{command.channel}-{command.replica}".replace("/", ".").replace(">", "-")
             sources, destinations = len(way.source.ranks), len(self._replica(command).ranks)
             label = f"{command.channel} from {way.source.name} to {command.replica}"
-            bridge = Bridge(label, self.ground.folder / name, sources, destinations, timeout=self.ground.timeout)
+            path, timeout, delta = self.ground.folder / name, self.ground.timeout, self.ground.delta
+            bridge = Bridge(label, path, sources, destinations, timeout=timeout, delta=delta)
             memory = self.memories.get(command.channel) if side == "destination" else None
             self.transports[key] = bridge.open(side, self.rank, memory)
         return self.transports[key]
@@ -153,7 +157,18 @@ class BridgeWays(Ways):
     def _publisher(self, channel: str, value: Carried) -> Publisher:
         ranks, proof = len(self.channels[channel].source.ranks), self.ground.proof
         add = self._adder(channel, ranks)
-        return Publisher(channel, value, rank=self.rank, ranks=ranks, device=self.device, add=add, proof=proof)
+        agree = add.maximum if add else None
+        return Publisher(
+            channel,
+            value,
+            rank=self.rank,
+            ranks=ranks,
+            wire=self.wire,
+            device=self.device,
+            add=add,
+            agree=agree,
+            proof=proof,
+        )
 
     def _new_receiver(self, channel: str) -> Receiver:
         own = next(r for r in self.channels[channel].replicas if r.name == self.replica)
@@ -212,9 +227,15 @@ class LocalWays(Ways):
     """Ways inside one process: the receiving rank copies straight from the snapshot."""
 
     def __init__(
-        self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, peers: dict[str, "LocalWays"]
+        self,
+        channels: Mapping[str, Channel],
+        replica: str,
+        rank: int,
+        device: str,
+        peers: dict[str, "LocalWays"],
+        wire: str = "",
     ) -> None:
-        super().__init__(channels, replica, rank, device)
+        super().__init__(channels, replica, rank, device, wire)
         self.peers = peers
         peers[replica] = self
 

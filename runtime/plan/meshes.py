@@ -2,11 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from penstock.runtime.plan.cluster import ClusterError
 
 Axes = tuple[tuple[str, int], ...]
 """(axis, size), outermost first; ranks count row-major. () is one rank."""
+
+RANKS_PER_CORE = 16
+"""Ranks of one replica for each core of its host: more would not even start in time."""
 
 AXES = {
     "pp": "pipeline stages",
@@ -48,6 +52,15 @@ def _axes(word: str, text: str) -> Axes:
 def spelled(axes: Axes) -> str:
     """As `read_meshes` reads it; "1" for one rank."""
     return "x".join(f"{name}{size}" for name, size in axes) or "1"
+
+
+def check_ranks(meshes: Mapping[str, Axes], cores: Mapping[str, int]) -> None:
+    """Raises ClusterError for a mesh of more ranks than the `cores` of its pool's host could run: a slip of the pen."""
+    for pool, axes in meshes.items():
+        count, most = prod(size for _, size in axes), RANKS_PER_CORE * cores.get(pool, 1)
+        if count > most:
+            given = f"--mesh {pool}={spelled(axes)}: given {count} ranks on a host of {cores.get(pool, 1)} cores"
+            raise ClusterError(f"{given}, needed at most {most}: a rank is a process")
 
 
 def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Sequence[str]) -> None:

@@ -121,8 +121,8 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
     streaming = {homes[n.name] for graph in graphs for n in graph.nodes if n.stream and n.clock == "group"}
     for graph in graphs:
         for node in graph.nodes:
-            if _decodes(graph, node):
-                pool, samples = homes[node.name], _samples(node)
+            if decodes(graph, node):
+                pool, samples = homes[node.name], samples_of(node)
                 rows[pool] = min(rows.get(pool, samples), samples)
     return [
         _Role(
@@ -137,13 +137,13 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
     ]
 
 
-def _decodes(graph: Graph, node: Node) -> bool:
+def decodes(graph: Graph, node: Node) -> bool:
     """Does the node sample a group's responses? It works per group, and reads weights as they come."""
     sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
-    return node.clock == "group" and _samples(node) > 0 and any(s.construct == "broadcast" for s in sources)
+    return node.clock == "group" and samples_of(node) > 0 and any(s.construct == "broadcast" for s in sources)
 
 
-def _samples(node: Node) -> int:
+def samples_of(node: Node) -> int:
     """The rows of one group; 0 for a node without that option."""
     samples = dict(node.options).get("samples", 0)
     return samples if isinstance(samples, int) else 0

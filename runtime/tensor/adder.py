@@ -1,6 +1,7 @@
-"""Sums over the ranks of a replica, for its proofs, through a group of its own: usable from a transfer's thread."""
+"""Sums and maxima over the ranks of a replica, through a group of its own: usable from a transfer's thread."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,12 +12,15 @@ from penstock.runtime.tensor.crossing import first_line
 from penstock.runtime.tensor.group import Group, open_group
 from penstock.runtime.tensor.transport import TransportError
 
+Fold = Callable[[Tensor, Tensor], Tensor]
+
 
 class Adder:
-    """`Add` over ranks that meet in the file `path`, which no earlier attempt has used; each calls it equally often.
+    """Adds over ranks that meet in the file `path`, which no earlier attempt has used; each makes the same calls.
 
-    Opened by the first call. Rank 0 adds up, so that an error can name the rank that did not answer within `timeout`
-    seconds. After an error it stays broken.
+    `adder` is a proof's `Add`, and `adder.maximum` is what quantising ranks agree by. Opened by the first call. Rank 0
+    adds up, so that an error can name the rank that did not answer within `timeout` seconds. After an error it stays
+    broken.
     """
 
     def __init__(
@@ -34,20 +38,30 @@ class Adder:
 
     def __call__(self, sums: Tensor) -> Tensor:
         """The sum of an int64 CPU tensor over the ranks, mod 2^64, on each. TransportError if shapes differ."""
-        with self._lock:
-            if self._group is None:
-                self._group = self._open()
-            self._calls += 1
-            # The first word tells calls apart that do not belong together.
-            own = torch.cat([torch.tensor([self._calls]), sums.reshape(-1)])
-            total = self._lead(self._group, own) if self._rank == 0 else self._follow(self._group, own)
-            return total[1:].view(sums.shape)
+        return self._reduce(sums, torch.add)
+
+    def maximum(self, magnitudes: Tensor) -> Tensor:
+        """The largest of the ranks' float32 numbers, element by element, on each: none is negative or NaN."""
+        # Without a sign, floats are ordered as the integers of the same bits.
+        bits = magnitudes.contiguous().view(torch.int32).long().cpu()
+        largest = self._reduce(bits, torch.maximum).int().view(torch.float32)
+        return largest.to(magnitudes.device)
 
     def close(self) -> None:
         self._group = None
         self._path.unlink(missing_ok=True)
 
-    def _lead(self, group: Group, own: Tensor) -> Tensor:
+    def _reduce(self, numbers: Tensor, fold: Fold) -> Tensor:
+        with self._lock:
+            if self._group is None:
+                self._group = self._open()
+            self._calls += 1
+            # The first word tells calls apart that do not belong together.
+            own = torch.cat([torch.tensor([self._calls]), numbers.reshape(-1)])
+            total = self._lead(self._group, own, fold) if self._rank == 0 else self._follow(self._group, own)
+            return total[1:].view(numbers.shape)
+
+    def _lead(self, group: Group, own: Tensor, fold: Fold) -> Tensor:
         answers = [torch.empty_like(own) for _ in range(1, self._ranks)]
         works = [group.receive(answer, peer, 0) for peer, answer in enumerate(answers, 1)]
         total = own.clone()
@@ -55,7 +69,7 @@ class Adder:
             self._wait(group, work, peer)
             if answer[0] != own[0]:
                 raise TransportError(f"{self._name}: rank {peer} adds up sum {int(answer[0])}, needed {int(own[0])}")
-            total[1:] += answer[1:]
+            total[1:] = fold(total[1:], answer[1:])
         for peer, work in enumerate([group.send(total, peer, 1) for peer in range(1, self._ranks)], 1):
             self._wait(group, work, peer)
         return total

@@ -34,6 +34,8 @@ class Part(NamedTuple):
 
 
 Parts = dict[str, Part]
+Convert = Callable[[Mapping[str, Tensor], Parts], None]
+"""Writes what travels of a rank's tensors."""
 
 
 class Arena:
@@ -55,38 +57,52 @@ class Arena:
 
 
 class Snapshot:
-    """A copy of a sending rank's tensors as of one version, in the dtypes of `layout`: those of the wire."""
+    """A copy of a sending rank's tensors as of one version, in the dtypes of `wire`, the layout that travels."""
 
-    def __init__(self, layout: Layout, rank: int = 0, device: Device = "cpu") -> None:
+    def __init__(self, source: Layout, wire: Layout, rank: int = 0, device: Device = "cpu") -> None:
         self.version = -1
-        self.parts = allocate(layout, rank, device)
+        self.parts = allocate(wire, rank, device)
+        self._needed = {t.name: torch.Size(box.shape) for t, box, _ in _held(source, rank)}
 
-    def take(self, version: int, tensors: Mapping[str, Tensor], digests: Callable[[Fill], T]) -> T:
-        """Copy, converting. The tensors must be those that the rank holds of the layout; empty ones may be there too.
-        `digests` hashes meanwhile, and asks for each piece of the copy when it is about to read it; its result.
+    def take(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        digests: Callable[[Fill | None], T],
+        convert: Convert | None = None,
+    ) -> T:
+        """Copy, and hash with `digests`; its result. The tensors must be those that the rank holds of the source;
+        empty ones may be there too. What `convert` writes is hashed afterwards; without it, `digests` asks for each
+        piece of the copy when it is about to read it.
         """
-        tensors = {name: t for name, t in tensors.items() if t.numel() or name in self.parts}
+        tensors = {name: t.detach() for name, t in tensors.items() if t.numel() or name in self._needed}
         wrong = [
-            f"  {name}: given {_shape(tensors, name)}, needed {part.tensor.shape if part else 'nothing'}"
-            for name in sorted(tensors.keys() | self.parts.keys())
-            if (part := self.parts.get(name)) is None or _shape(tensors, name) != part.tensor.shape
+            f"  {name}: given {_shape(tensors, name)}, needed {self._needed.get(name, 'nothing')}"
+            for name in sorted(tensors.keys() | self._needed.keys())
+            if name not in self._needed or _shape(tensors, name) != self._needed[name]
         ]
         if wrong:
             raise LayoutError("\n".join([f"version {version}: the weights' tensors changed", *wrong]))
         self.version = -1  # torn until all are copied
+        with torch.no_grad():
+            if convert is not None:
+                convert(tensors, self.parts)
+            result = self._copied(tensors, digests) if convert is None else digests(None)
+        self.version = version
+        return result
+
+    def _copied(self, tensors: Mapping[str, Tensor], digests: Callable[[Fill | None], T]) -> T:
         sources: dict[str, Tensor] = {}
 
         def fill(name: str, rows: int, first: int, last: int) -> None:
             if name not in sources:
-                sources[name] = tensors[name].detach().contiguous()
+                sources[name] = tensors[name].contiguous()
             target, source = (t.view(rows, -1)[first:last] for t in (self.parts[name].tensor, sources[name]))
             copy_elements(target, source)
 
-        with torch.no_grad():
-            result = digests(fill)
-            for name in self.parts.keys() - sources.keys():
-                fill(name, 1, 0, 1)
-        self.version = version
+        result = digests(fill)
+        for name in self.parts.keys() - sources.keys():
+            fill(name, 1, 0, 1)
         return result
 
 

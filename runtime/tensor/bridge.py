@@ -2,7 +2,7 @@
 
 The death of a replica breaks its own bridge only. A bridge that failed once stays broken: a new one is made in
 milliseconds. How weights cross it is settled when it opens: put into the receivers' shared memory where every rank is
-on one host and all receivers' memory is shared, as messages otherwise.
+on one host and all receivers' memory is shared, as messages otherwise: of all bytes, or, with `delta`, of what changed.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import torch
 
 from penstock.runtime.tensor.crossing import Crossing, Ends, first_line
 from penstock.runtime.tensor.crossing import Side as Side
+from penstock.runtime.tensor.differences import DeltaTransport
 from penstock.runtime.tensor.group import Group, open_group
 from penstock.runtime.tensor.memory import SharedMemory
 from penstock.runtime.tensor.messages import MessageTransport
@@ -29,7 +30,8 @@ _AGREE = 1 << 20  # the tag of the messages that settle the way: no sync uses it
 class Bridge:
     """Where two replicas meet: `path` is a file that both can write and that no earlier attempt has used.
 
-    `timeout` bounds, in seconds, making the bridge and each wait for a peer.
+    `timeout` bounds, in seconds, making the bridge and each wait for a peer. With `delta` n, messages say what changed,
+    and at least each n-th sync is full; for gloo. Shared memory gains nothing by it, and goes on as it is.
     """
 
     channel: str
@@ -39,6 +41,12 @@ class Bridge:
     timeout: float = 60.0
     backend: Literal["gloo", "nccl"] = "gloo"
     interface: str = "lo"
+    delta: int = 0
+
+    def __post_init__(self) -> None:
+        if self.delta < 0 or (self.delta and self.backend != "gloo"):
+            needed = "0 or more" if self.delta < 0 else "0, or gloo"
+            raise ValueError(f"{self.channel}: given delta={self.delta} over {self.backend}, needed {needed}")
 
     def open(self, side: Side, rank: int = 0, memory: SharedMemory | None = None) -> Transport:
         """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
@@ -62,7 +70,7 @@ class Bridge:
         wanted = side == "source" or (memory is not None and memory.shared)
         if self.backend == "gloo" and _all_agree(crossing, group, ends.place(side, rank), wanted):
             return PutTransport(crossing, self.path, memory)
-        return MessageTransport(crossing, self.path)
+        return DeltaTransport(crossing, self.path, self.delta) if self.delta else MessageTransport(crossing, self.path)
 
 
 def _all_agree(crossing: Crossing, group: Group, place: int, wanted: bool) -> bool:

@@ -36,6 +36,7 @@ def write_part(
     folder: Path,
     replica: str,
     rank: int,
+    ranks: int,
     carried: Mapping[str, Carried],
     states: Mapping[str, Any],
     values: Mapping[tuple[Firing, str], Any],
@@ -44,11 +45,13 @@ def write_part(
     """Write all that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or
     by all ranks together where they hold parts.
 
+    `ranks` are those of the replica: a folder may hold files of more, from a cut on another mesh that was given up.
     `earlier` are carried values as they were before, by names of their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {
+        "ranks": ranks,
         "carried": {},
         "layouts": {},
         "encoded": {},
@@ -87,11 +90,11 @@ class Part:
 
     def __init__(self, folder: Path, replica: str, rank: int) -> None:
         self.rank = rank
-        self._files: list[StateFile] = []
-        while (path := part_path(folder, replica, len(self._files))).exists():
-            self._files.append(StateFile.open(path))
-        # The same on all ranks but for what a layout says; without a file the error names the one that is missing.
-        self._own = self._files[min(rank, len(self._files) - 1)] if self._files else StateFile.open(path)
+        first = StateFile.open(part_path(folder, replica, 0))
+        others = [StateFile.open(part_path(folder, replica, k)) for k in range(1, first.facts["ranks"])]
+        self._files = [first, *others]
+        # The same on all ranks but for what a layout says.
+        self._own = self._files[min(rank, len(others))]
 
     @property
     def made(self) -> list[tuple[Firing, str]]:

@@ -56,10 +56,12 @@ FORMATS = {
 
 
 def converted(layout: Layout, wire: str, *, kept: Sequence[str] = KEPT, others: str | None = None) -> Layout:
-    """The layout that travels: floats in the dtype `wire`; or, if that is one of `FORMATS`, each matrix that
-    `quantises` names as elements and scales, and other floats in the dtype `others` (None: as they are). Tensors of
-    integers stay. Raises `LayoutError` for an unknown format and for names that would be there twice.
+    """The layout that travels: as it is if `wire` is ""; floats in the dtype `wire`; or, if that is one of `FORMATS`,
+    each matrix that `quantises` names as elements and scales, and other floats in the dtype `others` (None: as they
+    are). Tensors of integers stay. Raises `LayoutError` for an unknown format and for names that would be there twice.
     """
+    if not wire:
+        return layout
     format = FORMATS.get(wire)
     dtype = others if format else wire
     unknown = [name for name in (wire, dtype) if name is not None and name not in (*FLOATS, *FORMATS)]

@@ -45,9 +45,7 @@ class Missing(NamedTuple):
 
 def cover(src: Holding, dst: Holding, shape: tuple[int, ...]) -> tuple[list[Piece], list[Missing]]:
     """The pieces that fill each box of `dst` exactly once, by destination box and then by place; what is missing."""
-    held, wanted = regions(src, shape), regions(dst, shape)
-    if not src.disjoint:
-        held = _made_disjoint(held)
+    held, wanted = atoms(src, shape), regions(dst, shape)
     to, by, start, stop = _overlaps(wanted, held)
     found = np.zeros(len(wanted.ranks), np.int64)
     np.add.at(found, to, (stop - start).prod(1))
@@ -71,6 +69,12 @@ def regions(holding: Holding, shape: tuple[int, ...]) -> Regions:
     return Regions(rows[first, : len(shape)], rows[first, len(shape) :], holders)
 
 
+def atoms(holding: Holding, shape: tuple[int, ...]) -> Regions:
+    """The same elements as `regions`, no two of which have any in common: each with all ranks that hold it."""
+    held = regions(holding, shape)
+    return held if holding.disjoint else _made_disjoint(held)
+
+
 def _overlaps(a: Regions, b: Regions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Every pair of boxes with common elements: its indices in `a` and `b`, sorted, and the common start and stop."""
     found = []
@@ -88,21 +92,21 @@ def _made_disjoint(held: Regions) -> Regions:
     """The same elements as boxes without common ones, each with all ranks that hold it."""
     if len(_overlaps(held, held)[0]) == len(held.ranks):
         return held
-    atoms: list[tuple[Box, tuple[int, ...]]] = []
+    found: list[tuple[Box, tuple[int, ...]]] = []
     for index, ranks in enumerate(held.ranks):
         new, refined = [held.box(index)], []
-        for atom, holders in atoms:
+        for atom, holders in found:
             common = atom & held.box(index)
             if common.size:
                 refined.append((common, tuple(sorted({*holders, *ranks}))))
                 new = [part for box in new for part in box.minus(common)]
             refined += [(part, holders) for part in atom.minus(common)]
-        atoms = refined + [(box, ranks) for box in new]
-    atoms.sort(key=lambda atom: (atom[0].start, atom[0].stop))
+        found = refined + [(box, ranks) for box in new]
+    found.sort(key=lambda atom: (atom[0].start, atom[0].stop))
     shape = held.start.shape[1]
-    start = np.array([box.start for box, _ in atoms], np.int64).reshape(len(atoms), shape)
-    stop = np.array([box.stop for box, _ in atoms], np.int64).reshape(len(atoms), shape)
-    return Regions(start, stop, [ranks for _, ranks in atoms])
+    start = np.array([box.start for box, _ in found], np.int64).reshape(len(found), shape)
+    stop = np.array([box.stop for box, _ in found], np.int64).reshape(len(found), shape)
+    return Regions(start, stop, [ranks for _, ranks in found])
 
 
 def _gaps(box: Box, held: Regions) -> tuple[Box, ...]:

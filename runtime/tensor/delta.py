@@ -9,8 +9,7 @@ that differ, whichever is smaller. Values overwrite, so that applying a delta tw
     places    uint16 for each changed element: its place in its block
     values    the changed elements; all of the bucket if it is dense, without counts and places
 
-A receiver has two arenas, and the shadow holds the version before the live one. It applies each delta twice: when it
-arrives, and, after the swap, to the new shadow, which is then ready for the next one.
+`differences` moves them over a bridge.
 """
 
 import struct

@@ -30,7 +30,7 @@ class MessageTransport:
     def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         crossing, group = self._crossing, self._crossing.group(version)
         pending: list[tuple[Work, int, str]] = []
-        by_peer = self._parcels(copies, parts, group.device)
+        by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
         for peer, own in by_peer.items():
             with crossing.naming(version, peer, HEADER):
                 pending.append((group.send(_header(version, own, group.device), peer, 0), peer, HEADER))
@@ -45,7 +45,7 @@ class MessageTransport:
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         crossing, group = self._crossing, self._crossing.group(version)
-        by_peer = self._parcels(copies, parts, group.device)
+        by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
         headers: list[tuple[int, Tensor, Work]] = []
         for peer in by_peer:
             header = torch.empty(3, dtype=torch.int64, device=group.device)
@@ -69,16 +69,19 @@ class MessageTransport:
         self._post.clear()
         self._path.unlink(missing_ok=True)
 
-    def _parcels(self, copies: Sequence[Copy], parts: Parts, device: torch.device) -> dict[int, list[Parcel]]:
-        """Each peer's messages, the same on both sides of a pair."""
-        return self._post.once(
-            copies,
-            parts,
-            lambda staging: {
-                peer: parcels(own, parts, device, staging.setdefault(peer, {}))
-                for peer, own in self._crossing.by_peer(copies).items()
-            },
-        )
+
+def parcels_by_peer(
+    post: Post, crossing: Crossing, copies: Sequence[Copy], parts: Parts, device: torch.device
+) -> dict[int, list[Parcel]]:
+    """Each peer's messages, the same on both sides of a pair."""
+    return post.once(
+        copies,
+        parts,
+        lambda staging: {
+            peer: parcels(own, parts, device, staging.setdefault(peer, {}))
+            for peer, own in crossing.by_peer(copies).items()
+        },
+    )
 
 
 def _header(version: int, own: Sequence[Parcel], device: torch.device) -> Tensor:

@@ -1,8 +1,9 @@
 """Whether the tensors that a replica's ranks hold between them are those that were sent.
 
 Each rank computes the partial sums (see `digest`) of the boxes it holds, and sums over the ranks give the digests. Of
-equal boxes only one may be counted, so the ranks' boxes are dealt into *covers*: a cover takes each distinct box of a
-tensor from one rank. The sender hashes the first cover; a receiver all of them, since each copy of a box goes live.
+elements that several ranks hold only one's may be counted. So boxes are cut until no two overlap (scales of blocks that
+several ranks touch do), and dealt into *covers*: a cover takes each distinct box of a tensor from one rank. The sender
+hashes the first cover; a receiver all of them, since each copy of a box goes live.
 
 Modes: "full" hashes every tensor. "sampled" hashes one tensor in eight, chosen by a hash of its name and the version,
 and at least one: a fault in any other tensor goes live; one that stays is found within some 30 versions (a chance of
@@ -11,7 +12,6 @@ one in fifty that it is not). "off" hashes nothing: the version and the number o
 
 import functools
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.tensor.arena import Fill, Part, Parts
-from penstock.runtime.tensor.box import Box, Holding
+from penstock.runtime.tensor.box import Box
 from penstock.runtime.tensor.codec import DTYPES
+from penstock.runtime.tensor.cover import Regions, atoms
 from penstock.runtime.tensor.digest import ProofError, finish, partial
 from penstock.runtime.tensor.layout import Layout
 
@@ -55,9 +56,14 @@ class Prover:
         self._layout = layout
         self._rank = rank
         self._add = add
-        holders = [_holders(held, shape) for shape, _, held in layout.signatures[0]]
-        self._holders = {t.name: holders[k] for t, k in zip(layout.tensors, layout.signatures[1], strict=True)}
-        self._covers = max((len(ranks) for boxes in holders for ranks in boxes.values()), default=1)
+        boxes = [atoms(held, shape) for shape, _, held in layout.signatures[0]]
+        own = [[k for k, ranks in enumerate(found.ranks) if rank in ranks] for found in boxes]
+        self._boxes: dict[str, Regions] = {}
+        self._own: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
+        mine = [[(found.box(k), found.ranks[k]) for k in held] for found, held in zip(boxes, own, strict=True)]
+        for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
+            self._boxes[t.name], self._own[t.name] = boxes[index], mine[index]
+        self._covers = max((len(ranks) for found in boxes for ranks in found.ranks), default=1)
 
     def digests(self, parts: Parts, names: Sequence[str], fill: Fill | None = None) -> dict[str, int]:
         """The digests of these tensors by the first cover. Every rank of the replica must ask for the same.
@@ -97,35 +103,41 @@ class Prover:
 
     def _sums(self, name: str, part: Part | None, covers: int, fill: Fill | None) -> list[int]:
         """This rank's sum for each cover, as int64."""
-        counted = [part is not None and self._member(name, part.box, cover) == self._rank for cover in range(covers)]
-        if part is None or not any(counted):
-            return [0] * covers
-        own_fill = None if fill is None else functools.partial(fill, name)
-        total = partial(part.tensor, name, self._layout.by_name[name].shape, part.box, own_fill)
-        signed = total - (1 << 64) if total >> 63 else total
-        return [signed if own else 0 for own in counted]
-
-    def _member(self, name: str, box: Box, cover: int) -> int:
-        """The rank whose copy of a box a cover takes. Tensors start at different ranks, to share the work."""
-        ranks = self._holders[name][box]
-        return ranks[(cover + _draw(0, name)) % len(ranks)]
+        totals = [0] * covers
+        if part is None:
+            return totals
+        shape = self._layout.by_name[name].shape
+        for box, ranks in self._own[name]:
+            counted = [cover for cover in range(covers) if _member(name, ranks, cover) == self._rank]
+            if not counted:
+                continue
+            if fill is not None and box != part.box:
+                fill(name, 1, 0, 1)
+                fill = None
+            own_fill = None if fill is None else functools.partial(fill, name)
+            total = partial(part.cut(box), name, shape, box, own_fill)
+            for cover in counted:
+                totals[cover] += total
+        return [_signed(total) for total in totals]
 
     def _finished(self, name: str, total: int) -> int:
         tensor = self._layout.by_name[name]
         return finish(total, name, DTYPES[tensor.dtype], tensor.shape)
 
     def _where(self, name: str, cover: int) -> str:
-        ranks = sorted({self._member(name, box, cover) for box in self._holders[name]})
+        ranks = sorted({_member(name, ranks, cover) for ranks in self._boxes[name].ranks})
         return f"by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _holders(held: Holding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    """The ranks that hold each distinct box."""
-    found: dict[Box, list[int]] = defaultdict(list)
-    for rank in range(held.ranks):
-        for box in held.of(rank, shape):
-            found[box].append(rank)
-    return {box: tuple(ranks) for box, ranks in found.items()}
+def _member(name: str, ranks: Sequence[int], cover: int) -> int:
+    """The rank whose copy of a box a cover takes. Tensors start at different ranks, to share the work."""
+    return ranks[(cover + _draw(0, name)) % len(ranks)]
+
+
+def _signed(total: int) -> int:
+    """Mod 2^64, as int64."""
+    total %= 1 << 64
+    return total - (1 << 64) if total >> 63 else total
 
 
 def _draw(version: int, name: str) -> int:

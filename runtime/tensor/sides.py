@@ -28,22 +28,22 @@ def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:
     return Mesh((("replica", ranks),) if axes is None else tuple((name, size) for name, size in axes))
 
 
-def source_layout(carried: Carried, wire: str | None, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
-    """How the value's weights lie on its ranks, in the dtypes of the wire; and the rules that receivers cut them by.
+def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
+    """How the value's weights lie on its ranks, and the rules that receivers cut them by.
 
     The ranks tell each other the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises
     `LayoutError` for what cannot travel, or does not lie as the sharding says.
     """
     tensors = carried.weights()
     if not isinstance(carried, Sharded):
-        entries = [(name, tuple(t.shape), _on_the_wire(t, wire)) for name, t in tensors.items()]
+        entries = [(name, tuple(t.shape), _dtype(t)) for name, t in tensors.items()]
         _require_known(entries)
         return Layout.whole(entries, ranks), {}
     sharding = carried.sharding()
     mesh = Mesh(tuple(sharding.mesh))
     if mesh.size != ranks:
         raise LayoutError(f"sharding over {mesh}: given {mesh.size} ranks, needed the replica's {ranks}")
-    own = [(name, tuple(t.shape), _on_the_wire(t, wire)) for name, t in tensors.items() if t.numel()]
+    own = [(name, tuple(t.shape), _dtype(t)) for name, t in tensors.items() if t.numel()]
     _require_known(own)
     dtypes = _agreed({name: dtype for name, _, dtype in own}, sharding, add)
     entries = [(name, tuple(shape), dtypes[name]) for name, shape in sharding.shapes.items()]
@@ -65,8 +65,8 @@ def rules_from_json(data: Mapping[str, Any]) -> dict[str, Rule]:
     return {key: None if rule is None else (rule[0], rule[1]) for key, rule in data.items()}
 
 
-def _on_the_wire(tensor: Tensor, wire: str | None) -> str:
-    return wire if wire is not None and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _require_known(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> None:

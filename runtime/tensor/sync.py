@@ -16,26 +16,28 @@ between two steps.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from penstock.graph.sharding import Sharded
 from penstock.graph.types import Carried, Weights
 from penstock.runtime.tensor.arena import Arena, Device, Snapshot
+from penstock.runtime.tensor.background import Done, in_background
+from penstock.runtime.tensor.convert import converted
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import Copy, Layout, LayoutError
 from penstock.runtime.tensor.memory import Allocate
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import TENSOR
 from penstock.runtime.tensor.proof import MODES, Add, Mode, Prover, alone, chosen
+from penstock.runtime.tensor.quantise import Agree, Converter
 from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.restore import Restorer
 from penstock.runtime.tensor.sides import Axes, mesh_of, rules_from_json, rules_to_json, source_layout, target_layout
 from penstock.runtime.tensor.transport import LocalTransport, Transport
 
 Facts = dict[str, Any]
-T = TypeVar("T")
-Done = Callable[[T | Exception], None]
-"""What a background transfer calls once, in its own thread: with its result, or with the error that ended it."""
 
 
 class SyncError(RuntimeError):
@@ -55,10 +57,10 @@ class Publisher:
     """One rank's copies of a carried value's weights, as of the last `keep` versions published.
 
     The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
-    plan shares the sending out. `wire` names the dtype in which floating-point tensors travel; None leaves each as
-    `Carried.weights` gives it. `add` sums over the ranks (`adder.Adder`): needed where no rank holds everything. All
-    ranks must publish the same versions in one order. A copy being sent is never written over: one more is made when
-    they all are.
+    plan shares the sending out. `wire` is a format of `convert`, "" leaves tensors as `Carried.weights` gives them.
+    `add` sums over the ranks (`adder.Adder`): needed where no rank holds everything; `agree`, the maximum over them,
+    where moreover the format has scales. All ranks must publish the same versions in one order. A copy being sent is
+    never written over: one more is made when they all are.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class Publisher:
         *,
         rank: int = 0,
         ranks: int = 1,
-        wire: str | None = None,
+        wire: str = "",
         keep: int = 2,
         device: Device = "cpu",
         add: Add | None = None,
+        agree: Agree | None = None,
         proof: Mode = "full",
     ) -> None:
         if proof not in MODES:
@@ -79,7 +82,10 @@ class Publisher:
         if ranks > 1 and add is None and isinstance(carried, Sharded):
             raise ValueError(f"{channel}: given weights in parts on {ranks} ranks, needed `add`, to sum over them")
         self.channel = channel
-        self.layout, self._wanted = source_layout(carried, wire, ranks, add or alone)
+        self._source, self._wanted = source_layout(carried, ranks, add or alone)
+        self.layout = converted(self._source, wire)
+        self._wire = wire
+        self._convert = partial(Converter(self._source, self.layout, rank).convert, agree=agree) if wire else None
         self._carried = carried
         self._rank = rank
         self._keep = keep
@@ -88,22 +94,22 @@ class Publisher:
         # Without a sum over the ranks each has everything, and proves it by itself.
         self._prover = Prover(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
         self._names = tuple(t.name for t in self.layout.tensors)
-        self._facts = {"layout": self.layout.to_json(), "wanted": rules_to_json(self._wanted), "proof": proof}
+        described = {"layout": self._source.to_json(), "wire": wire, "wanted": rules_to_json(self._wanted)}
+        self._facts = {**described, "proof": proof}
         self._snapshots: list[Snapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
         self._copies: dict[Mesh, tuple[Copy, ...]] = {}
 
     def publish(self, version: int) -> Facts:
-        """Copy the weights aside as `version`, hashing each piece while it is in the cache; blocks meanwhile. What
-        receivers need to know, JSON-able.
+        """Copy the weights aside as `version`, in the format of the wire, and hash the copy; blocks meanwhile. What
+        receivers need to know, JSON-able. Raises `ConversionError` for what the format cannot hold.
         """
         started = time.perf_counter()
         names = chosen(self._proof, version, self._names)
         snapshot = self._free_snapshot(version)
-        digests = snapshot.take(
-            version, self._carried.weights(), lambda fill: self._prover.digests(snapshot.parts, names, fill)
-        )
+        hashed = partial(self._prover.digests, snapshot.parts, names)
+        digests = snapshot.take(version, self._carried.weights(), hashed, self._convert)
         return {**self._facts, "version": version, "digest": digests, "publish_s": time.perf_counter() - started}
 
     def send(self, version: int, transport: Transport, ranks: int = 1, mesh: Axes | None = None) -> Moved:
@@ -117,7 +123,7 @@ class Publisher:
     ) -> None:
         """`send` in the background. The version is held from now on, whatever is published meanwhile."""
         snapshot, target = self._hold(version), mesh_of(mesh, ranks)
-        _in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
+        in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
 
     def _send(self, snapshot: Snapshot, transport: Transport, mesh: Mesh) -> Moved:
         try:
@@ -131,10 +137,11 @@ class Publisher:
 
     def _planned(self, mesh: Mesh) -> tuple[Copy, ...]:
         """What this rank sends to a replica on `mesh`: one object for ever, by which transports know it again."""
-        if mesh not in self._copies:
-            plan = reshard(self.layout, target_layout(self.layout, self._wanted, mesh))
-            self._copies[mesh] = plan.sends(self._rank)
-        return self._copies[mesh]
+        with self._lock:  # two replicas may ask at once
+            if mesh not in self._copies:
+                target = converted(target_layout(self._source, self._wanted, mesh), self._wire)
+                self._copies[mesh] = reshard(self.layout, target).sends(self._rank)
+            return self._copies[mesh]
 
     def _hold(self, version: int) -> Snapshot:
         with self._lock:
@@ -156,7 +163,7 @@ class Publisher:
                     del self._sending[snapshot.version]
                     snapshot.version = -1
                     return snapshot
-            self._snapshots.append(Snapshot(self.layout, self._rank, self._device))
+            self._snapshots.append(Snapshot(self._source, self.layout, self._rank, self._device))
             return self._snapshots[-1]
 
 
@@ -167,7 +174,8 @@ class Receiver:
     `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
     version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
     over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
-    memory, such as `memory.SharedMemory`.
+    memory, such as `memory.SharedMemory`. Readers get tensors in the sender's dtypes (see `restore` for what that
+    takes), or, with `restore=False`, as they travelled: elements and scales.
     """
 
     def __init__(
@@ -180,6 +188,7 @@ class Receiver:
         device: Device = "cpu",
         add: Add | None = None,
         allocate: Allocate | None = None,
+        restore: bool = True,
     ) -> None:
         self.channel = channel
         self.mesh = mesh_of(mesh, ranks)
@@ -190,10 +199,12 @@ class Receiver:
         self._device = device
         self._add = add
         self._allocate = allocate
+        self._restore = restore
+        self._restorer: Restorer | None = None
         self._arena: Arena | None = None
         self._prover: Prover | None = None
         self._copies: tuple[Copy, ...] = ()
-        self._described: tuple[Any, Any] = (None, None)
+        self._described: tuple[Any, ...] = ()
         self._arrived: int | None = None
         self._busy = False
 
@@ -205,7 +216,7 @@ class Receiver:
     def start(self, version: int, facts: Mapping[str, Any], transport: Transport, done: Done[Moved]) -> None:
         """`receive` in the background."""
         self._begin(version, facts)
-        _in_background(f"receive {self.channel} {version}", lambda: self._receive(version, facts, transport), done)
+        in_background(f"receive {self.channel} {version}", lambda: self._receive(version, facts, transport), done)
 
     def swap(self, version: int) -> None:
         """Make the version that arrived live; the caller is between two steps of whatever reads `weights`."""
@@ -213,7 +224,9 @@ class Receiver:
             raise SyncError(f"{self.channel}: swap to version {version}: {self._state()}")
         self._arena.swap()
         self._arrived = None
-        self.weights.tensors = {name: part.tensor for name, part in self._arena.live.items()}
+        live = self._arena.live
+        restored = self._restorer.swap(live) if self._restorer else None
+        self.weights.tensors = restored or {name: part.tensor for name, part in live.items()}
         self.weights.version = version
 
     def _begin(self, version: int, facts: Mapping[str, Any]) -> None:
@@ -231,18 +244,24 @@ class Receiver:
             nbytes = transport.receive(version, self._copies, arena.shadow)
             arrived = time.perf_counter()
             prover.check(arena.shadow, self._sent(version, facts), version, self._sides())
+            proved = time.perf_counter()
+            if self._restorer is not None:
+                self._restorer.fill(arena.shadow)
             self._arrived = version
-            return Moved(version, nbytes, arrived - started, time.perf_counter() - arrived)
+            return Moved(version, nbytes, arrived - started, proved - arrived)
         finally:
             self._busy = False
 
     def _prepared(self, facts: Mapping[str, Any]) -> tuple[Arena, Prover]:
         """The arena, made for the first layout that is sent; all later ones must be equal."""
-        described = facts["layout"], facts["wanted"]
+        described = facts["layout"], facts["wanted"], facts["wire"]
         if self._arena is None or self._prover is None:
-            source = Layout.from_json(facts["layout"])
-            target = target_layout(source, rules_from_json(facts["wanted"]), self.mesh)
-            self._copies = reshard(source, target).receives(self._rank)
+            source, wire = Layout.from_json(facts["layout"]), facts["wire"]
+            read = target_layout(source, rules_from_json(facts["wanted"]), self.mesh)
+            target = converted(read, wire)
+            self._copies = reshard(converted(source, wire), target).receives(self._rank)
+            if wire and self._restore:
+                self._restorer = Restorer(read, target, wire, self._rank, self._device)
             self._arena = Arena(target, self._rank, self._device, self._allocate)
             own = target if self._add else target.replicated(1)
             self._prover = Prover(own, self._rank if self._add else 0, self._add or alone)
@@ -276,15 +295,3 @@ def hand_over(publisher: Publisher, receiver: Receiver, version: int, facts: Map
     transport = LocalTransport(receiver.channel)
     publisher.send(version, transport, mesh=receiver.mesh.axes)
     return receiver.receive(version, facts, transport)
-
-
-def _in_background(name: str, work: Callable[[], T], done: Done[T]) -> None:
-    def run() -> None:
-        try:
-            result: T | Exception = work()
-        except Exception as error:
-            result = error
-        done(result)
-
-    # A daemon: a peer's deadline must not hold up an interpreter that is told to end.
-    threading.Thread(target=run, name=name, daemon=True).start()

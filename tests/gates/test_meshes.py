@@ -64,17 +64,18 @@ def test_learning_on_a_mesh_is_learning_on_one_rank_within_rounding(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mesh", "ranks"), [("trainer=fsdp3", 3), ("trainer=pp2", 2)])
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path, mesh: str, ranks: int) -> None:
     """What four ranks wrote, two take over: the optimizer too, or the weights would differ."""
     alone = make_run(tmp_path / "alone", f"{FAULTS}digits", {"lag": 0, **LEARNING}, REAL)
     before = replace(REAL, updates=2)
     meshes = ("trainer=fsdp2xtp2", "generator=tp2")
     moved = run_to_end(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 0, **LEARNING}, before, meshes=meshes))
-    go_on = ["resume", str(moved), "--updates", str(UPDATES), "--mesh", "trainer=fsdp3", "generator=1", "--plain"]
+    go_on = ["resume", str(moved), "--updates", str(UPDATES), "--mesh", mesh, "generator=1", "--plain"]
     done = subprocess.run([sys.executable, "-m", "penstock.runtime.cli.main", *go_on], capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert_close(reads_back(run_here(alone)), reads_back(moved))
-    assert len(list((moved / "checkpoints" / f"{UPDATES:08d}").glob("trainer-0-*.safetensors"))) == 3
+    assert len(list((moved / "checkpoints" / f"{UPDATES:08d}").glob("trainer-0-*.safetensors"))) == ranks
 
 
 def test_ranks_that_work_together_need_processes(tmp_path: Path) -> None:
@@ -82,3 +83,16 @@ def test_ranks_that_work_together_need_processes(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--out", str(tmp_path / "r")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--in-process with trainer/0 of 2 ranks (dp2), needed one rank for each" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_mesh_that_cannot_work_is_not_what_the_run_goes_on_with(tmp_path: Path) -> None:
+    """Three ranks cannot share four heads, which they find out when they make the model."""
+    flags = replace(REAL, updates=2)
+    folder = run_to_end(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 0, **LEARNING}, flags))
+    written = (folder / "plan.json").read_bytes(), (folder / "config.json").read_bytes()
+    go_on = ["resume", str(folder), "--updates", "4", "--mesh", "trainer=tp3", "--plain"]
+    done = subprocess.run([sys.executable, "-m", "penstock.runtime.cli.main", *go_on], capture_output=True, timeout=120)
+    assert done.returncode == 1
+    assert b"3" in done.stderr
+    assert ((folder / "plan.json").read_bytes(), (folder / "config.json").read_bytes()) == written

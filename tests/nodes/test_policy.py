@@ -66,6 +66,14 @@ def test_restoring_forgets_what_was_learnt_since() -> None:
     assert same(learner, fresh)
 
 
+def test_what_a_rank_has_no_elements_of_is_not_restored() -> None:
+    """As a pipeline stage is given the layers of the others, from a state of another mesh."""
+    learner, other = policy(), policy(replace(CONTEXT, seed=9))
+    tensors, facts = saved(other)
+    learner.restore({**tensors, "master.model.layers.9.mlp.up_proj.weight": torch.empty(0, 64)}, facts)
+    assert same(learner, other)
+
+
 def test_the_state_of_another_model_is_refused() -> None:
     learner = policy()
     tensors, facts = saved(learner)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.cli import check, launching, run, show, simulate
+from penstock.runtime.cli import check, launching, plan, run, show, simulate
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import Traced, understand
 from penstock.runtime.control.config import RunConfig
@@ -34,7 +34,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(verb: str, argv: Sequence[str]) -> Traced:
         return understand(verb, json.loads(json.dumps(answer(verb, argv[0], argv[1:]))))
 
-    for module in (check, run, show, simulate):
+    for module in (check, plan, run, show, simulate):
         monkeypatch.setattr(module, "trace_program", trace)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import programs
 from penstock.graph.show import loads
-from penstock.runtime.cli import check, show, simulate
+from penstock.runtime.cli import check, plan, show, simulate
 from penstock.runtime.cli.programs import built_in
 from penstock.runtime.cli.traced import CommandError
 
@@ -48,7 +48,7 @@ def test_show_says_that_a_program_has_no_evaluation() -> None:
         show.main(["toy", "--evaluation"])
 
 
-@pytest.mark.parametrize("verb", [show, check, simulate])
+@pytest.mark.parametrize("verb", [show, check, simulate, plan])
 def test_a_verb_without_a_program_lists_the_built_in_ones(verb: object) -> None:
     with pytest.raises(CommandError, match="needed a PROGRAM: aipo, cispo, ") as error:
         verb.main([])  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
-from penstock.runtime.plan.meshes import check_pools, read_meshes, spelled
+from penstock.runtime.plan.meshes import check_pools, check_ranks, read_meshes, spelled
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
 from tests.runtime.plan.test_place import EVALUATE, TRAIN
@@ -38,6 +38,12 @@ def test_a_mesh_of_an_unknown_pool_or_of_one_without_a_model_is_refused() -> Non
         check_pools({"trainor": (("tp", 2),)}, ["trainer"], ["trainer", "scorer"])
     with pytest.raises(ClusterError, match="--mesh scorer=tp2: given a pool without a model, needed one of: trainer"):
         place([TRAIN], Cluster(hosts=(Host(name="a", cores=4),)), meshes={"scorer": (("tp", 2),)})
+
+
+def test_more_ranks_than_a_host_could_start_are_refused() -> None:
+    with pytest.raises(ClusterError, match="--mesh trainer=fsdp99999: given 99999 ranks on a host of 2 cores"):
+        check_ranks({"trainer": (("fsdp", 99999),)}, {"trainer": 2})
+    check_ranks(MESHES, {"trainer": 2, "generator": 2})
 
 
 def test_each_replica_has_the_ranks_of_its_pools_mesh_and_they_share_its_cores_and_devices() -> None:

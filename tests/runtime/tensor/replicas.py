@@ -1,7 +1,9 @@
 """Replicas of several ranks for the tests: each rank a thread here, with what a rank has in a process of its own."""
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from penstock.graph.sharding import Rule, Sharding
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.box import Box
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.memory import SharedMemory
@@ -34,6 +37,7 @@ RULES: dict[str, Rule] = {
     "embed.weight": (0, 0), "q.weight": (0, 4), "k.weight": (0, 2), "o.weight": (1, 4),
     "norm.weight": None, "scale": None, "step": None,
 }  # fmt: skip
+STAGES = {name: (0,) if name in ("embed.weight", "q.weight") else (1,) for name in SHAPES}
 TRAINER: dict[str, Rule] = {**RULES, "embed.weight": None}
 
 
@@ -88,13 +92,14 @@ class SourceRank:
     """What a trainer's rank does at a sync."""
 
     def __init__(self, folder: Path, mesh: Axes, target: Axes, rank: int, **options: Any) -> None:
-        stages = options.pop("stages", None)
+        stages, delta = options.pop("stages", None), options.pop("delta", 0)
         self.policy = ShardedPolicy(mesh, rank, stages)
-        self.bridge = Bridge(CHANNEL, folder / "bridge", size(mesh), size(target), timeout=30)
+        self.bridge = Bridge(CHANNEL, folder / "bridge", size(mesh), size(target), timeout=30, delta=delta)
         self.target, self.rank = target, rank
         self.transport: Transport | None = None
         add = adder(folder, "trainer", mesh, rank)
-        self.publisher = Publisher(CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, **options)
+        agree = add.maximum if add else None
+        self.publisher = Publisher(CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, agree=agree, **options)
 
     def publish(self, version: int) -> dict[str, Any]:
         self.policy.advance(version)
@@ -109,13 +114,15 @@ class SourceRank:
 class DestinationRank:
     """What a generator's rank does at a sync. `damage` is done to what arrived."""
 
-    def __init__(self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool) -> None:
-        self.bridge = Bridge(CHANNEL, folder / "bridge", size(source), size(mesh), timeout=30)
-        self.rank = rank
+    def __init__(
+        self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, restore: bool = True, delta: int = 0
+    ) -> None:
+        self.bridge = Bridge(CHANNEL, folder / "bridge", size(source), size(mesh), timeout=30, delta=delta)
+        self.rank, self.nbytes = rank, 0
         self.opened: Transport | None = None
         self.memory = SharedMemory("testreplicas", f"{folder.name}-{rank}") if shared else None
         add = adder(folder, "generator", mesh, rank)
-        self.receiver = Receiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory)
+        self.receiver = Receiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory, restore=restore)
         self.damage: Callable[[Any], None] = lambda parts: None
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
@@ -123,6 +130,7 @@ class DestinationRank:
             self.opened = self.bridge.open("destination", self.rank, self.memory)
         moved = self.opened.receive(version, copies, parts)
         self.damage(parts)
+        self.nbytes = moved
         return moved
 
     def sync(self, version: int, facts: Mapping[str, Any]) -> None:
@@ -153,3 +161,43 @@ def sound(results: list[Any]) -> list[Any]:
         if isinstance(result, Exception):
             raise result
     return results
+
+
+class Both:
+    """All ranks of both sides."""
+
+    def __init__(self, folder: Path, source: Axes, target: Axes, shared: bool, **options: Any) -> None:
+        if "pp" in dict(source):
+            options["stages"] = STAGES
+        restore, delta = options.pop("restore", True), options.get("delta", 0)
+        makers = [partial(SourceRank, folder, source, target, rank, **options) for rank in range(size(source))]
+        self.sources: list[SourceRank] = sound(together(*makers))
+        ranks = range(size(target))
+        self.destinations = [DestinationRank(folder, source, target, rank, shared, restore, delta) for rank in ranks]
+        self.target = target
+
+    def publish(self, version: int) -> dict[str, Any]:
+        facts = sound(together(*(partial(s.publish, version) for s in self.sources)))
+        assert len({json.dumps(f["digest"]) for f in facts}) == 1
+        found: dict[str, Any] = json.loads(json.dumps(facts[0]))
+        return found
+
+    def move(self, version: int, facts: dict[str, Any]) -> list[Any]:
+        sends = [partial(s.send, version) for s in self.sources]
+        return together(*sends, *(partial(d.sync, version, facts) for d in self.destinations))
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each destination rank should hold of these whole tensors."""
+        named = [(n, tuple(t.shape), "bfloat16") for n, t in tensors.items()]
+        mesh = Mesh(tuple((name if name == "tp" else "copies", n) for name, n in self.target))
+        layout = sharded(named, mesh, RULES)
+        return [
+            {t.name: tensors[t.name][t.held_by(rank)[0].slices(Box.whole(t.shape))] for t in layout.tensors}
+            for rank in range(mesh.size)
+        ]
+
+    def check(self, version: int) -> None:
+        for destination, expected in zip(self.destinations, self.parts(wholes(version)), strict=True):
+            weights = destination.receiver.weights
+            assert weights.version == version
+            assert {n: torch.equal(weights.tensors[n], t) for n, t in expected.items()} == dict.fromkeys(SHAPES, True)

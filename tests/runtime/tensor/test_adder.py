@@ -24,6 +24,15 @@ def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:
         add.close()
 
 
+def test_every_rank_has_the_largest_of_the_magnitudes(tmp_path: Path) -> None:
+    adders = [Adder("trainer", tmp_path / "sum", rank, 2, timeout=30) for rank in range(2)]
+    own = [torch.tensor([[0.0, 1e-45], [3.5, torch.inf]]), torch.tensor([[1.5, 0.0], [3.25, 1.0]])]
+    for largest in sound(together(*(partial(add.maximum, t) for add, t in zip(adders, own, strict=True)))):
+        assert torch.equal(largest, torch.maximum(*own))
+    for add in adders:
+        add.close()
+
+
 def test_a_rank_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"trainer: rank 0: not all of 2 ranks met within 1 s"):
         Adder("trainer", tmp_path / "sum", 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))

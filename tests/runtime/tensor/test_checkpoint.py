@@ -70,8 +70,9 @@ def _value(mesh: Axes, rank: int) -> Whole:
 
 
 def _write(folder: Path, mesh: Axes) -> None:
-    for rank in range(Mesh(mesh).size):
-        write_part(folder, "trainer/0", rank, {"policy": _value(mesh, rank)}, {}, {})
+    ranks = Mesh(mesh).size
+    for rank in range(ranks):
+        write_part(folder, "trainer/0", rank, ranks, {"policy": _value(mesh, rank)}, {}, {})
 
 
 @pytest.mark.parametrize("before", MESHES)
@@ -88,10 +89,30 @@ def test_every_mesh_reads_what_any_other_wrote(tmp_path: Path, before: Axes, aft
         assert all(tensors[name].numel() == 0 for name in needed if not needed[name].numel())
 
 
+@pytest.mark.parametrize("after", MESHES)
+def test_parts_that_more_ranks_left_there_are_not_read(tmp_path: Path, after: Axes) -> None:
+    """As of a cut on another mesh that was never complete."""
+    _write(tmp_path, (("fsdp", 3), ("tp", 2)))
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"stale")
+    _write(tmp_path, (("fsdp", 2),))
+    for rank in range(Mesh(after).size):
+        value = _value(after, rank)
+        tensors, _ = read_part(tmp_path, "trainer/0", rank).carried("policy", layout_of(value))
+        assert all(torch.equal(tensors[name], t) for name, t in value.state()[0].items() if t.numel())
+
+
+def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, (("fsdp", 3), ("tp", 2)))
+    (tmp_path / "trainer-0-4.safetensors").unlink()
+    with pytest.raises(StateError, match=r"trainer-0-4\.safetensors: not a readable state"):
+        read_part(tmp_path, "trainer/0", 0)
+
+
 def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
     for mesh in ((), (("fsdp", 2),)):
         for rank in range(2):
-            write_part(tmp_path / str(mesh), "trainer/0", rank, {"policy": _value(mesh, rank)}, {}, {})
+            write_part(tmp_path / str(mesh), "trainer/0", rank, 2, {"policy": _value(mesh, rank)}, {}, {})
     exported = [sorted(p.name for p in (tmp_path / str(m) / "policy").iterdir()) for m in ((), (("fsdp", 2),))]
     assert exported == [["exported-0"], ["exported-0", "exported-1"]]
 

@@ -1,6 +1,5 @@
 """A sync between replicas of several ranks: every element where it belongs, whatever the meshes, and proved."""
 
-import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -10,34 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.tensor.box import Box
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import LayoutError
 from penstock.runtime.tensor.memory import SharedMemory
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import LocalTransport
 
-from .replicas import (
-    CHANNEL,
-    RULES,
-    SHAPES,
-    Axes,
-    DestinationRank,
-    ShardedPolicy,
-    SourceRank,
-    size,
-    sound,
-    together,
-    wholes,
-)  # fmt: skip
+from .replicas import CHANNEL, RULES, SHAPES, Axes, Both, ShardedPolicy, sound
 
 pytestmark = pytest.mark.timeout(120)
 
-STAGES = {name: (0,) if name in ("embed.weight", "q.weight") else (1,) for name in SHAPES}
 MESHES: list[tuple[Axes, Axes]] = [
     ((("fsdp", 2),), (("tp", 2),)),
     ((("fsdp", 2), ("tp", 2)), (("tp", 2),)),
@@ -47,41 +30,6 @@ MESHES: list[tuple[Axes, Axes]] = [
     ((("fsdp", 3),), (("tp", 1),)),
     ((("fsdp", 1),), (("tp", 2),)),
 ]
-
-
-class Both:
-    """All ranks of both sides."""
-
-    def __init__(self, folder: Path, source: Axes, target: Axes, shared: bool, **options: Any) -> None:
-        if "pp" in dict(source):
-            options["stages"] = STAGES
-        makers = [partial(SourceRank, folder, source, target, rank, **options) for rank in range(size(source))]
-        self.sources: list[SourceRank] = sound(together(*makers))
-        self.destinations = [DestinationRank(folder, source, target, rank, shared) for rank in range(size(target))]
-        self.target = target
-
-    def publish(self, version: int) -> dict[str, Any]:
-        facts = sound(together(*(partial(s.publish, version) for s in self.sources)))
-        assert len({json.dumps(f["digest"]) for f in facts}) == 1
-        found: dict[str, Any] = json.loads(json.dumps(facts[0]))
-        return found
-
-    def move(self, version: int, facts: dict[str, Any]) -> list[Any]:
-        sends = [partial(s.send, version) for s in self.sources]
-        return together(*sends, *(partial(d.sync, version, facts) for d in self.destinations))
-
-    def check(self, version: int) -> None:
-        made = wholes(version)
-        layout = sharded([(n, s, "bfloat16") for n, s in SHAPES.items()], _renamed(self.target), RULES)
-        for rank, destination in enumerate(self.destinations):
-            weights = destination.receiver.weights
-            assert weights.version == version
-            expected = {t.name: made[t.name][t.held_by(rank)[0].slices(Box.whole(t.shape))] for t in layout.tensors}
-            assert {n: torch.equal(weights.tensors[n], t) for n, t in expected.items()} == dict.fromkeys(SHAPES, True)
-
-
-def _renamed(mesh: Axes) -> Mesh:
-    return Mesh(tuple((name if name == "tp" else "copies", n) for name, n in mesh))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,150 @@
+"""`penstock plan PROGRAM`: which GPUs do what on a cluster, what fits, and what bounds an update."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from textwrap import wrap
+
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.figures import figure, percent
+from penstock.runtime.cli.flags import PlanFlags
+from penstock.runtime.cli.programs import require_program
+from penstock.runtime.cli.traced import CommandError, trace_program
+from penstock.runtime.plan.cluster import ClusterError
+from penstock.runtime.plan.lengths import LengthError
+from penstock.runtime.plan.meshes import read_meshes
+from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
+from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.shape import ShapeError, read_shape
+from penstock.runtime.plan.spec import read_cluster
+from penstock.runtime.plan.workload import Workload, given_lengths
+
+LABEL = 12
+"""Columns of the words that lines begin with."""
+
+
+def main(argv: Sequence[str]) -> int:
+    require_program("plan", argv)
+    traced = trace_program("plan", argv)
+    flags: PlanFlags = traced.flags
+    graph = traced.sound()
+    for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
+        if not getattr(flags, name):
+            raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
+    if not flags.time_limit > 0:
+        raise CommandError(f"--time-limit: given {flags.time_limit:g}, needed more than 0 seconds", 2)
+    try:
+        cluster, meshes = read_cluster(flags.cluster), read_meshes(flags.mesh)
+        work = workload(graph, flags)
+    except (ClusterError, LengthError, ShapeError) as error:
+        raise CommandError(str(error), 2) from None
+    found = plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
+    print(json.dumps(found.to_json()) if flags.json else text(found, flags.cluster))
+    return 0
+
+
+def workload(graph: Graph, flags: PlanFlags) -> Workload:
+    """What the flags say, and the program of samples, epochs and minibatches."""
+    roles = roles_of(graph)
+    try:
+        return Workload(
+            read_shape(flags.model),
+            flags.batch,
+            roles.samples,
+            given_lengths(flags.lengths, flags.longest),
+            flags.prompt_tokens,
+            roles.epochs,
+            roles.minibatches,
+            flags.micro_tokens,
+        )
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise CommandError(str(error), 2) from None
+
+
+def text(found: Planned, cluster: str) -> str:
+    """For people: the plan, why, the memory, and what else there is."""
+    work, width = found.work, shutil.get_terminal_size((100, 24)).columns
+    responses = f"{work.responses} responses of {work.lengths.mean:.0f} tokens on average"
+    lines = [
+        f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
+        "",
+        *_line("period", f"{_seconds(found.best.period_s)} per update, {_sure(found)}", width),
+        *_line("bound", f"by {found.best.bound}", width),
+        *_line("", _why(found), width),
+        *_line("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
+        "",
+    ]
+    for pool in found.pools:
+        lines += [*_pool(pool, width), ""]
+    lines.append("Alternatives, each with its best layouts:")
+    name_width = max(len(other.name) for other in found.alternatives)
+    for other in found.alternatives:
+        lines += _alternative(other, found, name_width, width)
+    lines += ["", f"{found.outcome.opened} parts of plans looked at in {found.seconds:.1f} s"]
+    return "\n".join(lines)
+
+
+def _sure(found: Planned) -> str:
+    if found.optimal:
+        return "optimal under the model"
+    return f"the best found in time: no plan is more than {percent(found.outcome.gap)} faster"
+
+
+def _why(found: Planned) -> str:
+    """What a batch costs, stage by stage."""
+    best = found.best
+    parts = [f"generation {_seconds(best.rollout_s)}", f"steps {_seconds(best.training.steps.seconds)}"]
+    if found.roles.reader:
+        reads = (best.reading or best.training).reads
+        parts.append(f"the frozen model's pass {_seconds(reads.seconds)}")
+    parts.append(f"weight sync {_seconds(best.sync.seconds)}")
+    if best.offloads:
+        parts.append(f"moments to the host and back {_seconds(best.switch.seconds)}")
+    generator = best.generating.generator
+    steps = f"most of a step goes to {best.training.steps.bound}"
+    rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
+    decodes = generator.step(rows, rows * (found.work.prompt_tokens + found.work.lengths.mean)).bound
+    return f"one batch: {', '.join(parts)}; {steps}, of decoding to {decodes}"
+
+
+def _pool(pool: PoolPlan, width: int) -> list[str]:
+    work = ", ".join(pool.nodes)
+    if not pool.devices:
+        return _line(pool.name, f"on CPUs: {work}", width)
+    copies = f"{pool.replicas} × " if pool.replicas > 1 else ""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in pool.mesh) or "one GPU"
+    how = [f"{pool.devices} {pool.kind}: {copies}({mesh})", pool.precision]
+    how += [f"{pool.slots} slots"] if pool.slots else []
+    how += [f"micro-batches of {pool.micro_tokens} tokens"] if pool.micro_tokens else []
+    how += ["weights sharded"] if pool.zero3 else []
+    how += [pool.shares] if pool.shares else []
+    parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])
+    held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
+    return [
+        *_line(pool.name, "; ".join(how), width),
+        *_line("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB: {held}", width),
+        *_line("", f"{work or 'reads responses'}, on {hosts}", width),
+    ]
+
+
+def _alternative(other: Alternative, found: Planned, name_width: int, width: int) -> list[str]:
+    name = f"  {other.name:<{name_width}}  "
+    if other.found is None:
+        return [f"{name}{other.why}"]
+    slower = percent(other.found.period_s / found.best.period_s - 1)
+    split = other.found.split
+    sizes = f"{split.trainer} shared" if split.shared else " + ".join(map(str, split.sizes))
+    sure = "" if other.proved else " (best found)"
+    line = f"{_seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
+    return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
+
+
+def _line(label: str, words: str, width: int) -> list[str]:
+    return wrap(words, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL)
+
+
+def _seconds(value: float) -> str:
+    return f"{figure(value, 4)} s" if value >= 1 else f"{figure(value * 1e3)} ms"

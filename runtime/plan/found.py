@@ -1,0 +1,93 @@
+"""What a search goes through and finds: who has which GPUs, a whole plan, and how sure it is. Pure."""
+
+from dataclasses import dataclass
+
+from penstock.graph.passes import Bound
+from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.islands import Island
+from penstock.runtime.plan.sides import Generating, Training
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who has which GPUs. `shared`: the generator has the trainer's. `reader` is 0 where there is no frozen model, or
+    where it lies beside the trainer."""
+
+    shared: bool
+    islands: tuple[Island, Island, Island]
+    trainer: int
+    generator: int
+    reader: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """GPUs of each group of pools that has its own."""
+        return tuple(n for n in (self.trainer, 0 if self.shared else self.generator, self.reader) if n)
+
+    @property
+    def gpus(self) -> int:
+        return sum(self.sizes)
+
+    def left(self, island: Island) -> int:
+        """GPUs of an island that the trainer and the generator leave."""
+        taken = self.trainer * (island == self.islands[0])
+        return island.gpus - taken - (0 if self.shared else self.generator * (island == self.islands[1]))
+
+    @property
+    def has_room(self) -> bool:
+        """Whole hosts only have to be counted, as whoever makes a split does; parts have to be packed."""
+        whole = all(size % self.islands[0].each == 0 for size in self.sizes) and len(set(self.islands)) == 1
+        return whole or self.hosts() is not None
+
+    def hosts(self) -> list[tuple[str, ...]] | None:
+        """Of the trainer, the generator and the reader; None if they have no room."""
+        given: list[tuple[str, ...]] = [(), (), ()]
+        asked = (self.trainer, 0 if self.shared else self.generator, self.reader)
+        for island in dict.fromkeys(self.islands):
+            here = [i for i in range(3) if asked[i] and self.islands[i] == island]
+            found = island.share_out([asked[i] for i in here])
+            if found is None:
+                return None
+            for index, hosts in zip(here, found, strict=True):
+                given[index] = hosts
+        return [given[0], given[0] if self.shared else given[1], given[2]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole plan. `offloads`: the trainer's moments lie on the host while its GPUs decode."""
+
+    split: Split
+    training: Training
+    generating: Generating
+    reading: Training | None
+    rollout_s: float
+    sync: Cost
+    switch: Cost
+    bounds: tuple[Bound, ...]
+    offloads: bool = False
+
+    @property
+    def period_s(self) -> float:
+        return self.bounds[0].seconds
+
+    @property
+    def bound(self) -> str:
+        return self.bounds[0].cause
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`best` is None where nothing fits, or where the time was over before anything was found. No plan takes less than
+    `floor` seconds; `proved`: the search ended by itself."""
+
+    best: Found | None
+    runner_up: Found | None
+    floor: float
+    proved: bool
+    opened: int
+
+    @property
+    def gap(self) -> float:
+        """By how much of its period the best may be improved at most; 0 if it is optimal."""
+        return 0.0 if self.proved or self.best is None else max(0.0, 1 - self.floor / self.best.period_s)

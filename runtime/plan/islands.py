@@ -1,0 +1,65 @@
+"""GPUs that are alike: hosts with equally many of one kind, and how pools share them out. Pure.
+
+A pool lies within one island. It has whole hosts, or a part of one host that divides it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.gpus import Gpu
+from penstock.runtime.plan.roles import PlanError
+
+
+@dataclass(frozen=True)
+class Island:
+    """`hosts` machines with `each` GPUs of `kind`; both together name it among those of a cluster."""
+
+    kind: str
+    gpu: Gpu = field(compare=False)
+    hosts: tuple[str, ...] = field(compare=False)
+    each: int
+
+    @cached_property
+    def gpus(self) -> int:
+        return len(self.hosts) * self.each
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """GPUs that a pool may have: the divisors of a host, then whole hosts."""
+        parts = [part for part in range(1, self.each) if self.each % part == 0]
+        return (*parts, *range(self.each, self.gpus + 1, self.each))
+
+    def share_out(self, pools: Sequence[int]) -> list[tuple[str, ...]] | None:
+        """The hosts of each pool, in the pools' order; None if they have no room beside each other.
+
+        Whole hosts first, then parts, the largest first, each where there is room: a part is at most half of a host,
+        so that this packs up to three of them whenever they can be packed.
+        """
+        left = dict.fromkeys(self.hosts, self.each)
+        given: list[tuple[str, ...]] = [()] * len(pools)
+        for index in sorted(range(len(pools)), key=lambda i: -pools[i]):
+            size = min(pools[index], self.each)
+            hosts = [host for host, free in left.items() if free >= size][: max(1, pools[index] // self.each)]
+            if len(hosts) * size < pools[index]:
+                return None
+            for host in hosts:
+                left[host] -= size
+            given[index] = tuple(hosts)
+        return given
+
+
+def islands(cluster: Cluster) -> tuple[Island, ...]:
+    """In the order of the cluster's hosts. Raises PlanError for a cluster without GPUs, ClusterError for an unsaid
+    kind."""
+    found: dict[tuple[str, int], list[str]] = {}
+    kinds: dict[str, Gpu] = {}
+    for host in cluster.hosts:
+        if gpu := cluster.gpu_of(host):
+            kinds[host.gpu] = gpu
+            found.setdefault((host.gpu, len(host.accelerators)), []).append(host.name)
+    if not found:
+        given = f"{len(cluster.hosts)} hosts without GPUs"
+        raise PlanError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
+    return tuple(Island(kind, kinds[kind], tuple(hosts), each) for (kind, each), hosts in found.items())

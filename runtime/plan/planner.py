@@ -1,0 +1,235 @@
+"""The best plan for one program, cluster and workload, beside it what people set by hand, and all of it as JSON."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.graph.ir import Graph
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.found import Found, Outcome, Split
+from penstock.runtime.plan.islands import Island, islands
+from penstock.runtime.plan.memory import Memory
+from penstock.runtime.plan.meshes import Axes, spelled
+from penstock.runtime.plan.refuse import check_pins, refuse
+from penstock.runtime.plan.roles import PlanError, Roles, roles_of
+from penstock.runtime.plan.search import Search
+from penstock.runtime.plan.sides import Sides
+from penstock.runtime.plan.workload import Workload
+
+HEURISTIC_SHARE = 0.1
+"""Of the time limit, that each plan set by hand may take."""
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """One pool of a plan. `mesh` is of each replica; memory is that of the rank that holds most, in bytes by
+    component. A pool of small work has no devices."""
+
+    name: str
+    nodes: tuple[str, ...]
+    kind: str = ""
+    hosts: tuple[str, ...] = ()
+    devices: int = 0
+    replicas: int = 1
+    mesh: Axes = ()
+    precision: str = ""
+    memory: Memory = field(default_factory=lambda: Memory({}))
+    room: float = 0.0
+    slots: int = 0
+    micro_tokens: int = 0
+    zero3: bool = False
+    shares: str = ""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan; `found` is None where `why` says that there is none."""
+
+    name: str
+    found: Found | None
+    proved: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer. `outcome.best` is there."""
+
+    roles: Roles
+    work: Workload
+    lag: int
+    gpus: int
+    best: Found
+    outcome: Outcome
+    alternatives: tuple[Alternative, ...]
+    seconds: float
+    cpu_s: float
+
+    @property
+    def optimal(self) -> bool:
+        return self.outcome.proved
+
+    @property
+    def pools(self) -> tuple[PoolPlan, ...]:
+        return pools_of(self.roles, self.best)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "program": self.roles.graph,
+            "model": self.work.shape.name,
+            "lag": self.lag,
+            "period_s": self.best.period_s,
+            "optimal": self.optimal,
+            "gap": self.outcome.gap,
+            "bound": self.best.bound,
+            "bounds": [{"seconds": bound.seconds, "cause": bound.cause} for bound in self.best.bounds],
+            "gpus": self.gpus,
+            "gpus_used": self.best.split.gpus,
+            "pools": [_pool_json(pool) for pool in self.pools],
+            "alternatives": [_alternative_json(other) for other in self.alternatives],
+            "opened": self.outcome.opened,
+            "search_s": self.seconds,
+            "search_cpu_s": self.cpu_s,
+        }
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster,
+    work: Workload,
+    *,
+    slots: int = 256,
+    meshes: Mapping[str, Axes] | None = None,
+    time_limit: float = 120.0,
+) -> Planned:
+    """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
+    began, cpu = time.monotonic(), time.process_time()
+    roles, found = roles_of(graph), islands(cluster)
+    if slots < 1:
+        raise PlanError(f"slots: given {slots}, needed at least 1")
+    sides = Sides(work, roles.lag, slots, _pins(roles, meshes or {}))
+    check_pins(roles, sides, found)
+    others = [
+        _by_hand(Search(roles, sides, found, allowed), name, began + time_limit * HEURISTIC_SHARE * number)
+        for number, (name, allowed) in enumerate(_hands(found), 1)
+    ]
+    outcome = Search(roles, sides, found).run(began + time_limit)
+    # Where the time was over, a plan set by hand may be better than what the search has seen.
+    known = [other.found for other in others] if not outcome.proved else []
+    best = min((f for f in (outcome.best, *known) if f), key=lambda f: f.period_s, default=None)
+    if best is None and outcome.floor == float("inf"):
+        raise refuse(roles, sides, found)
+    if best is None:
+        raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
+    if best is not outcome.best:
+        outcome = Outcome(best, outcome.best or outcome.runner_up, outcome.floor, False, outcome.opened)
+    second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
+    total = sum(island.gpus for island in found)
+    taken = time.monotonic() - began, time.process_time() - cpu
+    return Planned(roles, work, roles.lag, total, best, outcome, (second, *others), *taken)
+
+
+def pools_of(roles: Roles, found: Found) -> tuple[PoolPlan, ...]:
+    """In the order trainer, generator, reader, small work."""
+    split, training, decode, generator = found.split, found.training, found.generating, found.generating.generator
+    hosts = split.hosts() or [(), (), ()]
+    trains, decodes, reads = split.islands
+    trainer = training.trainer
+    beside = f"its GPUs are those of {roles.trainer}"
+    pools = [
+        PoolPlan(
+            roles.trainer, roles.nodes_of(roles.trainer), trains.kind, hosts[0], split.trainer, 1, trainer.mesh.axes,
+            trainer.precision, training.memory, trains.gpu.memory_bytes, micro_tokens=trainer.micro_tokens,
+            zero3=trainer.zero3,
+        ),
+        PoolPlan(
+            roles.generator, roles.nodes_of(roles.generator), decodes.kind, hosts[1], split.generator, decode.replicas,
+            generator.mesh.axes, generator.precision, decode.memory, decodes.gpu.memory_bytes, slots=generator.slots,
+            shares=beside if split.shared else "",
+        ),
+    ]  # fmt: skip
+    if roles.reader:
+        apart, reading = split.reader, found.reading or training
+        memory = reading.memory if apart else Memory({"frozen model": training.memory.parts["frozen model"]})
+        pools.append(
+            PoolPlan(
+                roles.reader, roles.nodes_of(roles.reader), reads.kind, hosts[2] or hosts[0], apart or split.trainer,
+                1, reading.trainer.mesh.axes, reading.trainer.precision, memory, reads.gpu.memory_bytes,
+                micro_tokens=reading.trainer.micro_tokens, zero3=reading.trainer.zero3, shares="" if apart else beside,
+            )
+        )  # fmt: skip
+    return (*pools, *(PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small))
+
+
+def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> dict[str, Axes]:
+    names = {roles.trainer: "trainer", roles.generator: "generator", roles.reader: "reader"}
+    for pool, axes in meshes.items():
+        if pool not in names or not pool:
+            known = ", ".join(filter(None, names))
+            raise PlanError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, needed one of: {known}")
+    return {names[pool]: _outermost_first(axes) for pool, axes in meshes.items()}
+
+
+def _outermost_first(axes: Axes) -> Axes:
+    """As `Parallel.axes` has them."""
+    order = ("pp", "dp", "fsdp", "tp")
+    return tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: order.index(axis[0])))
+
+
+def _hands(found: Sequence[Island]) -> list[tuple[str, Callable[[Split], bool]]]:
+    """What people set by hand: shares of the largest island's GPUs, all layouts free; a frozen model beside the
+    trainer."""
+    largest = max(found, key=lambda island: island.gpus)
+    total = largest.gpus
+
+    def shared(split: Split) -> bool:
+        return split.shared and split.trainer == total and split.islands[0] == largest and not split.reader
+
+    def share(part: float) -> Callable[[Split], bool]:
+        decodes = min(largest.sizes, key=lambda size: abs(size - part * total))
+        trains = max((size for size in largest.sizes if size <= total - decodes), default=0)
+        wanted = (False, trains, decodes, 0)
+
+        def allowed(split: Split) -> bool:
+            here = set(split.islands) == {largest}
+            return here and (split.shared, split.trainer, split.generator, split.reader) == wanted
+
+        return allowed
+
+    return [
+        ("half and half", share(0.5)),
+        ("75:25 (generator : trainer)", share(0.75)),
+        ("all shared, synchronous", shared),
+    ]
+
+
+def _by_hand(search: Search, name: str, deadline: float) -> Alternative:
+    outcome = search.run(deadline, second=False)
+    why = "" if outcome.best else "out of time" if outcome.floor < float("inf") else "does not fit"
+    return Alternative(name, outcome.best, outcome.proved, why)
+
+
+def _pool_json(pool: PoolPlan) -> dict[str, Any]:
+    return {
+        "name": pool.name,
+        "nodes": list(pool.nodes),
+        "devices": pool.devices,
+        "kind": pool.kind,
+        "hosts": list(pool.hosts),
+        "replicas": pool.replicas,
+        "mesh": spelled(pool.mesh),
+        "precision": pool.precision,
+        "memory": {part: size for part, size in pool.memory.parts.items() if size},
+        "memory_available": pool.room,
+        **({"slots": pool.slots} if pool.slots else {}),
+        **({"micro_tokens": pool.micro_tokens, "zero3": pool.zero3} if pool.micro_tokens else {}),
+        **({"shares": pool.shares} if pool.shares else {}),
+    }
+
+
+def _alternative_json(other: Alternative) -> dict[str, Any]:
+    if other.found is None:
+        return {"name": other.name, "period_s": None, "bound": other.why}
+    pools = {"shared": other.found.split.shared, "gpus": list(other.found.split.sizes)}
+    return {"name": other.name, "period_s": other.found.period_s, "bound": other.found.bound, **pools}

@@ -1,0 +1,73 @@
+"""Why nothing fits: each role's least memory and what would make it fit, in numbers. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, prod
+
+from penstock.runtime.plan.fit import Misfit, check_generator, check_trainer
+from penstock.runtime.plan.islands import Island
+from penstock.runtime.plan.layouts import FEWEST_SLOTS
+from penstock.runtime.plan.memory import generator_memory, trainer_memory
+from penstock.runtime.plan.meshes import spelled
+from penstock.runtime.plan.roles import PlanError, Roles
+from penstock.runtime.plan.sides import Sides
+
+
+def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
+    """Raises PlanError for a mesh of more ranks than any island has GPUs, or that no layout has."""
+    largest = max(islands, key=lambda island: island.gpus)
+    for role, pool in (("trainer", roles.trainer), ("generator", roles.generator), ("reader", roles.reader)):
+        if role not in sides.pins:
+            continue
+        axes = sides.pins[role]
+        ranks = prod(size for _, size in axes)
+        given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
+        if ranks > largest.gpus:
+            raise PlanError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
+        if role == "generator":
+            known = any(sides.bases(island) for island in islands)
+        else:
+            known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates(i, ranks, role))
+        if not known:
+            needed = "whole hosts or a divisor of one, tp within a host, and heads and layers that it divides"
+            raise PlanError(f"{given} for {sides.work.shape.name}, needed {needed}")
+
+
+def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
+    """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
+    or, where each would by itself, how many GPUs each needs."""
+    misfits = [_trainer(roles, sides, islands), _generator(roles, sides, islands)]
+    lines = [str(misfit) for misfit in misfits if misfit is not None]
+    total = sum(island.gpus for island in islands)
+    head = f"{sides.work.shape.name} does not fit on {total} GPUs"
+    if lines:
+        return PlanError("\n".join((head, *lines)))
+    trains = [n for i in islands for n in i.sizes if sides.trainers(i, n, False)]
+    decodes = [n for i in islands for n in i.sizes if sides.generators(i, n)]
+    if not (trains and decodes):
+        return PlanError(f"{head}: given layouts that fit, needed pools of {sides.work.responses} replicas at most")
+    needed = f"{min(trains)} GPUs for {roles.trainer} and {min(decodes)} for {roles.generator}"
+    return PlanError(f"{head}: needed at least {needed}" + (f", and those of {roles.reader}" if roles.reader else ""))
+
+
+def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
+    """Of the layout that needs least memory; None if it fits."""
+    sizes = [(i, n) for i in islands for n in (i.sizes if "trainer" in sides.pins else (i.gpus,))]
+    found = [trainer for island, gpus in sizes for trainer in sides.candidates(island, gpus)]
+    if not found:
+        raise PlanError(f"{roles.trainer}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
+    least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)
+    return check_trainer(replace(least, zero3=True), roles.trainer)
+
+
+def _generator(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
+    best, share = None, inf
+    for island in islands:
+        for base in sides.bases(island):
+            least = replace(base, slots=min(FEWEST_SLOTS, sides.slots))
+            needed = generator_memory(least, sides.context).bytes / island.gpu.memory_bytes
+            if needed < share:
+                best, share = least, needed
+    if best is None:
+        raise PlanError(f"{roles.generator}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
+    return check_generator(best, sides.context, roles.generator)

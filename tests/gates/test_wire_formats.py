@@ -1,0 +1,38 @@
+"""Weights that travel in another format than they are computed in: training goes on, a little beside its own policy."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from penstock.runtime.control.config import Flags
+
+from .running import assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
+
+pytestmark = pytest.mark.timeout(240)
+UPDATES, BATCH = 4, 4
+FLAGS = Flags(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, data="arithmetic", deadline=60.0)
+
+
+@pytest.mark.slow
+def test_aipo_in_int8_keeps_its_ratios_near_one_and_is_the_same_in_one_process(tmp_path: Path) -> None:
+    """At lag 0 the ratio of a token is that of its floats to its quantised weights, and nothing else."""
+    flags = replace(FLAGS, wire="int8")
+    runs = [make_run(tmp_path / name, "aipo", {"lag": 0}, flags) for name in ("processes", "here")]
+    run_to_end(runs[0])
+    run_here(runs[1])
+    assert_equal_bits(*(final_state(run, UPDATES) for run in runs))
+    assert summary(runs[0])["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+    ratios = [row["ratio_mean"] for row in rows(runs[0])]
+    assert len(ratios) == UPDATES
+    assert all(abs(ratio - 1) < 0.02 and row["ess"] > 0.98 for ratio, row in zip(ratios, rows(runs[0]), strict=True))
+    assert any(row["ratio_max"] > 1 for row in rows(runs[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["bfloat16", "fp8_block"])
+def test_formats_cross_meshes(tmp_path: Path, wire: Literal["bfloat16", "fp8_block"]) -> None:
+    flags, meshes = replace(FLAGS, wire=wire, updates=2), ("trainer=fsdp2", "generator=tp2")
+    run = run_to_end(make_run(tmp_path / "r", "aipo", {"lag": 1}, flags, meshes=meshes))
+    assert [abs(row["ratio_mean"] - 1) < 0.1 for row in rows(run)] == [True, True]

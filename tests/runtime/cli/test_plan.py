@@ -1,0 +1,98 @@
+"""`penstock plan` in this process."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.graph import load, trace
+from penstock.runtime.cli import plan
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.plan.planner import plan as planned
+from penstock.runtime.plan.shape import SHAPES
+from penstock.runtime.plan.spec import read_cluster
+from penstock.runtime.plan.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("here")
+Output = pytest.CaptureFixture[str]
+SMALL = ("aipo", "--cluster", "1x8xH100", "--model", "qwen3-4b", "--batch", "16", "--lengths", "300,0.7")
+FILE = """
+[[hosts]]
+name = "a"
+cores = 8
+devices = ["cuda:0", "cuda:1"]
+gpu = "H100"
+"""
+
+
+def test_json_has_the_plan_its_pools_and_its_alternatives(capsys: Output) -> None:
+    assert plan.main([*SMALL, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["optimal"] is True
+    assert said["gap"] == 0
+    assert said["period_s"] > 0
+    trainer, generator, scorer = said["pools"]
+    assert [pool["name"] for pool in said["pools"]] == ["trainer", "generator", "scorer"]
+    assert trainer["nodes"] == ["aipo_update"]
+    assert sum(trainer["memory"].values()) <= trainer["memory_available"]
+    assert generator["precision"] in ("bf16", "fp8")
+    assert scorer["devices"] == 0
+    assert trainer["devices"] + generator["devices"] <= said["gpus"] == 8 or "shares" in generator
+    assert [other["name"] for other in said["alternatives"]][1:] == [
+        "half and half", "75:25 (generator : trainer)", "all shared, synchronous",
+    ]  # fmt: skip
+    assert all(other["period_s"] >= said["period_s"] and other["bound"] for other in said["alternatives"])
+
+
+def test_text_says_what_is_best_and_what_bounds_it(capsys: Output) -> None:
+    plan.main([*SMALL, "--lag", "0"])
+    shown = capsys.readouterr().out
+    assert re.search(r"(?m)^period .*, optimal under the model$", shown)
+    for word in ("bound ", "memory ", "runner-up", "half and half", "75:25", "all shared, synchronous"):
+        assert word in shown
+
+
+def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
+    graph = trace(load("aipo"))
+    work = Workload(SHAPES["qwen3-4b"], 16, 8, Lognormal(300, 0.7, 4096))
+    whole = planned(graph, read_cluster("1x8xH100"), work)
+    cut = replace(whole.outcome, proved=False, floor=whole.best.period_s * 0.9)
+    assert "optimal" in plan.text(whole, "1x8xH100")
+    shown = plan.text(replace(whole, outcome=cut), "1x8xH100")
+    assert "optimal" not in shown
+    assert "no plan is more than 10.0 % faster" in shown
+
+
+def test_a_cluster_file_is_read(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE)
+    plan.main(["aipo", "--cluster", str(file), "--model", "qwen3-0.6b", "--json"])
+    assert json.loads(capsys.readouterr().out)["gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ((), "--cluster: given nothing"),
+        (("--cluster", "1x8xH100"), "--model: given nothing"),
+        (("--cluster", "0x8xH100", "--model", "llama-8b"), "needed at least 1 of each"),
+        (("--cluster", "1x8xH10", "--model", "llama-8b"), "did you mean 'H100'"),
+        (("--cluster", "1x8xH100", "--model", "lama-8b"), "did you mean 'llama-8b'"),
+        (("--cluster", "1x8xH100", "--model", "llama-8b", "--lengths", "long"), "needed MEAN,SIGMA"),
+        (("--cluster", "1x8xH100", "--model", "llama-8b", "--batch", "0"), r"batch\n +given +0"),
+        (("--cluster", "1x8xH100", "--model", "llama-8b", "--time-limit", "0"), "--time-limit: given 0"),
+    ],
+)
+def test_what_cannot_be_understood_is_said_with_what_is_needed(words: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(CommandError, match=fault):
+        plan.main(["aipo", *words])
+
+
+def test_a_typo_in_a_cluster_file_names_the_key_that_was_meant(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE.replace("devices", "device"))
+    with pytest.raises(CommandError, match=r"unknown key 'hosts\.0\.device'; did you mean 'devices'"):
+        plan.main(["aipo", "--cluster", str(file), "--model", "llama-8b"])
