@@ -186,7 +186,9 @@ class Search:
             self._push_trained(_Trained(split, reading, trainers[0]))
 
     def _push_trained(self, part: _Trained) -> None:
-        self._push(part, self._loose(part.split, part.train.seconds, _seconds(part.reading)))
+        steady, least = self.sides.decode_least(part.split.islands[1], part.split.generator)
+        times = Times(part.train.seconds, steady, least, read=_seconds(part.reading))
+        self._push(part, self._period(part.split, times))
 
     def _trainers(self, split: Split) -> list[Training]:
         return self.sides.trainers(split.islands[0], split.trainer, bool(self.roles.reader) and not split.reader)

@@ -102,6 +102,10 @@ class Sides:
         """GPU-seconds of a batch, and seconds of its longest response, that no generator here goes below."""
         return self._once(("decode", island), lambda: self._generate_least(island))
 
+    def decode_least(self, island: Island, gpus: int) -> tuple[float, float]:
+        """`steady` and `least` that no generator on so many GPUs goes below, whatever lies beside it."""
+        return self._once(("fastest", island, gpus), lambda: self._decode_least(island, gpus))
+
     def decoders(self, island: Island, gpus: int, arenas: int, beside: Memory | None) -> Iterator[Generating]:
         """All ways to decode on `gpus` GPUs, with `beside` on each of them, too."""
         work = self.work
@@ -206,6 +210,10 @@ class Sides:
         costs = [alone.step(work.sequence_tokens) * work.epochs]
         costs += [alone.logprobs(work.sequence_tokens)] if reads else []
         return sum(cost.parts[part] for cost in costs for part in SHARED_OUT)
+
+    def _decode_least(self, island: Island, gpus: int) -> tuple[float, float]:
+        found = [(each.steady, each.least) for each in self.decoders(island, gpus, 1, None)]
+        return min((f[0] for f in found), default=inf), min((f[1] for f in found), default=inf)
 
     def _generate_least(self, island: Island) -> tuple[float, float]:
         found = []
