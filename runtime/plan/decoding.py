@@ -141,6 +141,7 @@ class _Queue:
         self, generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int
     ) -> None:
         self.generator, self.prompt, self.samples = generator, prompt_tokens, samples
+        self.prefill_s = generator.prefill_s(prompt_tokens, prompt_tokens**2)
         self.lengths: Sequence[int] = responses.tolist()
         self.replicas = [_Replica() for _ in range(replicas)]
         self.ends = np.zeros(len(self.lengths))
@@ -169,9 +170,8 @@ class _Queue:
         if self.next == len(self.lengths):
             return
         if self.next % self.samples == 0:
-            seconds = self.generator.prefill_s(self.prompt, self.prompt**2)
-            replica.now += seconds
-            replica.work += seconds
+            replica.now += self.prefill_s
+            replica.work += self.prefill_s
         heapq.heappush(replica.rows, (replica.steps + self.lengths[self.next], self.next))
         replica.context += self.prompt
         self.next += 1
