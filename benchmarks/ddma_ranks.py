@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Sharding
+from penstock.graph.sharding import Sharding, rule_of
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, rule_of, tensor_parallel
+from penstock.nodes.model.parallel import parameter_shapes, tensor_parallel
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.group import open_group

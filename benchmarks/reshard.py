@@ -14,21 +14,18 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, TypeVar
 
+from llama import layout
 from report import publish
 
-from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, pipeline_stages, tensor_parallel
 from penstock.runtime.tensor.chain import chain
 from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.plan import Plan
 from penstock.runtime.tensor.reshard import reshard
 
 T = TypeVar("T")
 
-MODEL = ModelConfig(128256, 16384, 53248, 126, 128, 8, 128)
-"""Llama 3.1 405B."""
+MODEL = "405B"
 REPLICA = Mesh((("tp", 8),))
 GENERATORS = Mesh((("replica", 64), ("tp", 8)))
 TRAINERS = {
@@ -41,14 +38,9 @@ TARGETS = {"plan_s": 1.0, "part_s": 0.05}
 RANK = 77
 
 
-def layout(mesh: Mesh) -> Layout:
-    tensors = [(name, shape, "bfloat16") for name, shape in parameter_shapes(MODEL).items()]
-    return sharded(tensors, mesh, tensor_parallel(MODEL), pipeline_stages(MODEL, mesh.extent("pp")))
-
-
 def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
     """The figures of one mesh of trainers."""
-    sides = [json.dumps(layout(side).to_json()) for side in (mesh, GENERATORS)]
+    sides = [json.dumps(layout(MODEL, side).to_json()) for side in (mesh, GENERATORS)]
 
     def fresh() -> tuple[Layout, Layout]:
         src, dst = (Layout.from_json(json.loads(side)) for side in sides)
@@ -59,7 +51,7 @@ def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
     receiver_s = best(repeats, fresh, lambda src, dst: reshard(src, dst).routes(destination=RANK))[1]
     routes, routes_s = best(1, lambda: (made,), Plan.routes)
     copies, copies_s = best(1, lambda: (made, RANK), Plan.sends)
-    links = chain(reshard(layout(mesh), layout(REPLICA)), 64)
+    links = chain(reshard(layout(MODEL, mesh), layout(MODEL, REPLICA)), 64)
     return {
         "trainers": str(mesh),
         "plan_s": plan_s,

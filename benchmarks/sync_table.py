@@ -14,24 +14,16 @@ import argparse
 from math import ceil
 from typing import Any
 
+from llama import layout
 from report import publish
 
-from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, tensor_parallel
 from penstock.runtime.tensor.chain import chain
 from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.plan import BUCKET, Plan
 from penstock.runtime.tensor.reshard import reshard
 
 NIC_BYTES_PER_S, LATENCY_S = 50e9, 1e-5
-MODELS = {
-    "8B": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128),
-    "70B": ModelConfig(128256, 8192, 28672, 80, 64, 8, 128),
-    "405B": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128),
-}
-"""Llama 3.1."""
 CLUSTERS = (
     ("8B", "fsdp 128", (("fsdp", 128),), 128, 1, 0.04),
     ("8B", "fsdp 128", (("fsdp", 128),), 32, 4, 0.04),
@@ -40,12 +32,6 @@ CLUSTERS = (
     ("405B", "fsdp 64 × tp 8", (("fsdp", 64), ("tp", 8)), 64, 8, 2.0),
 )
 """Model, trainers in words and as a mesh, generator replicas, GPUs of each, LlamaRL's seconds."""
-
-
-def layout(model: ModelConfig, mesh: Mesh, wire: str) -> Layout:
-    """All matrices travel in `wire`, norms in bfloat16."""
-    tensors = [(n, s, wire if len(s) > 1 else "bfloat16") for n, s in parameter_shapes(model).items()]
-    return sharded(tensors, mesh, tensor_parallel(model))
 
 
 def messages(plan: Plan) -> int:
@@ -70,11 +56,11 @@ def chained(src: Layout, one: Layout, replicas: int) -> float:
 def row(
     name: str, trainers: str, mesh: tuple[tuple[str, int], ...], replicas: int, width: int, published: float, wire: str
 ) -> dict[str, Any]:
-    model, one = MODELS[name], Mesh((("tp", width),))
-    src = layout(model, Mesh(mesh), wire)
-    plan = reshard(src, layout(model, Mesh((("replica", replicas), *one.axes)), wire))
+    one = Mesh((("tp", width),))
+    src = layout(name, Mesh(mesh), wire)
+    plan = reshard(src, layout(name, Mesh((("replica", replicas), *one.axes)), wire))
     out, into = max(plan.bytes_out), max(plan.bytes_in)
-    direct, by_chain = seconds(out, into, messages(plan)), chained(src, layout(model, one, wire), replicas)
+    direct, by_chain = seconds(out, into, messages(plan)), chained(src, layout(name, one, wire), replicas)
     bound = "both" if abs(out / into - 1) < 0.01 else "a trainer's NIC" if out > into else "a generator's NIC"
     return {
         "model": name,

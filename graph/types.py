@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+from penstock.graph.sharding import Axes
+
 Array = Any
 """A tensor of any library that has shapes, slices and arithmetic; torch in the workers."""
 
@@ -57,7 +59,7 @@ class Context:
     slots: int = 64
     split: str = "train"
     threads: int = 1
-    mesh: tuple[tuple[str, int], ...] = ()
+    mesh: Axes = ()
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node
+from penstock.graph.sharding import STAGE
 from penstock.graph.types import Carried, Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
 from penstock.nodes.base import initial_model
 from penstock.nodes.learn.behaviour import behaviour_logprobs
@@ -14,7 +15,6 @@ from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.model import Llama, ModelError, load_model
-from penstock.nodes.parallel.ranks import STAGE
 from penstock.nodes.policy import LanguageModel, Step, language_model, language_policy
 from penstock.nodes.sequence_model import Frozen
 from penstock.nodes.tokenizer import load_tokenizer

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Sharding
+from penstock.graph.sharding import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.lanes import Lanes
 from penstock.nodes.learn.packing import Packed, pack, sampled_mask
 from penstock.nodes.model import Decoder, save_tensors, torch_dtype
 from penstock.nodes.model.parallel import stages_of, tensor_parallel, trainer_rules
-from penstock.nodes.parallel.ranks import STAGE, Ranks
+from penstock.nodes.parallel.ranks import Ranks
 from penstock.nodes.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -3,13 +3,14 @@
 from typing import Any
 
 from penstock.graph import node
+from penstock.graph.sharding import TENSOR
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.base import initial_model
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.model import Llama, ModelConfig, read_config, torch_dtype
 from penstock.nodes.model.part import LlamaPart
-from penstock.nodes.parallel.ranks import TENSOR, Ranks
+from penstock.nodes.parallel.ranks import Ranks
 from penstock.nodes.tokenizer import load_tokenizer
 
 

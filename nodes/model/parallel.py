@@ -5,13 +5,11 @@ gate, up) are cut by output rows, those that narrow (attention output, down) by 
 the vocabulary; norms, and the head of a scorer, are whole on every rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
+from penstock.graph.sharding import Rule
 from penstock.nodes.model.config import ModelConfig, ModelError
-
-Rule = tuple[int, int] | None
-"""The dimension that is cut, and into how many units at most (0: no limit); None: whole on every rank."""
 
 
 def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
@@ -38,11 +36,6 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
 def trainer_rules(config: ModelConfig) -> dict[str, Rule]:
     """The same for a model that learns, which keeps embedding and head whole on every rank."""
     return {**tensor_parallel(config), "embed_tokens.weight": None, "lm_head.weight": None}
-
-
-def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
-    """The rule of a parameter: that of the longest key its name ends with."""
-    return rules[max((end for end in rules if name.endswith(end)), key=len)]
 
 
 def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:

@@ -4,22 +4,19 @@ Over "dp" and "fsdp" ranks work on micro-batches of their own; over "fsdp" the w
 replicated. Over "tp" ranks share each micro-batch, and cut the matrices; over "pp" each has some of the layers.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Self
 
+from penstock.graph.sharding import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
 from penstock.graph.types import Context
 
-STAGE, DATA, FSDP, TENSOR = "pp", "dp", "fsdp", "tp"
 AXES = (STAGE, DATA, FSDP, TENSOR)
 """The axes of a model, outermost first."""
-
-Axes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`mesh` as (axis, size), outermost first, ranks row-major; () for one rank. `rank` is this one's place.
+    """The `mesh` of a replica; `rank` is this one's place on it.
 
     Raises ValueError for an axis that means nothing to a model, a size below 1, and a place outside the mesh.
     """
@@ -43,7 +40,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        return math.prod(size for _, size in self.mesh)
+        return num_ranks(self.mesh)
 
     def size(self, axis: str) -> int:
         """1 for an axis that is not there."""
@@ -76,7 +73,7 @@ class Ranks:
     def neighbour(self, axis: str, step: int) -> int:
         """The rank that is `step` further along an axis, and at the same place on all others."""
         inner = self.mesh[[name for name, _ in self.mesh].index(axis) + 1 :]
-        return self.rank + step * math.prod(size for _, size in inner)
+        return self.rank + step * num_ranks(inner)
 
     def __str__(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self.mesh) or "one rank"
+        return described(self.mesh)

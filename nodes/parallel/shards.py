@@ -8,7 +8,6 @@ some of the layers (`Stage`).
 The float32 shards are the masters; what is computed with is gathered layer by layer, in the run's dtype.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -28,11 +27,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from penstock.graph.sharding import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.model import Decoder
-from penstock.nodes.model.parallel import Rule, check_tensor_parallel, rule_of, stages_of, trainer_rules
+from penstock.nodes.model.parallel import check_tensor_parallel, stages_of, trainer_rules
 from penstock.nodes.parallel.gather import gather
-from penstock.nodes.parallel.ranks import AXES, DATA, FSDP, STAGE, TENSOR, Axes, Ranks
+from penstock.nodes.parallel.ranks import AXES, Ranks
 from penstock.nodes.parallel.shares import assign
 from penstock.nodes.parallel.stages import Stage
 
@@ -193,7 +193,7 @@ def _device_mesh(axes: Axes, device: str) -> DeviceMesh:
     Its groups wait as long as the default group does: torch gives new ones half an hour.
     """
     names, sizes = [name for name, _ in axes], dict(axes)
-    ranks = torch.arange(math.prod(sizes.values())).view([size for _, size in axes])
+    ranks = torch.arange(num_ranks(axes)).view([size for _, size in axes])
     ranks = ranks.permute([names.index(name) for name in AXES if name in names])
     mesh = DeviceMesh(device, ranks.reshape([sizes.get(name, 1) for name in AXES]), mesh_dim_names=AXES)
     timeout = c10d._get_default_group()._get_backend(torch.device(device)).options._timeout

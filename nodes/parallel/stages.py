@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.graph.sharding import STAGE
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.model import Decoder, ModelError
 from penstock.nodes.model.llama import Attend
 from penstock.nodes.model.parallel import pipeline_stages
-from penstock.nodes.parallel.ranks import STAGE, Ranks
+from penstock.nodes.parallel.ranks import Ranks
 
 Result = TypeVar("Result")
 Work = Callable[[Packed, bool], Result]

@@ -1,10 +1,10 @@
 """`penstock resume DIR`: go on with a run exactly where its last checkpoint is."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -59,24 +59,19 @@ def main(argv: Sequence[str]) -> int:
         config, asked = RunConfig.load(folder), folder.read_json("config.json")["asked"]
         require_inputs(config, asked)
         earlier = _earlier_seconds(folder)
-        before, saved = _written(folder), latest_checkpoint(folder)
-        config = _with_updates(folder, config, asked, flags.updates)
-        cluster = Cluster.model_validate(asked["cluster"])
-        config = _with_meshes(folder, config, asked, cluster, flags.mesh)
+        saved, cluster = latest_checkpoint(folder), Cluster.model_validate(asked["cluster"])
+        before, config = config, _with_updates(folder, config, flags.updates)
+        config = _with_meshes(config, cluster, flags.mesh)
+        if config != before:
+            config.write(folder, asked)
         (folder.path / "summary.json").unlink(missing_ok=True)
         look = Look(flags.plain, flags.json, flags.in_process, began)
         status = go(folder, config, cluster, look, earlier=earlier)
-        if status == FAILED and latest_checkpoint(folder) == saved:  # what was wanted now may be why
-            for name, data in before.items():
-                folder.write_json(name, data)
+        if status == FAILED and config != before and latest_checkpoint(folder) == saved:
+            before.write(folder, asked)  # what was wanted now may be why
         return status
     finally:
         folder.unlock()
-
-
-def _written(folder: RunFolder) -> dict[str, Any]:
-    """What a resume with other flags writes anew."""
-    return {name: folder.read_json(name) for name in ("config.json", "graph.json", "plan.json")}
 
 
 def _earlier_seconds(folder: RunFolder) -> float:
@@ -86,7 +81,7 @@ def _earlier_seconds(folder: RunFolder) -> float:
     return sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
 
 
-def _with_updates(folder: RunFolder, config: RunConfig, asked: Mapping[str, Any], updates: int) -> RunConfig:
+def _with_updates(folder: RunFolder, config: RunConfig, updates: int) -> RunConfig:
     """The run with as many updates as are wanted now. Raises CommandError if there is nothing left to do."""
     saved = latest_checkpoint(folder)
     done, wanted = saved.update if saved else 0, updates or config.flags.updates
@@ -96,22 +91,16 @@ def _with_updates(folder: RunFolder, config: RunConfig, asked: Mapping[str, Any]
         raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
     if wanted == config.flags.updates:
         return config
-    changed = dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=wanted))
-    changed.write(folder, asked)
-    return changed
+    return dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=wanted))
 
 
-def _with_meshes(
-    folder: RunFolder, config: RunConfig, asked: Mapping[str, Any], cluster: Cluster, words: Sequence[str]
-) -> RunConfig:
+def _with_meshes(config: RunConfig, cluster: Cluster, words: Sequence[str]) -> RunConfig:
     """The run with other meshes for the pools that are named; the others keep theirs."""
     if not words:
         return config
     meshes = read_meshes(config.flags.mesh) | read_meshes(words)
     flags = dataclasses.replace(config.flags, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
-    changed = dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
-    changed.write(folder, asked)
-    return changed
+    return dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
 
 
 def _finished(folder: RunFolder) -> bool:

@@ -2,21 +2,18 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from math import prod
 
+from penstock.graph.sharding import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
 from penstock.runtime.plan.cluster import ClusterError
-
-Axes = tuple[tuple[str, int], ...]
-"""(axis, size), outermost first; ranks count row-major. () is one rank."""
 
 RANKS_PER_CORE = 16
 """Ranks of one replica for each core of its host: more would not even start in time."""
 
 AXES = {
-    "pp": "pipeline stages",
-    "dp": "copies of the model",
-    "fsdp": "shards of each tensor",
-    "tp": "shares of each layer",
+    STAGE: "pipeline stages",
+    DATA: "copies of the model",
+    FSDP: "shards of each tensor",
+    TENSOR: "shares of each layer",
 }
 
 
@@ -57,7 +54,7 @@ def spelled(axes: Axes) -> str:
 def check_ranks(meshes: Mapping[str, Axes], cores: Mapping[str, int]) -> None:
     """Raises ClusterError for a mesh of more ranks than the `cores` of its pool's host could run: a slip of the pen."""
     for pool, axes in meshes.items():
-        count, most = prod(size for _, size in axes), RANKS_PER_CORE * cores.get(pool, 1)
+        count, most = num_ranks(axes), RANKS_PER_CORE * cores.get(pool, 1)
         if count > most:
             given = f"--mesh {pool}={spelled(axes)}: given {count} ranks on a host of {cores.get(pool, 1)} cores"
             raise ClusterError(f"{given}, needed at most {most}: a rank is a process")

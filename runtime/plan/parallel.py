@@ -7,7 +7,7 @@ machine where it can. Experts are dealt out over `ep` neighbouring ranks of one 
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.runtime.plan.meshes import Axes
+from penstock.graph.sharding import Axes
 from penstock.runtime.plan.shape import Shape
 
 

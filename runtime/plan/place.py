@@ -8,12 +8,13 @@ host is shared out by itself.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from types import MappingProxyType
 
 from penstock.graph.ir import Graph, Node
+from penstock.graph.sharding import Axes, num_ranks
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
-from penstock.runtime.plan.meshes import Axes, check_pools
+from penstock.runtime.plan.meshes import check_pools
 from penstock.runtime.plan.names import nearest
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 
@@ -98,7 +99,7 @@ def place(
 
 def _ranks(role: _Role, index: int, mesh: Axes, device: str, threads: int) -> tuple[Rank, ...]:
     """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads."""
-    count = prod(size for _, size in mesh)
+    count = num_ranks(mesh)
     return tuple(
         Rank(role.host.name, _device(role, index * count + number, device), max(1, threads // count))
         for number in range(count)

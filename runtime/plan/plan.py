@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.graph.sharding import Axes
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -18,13 +20,13 @@ class Rank:
 class Replica:
     """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in work at once.
 
-    `mesh` names the ranks' axes, as (axis, size), outermost first, row-major; () for a single rank.
+    `mesh` names the ranks' axes.
     """
 
     name: str
     ranks: tuple[Rank, ...]
     capacity: int = 1
-    mesh: tuple[tuple[str, int], ...] = ()
+    mesh: Axes = ()
 
 
 @dataclass(frozen=True, slots=True)

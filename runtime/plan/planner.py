@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.graph.ir import Graph
+from penstock.graph.sharding import Axes
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.found import Found, Outcome, Split
 from penstock.runtime.plan.islands import Island, islands
 from penstock.runtime.plan.memory import Memory
-from penstock.runtime.plan.meshes import Axes, spelled
+from penstock.runtime.plan.meshes import spelled
 from penstock.runtime.plan.refuse import check_pins, refuse
 from penstock.runtime.plan.roles import PlanError, Roles, roles_of
 from penstock.runtime.plan.search import Search

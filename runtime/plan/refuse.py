@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, prod
+from math import inf
 
+from penstock.graph.sharding import num_ranks
 from penstock.runtime.plan.fit import Misfit, check_generator, check_trainer
 from penstock.runtime.plan.islands import Island
 from penstock.runtime.plan.layouts import FEWEST_SLOTS
@@ -20,7 +21,7 @@ def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
         if role not in sides.pins:
             continue
         axes = sides.pins[role]
-        ranks = prod(size for _, size in axes)
+        ranks = num_ranks(axes)
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
         if ranks > largest.gpus:
             raise PlanError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from penstock.graph.sharding import Axes
 from penstock.runtime.plan.cost import Cost
 from penstock.runtime.plan.decoding import Generator
 from penstock.runtime.plan.gpus import Gpu, Precision
 from penstock.runtime.plan.islands import Island
 from penstock.runtime.plan.layouts import generator_meshes, micro_tokens, slot_counts, trainer_meshes
 from penstock.runtime.plan.memory import Memory, generator_memory, slots_that_fit, trainer_memory
-from penstock.runtime.plan.meshes import Axes
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.work import weights_per_rank

@@ -4,11 +4,12 @@ The same tables as those of the models that run (a test compares them), for any 
 tensor per matrix, dealt out by expert.
 """
 
+from penstock.graph.sharding import Rule
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.shape import Shape
 from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import Rule, sharded
+from penstock.runtime.tensor.parallel import sharded
 
 
 def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:

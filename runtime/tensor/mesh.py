@@ -8,21 +8,21 @@ The splits are applied in order, each to what the one before has left: so FSDP2 
 replicas.
 """
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from penstock.graph.sharding import Axes, described, num_ranks
 from penstock.runtime.tensor.box import Box, Edges, IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Axes as (name, size), outermost first; ranks count row-major: the last axis runs fastest."""
+    """Axes with distinct names. Raises ValueError for others, and sizes below 1."""
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -32,7 +32,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(size for _, size in self.axes)
+        return num_ranks(self.axes)
 
     def axis(self, name: str) -> int:
         """The position of an axis."""
@@ -48,7 +48,7 @@ class Mesh:
         return np.indices(shape, np.int64).reshape(len(shape), self.size)
 
     def __str__(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self.axes) or "one rank"
+        return described(self.axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,9 @@ The table and the stages are data that come with the model (`nodes.model.paralle
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from penstock.graph.sharding import FSDP, STAGE, TENSOR, Rule, rule_of
 from penstock.runtime.tensor.layout import Layout, LayoutError, TensorLayout
 from penstock.runtime.tensor.mesh import Mesh, Placement, Split
-
-STAGE, FSDP, TENSOR = "pp", "fsdp", "tp"
-"""The axes of a mesh that cut; over any other one tensors are replicated."""
-
-Rule = tuple[int, int] | None
-"""The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated."""
 
 
 def sharded(
@@ -22,9 +17,9 @@ def sharded(
     stages: Mapping[str, Sequence[int]] | None = None,
     hosts: Sequence[str] = (),
 ) -> Layout:
-    """Every (name, shape, dtype) on a mesh whose axes are named as above, in any order.
+    """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.sharding`, in any order.
 
-    The rule of a tensor is that of the longest key its name ends with. `stages` gives the stages that hold it.
+    `rules` are for `rule_of`; `stages` gives the stages that hold a tensor.
     Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none.
     """
     axes = dict(mesh.axes)
@@ -35,10 +30,11 @@ def sharded(
         splits: tuple[Split, ...] = ()
         only: tuple[tuple[str, tuple[int, ...]], ...] = ()
         if TENSOR in axes:
-            own = [key for key in rules or {} if name.endswith(key)]
-            rule = rules[max(own, key=len)] if rules and own else None
-            splits = () if rule is None else (Split(TENSOR, *rule),)
-            faults += [] if own else [f"  {name}: no rule for tensor parallelism"]
+            try:
+                rule = rule_of(name, rules or {})
+                splits = () if rule is None else (Split(TENSOR, *rule),)
+            except LookupError as error:
+                faults.append(f"  {error.args[0]}")
         if FSDP in axes and len(shape):
             splits = (*splits, Split(FSDP, 0))
         if STAGE in axes:

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Rule, Sharded, Sharding
+from penstock.graph.sharding import TENSOR, Axes, Rule, Sharded, Sharding
 from penstock.graph.types import Carried
 from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
 from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import TENSOR, sharded
+from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.proof import Add
-
-Axes = Sequence[tuple[str, int]]
-"""A replica's mesh: (axis, size), outermost first."""
 
 _DTYPES = tuple(ITEMSIZE)
 

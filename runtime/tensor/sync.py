@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from penstock.graph.sharding import Sharded
+from penstock.graph.sharding import TENSOR, Axes, Sharded
 from penstock.graph.types import Carried, Weights
 from penstock.runtime.tensor.arena import Arena, Device, Snapshot
 from penstock.runtime.tensor.background import Done, in_background
@@ -29,12 +29,11 @@ from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import Copy, Layout, LayoutError
 from penstock.runtime.tensor.memory import Allocate
 from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import TENSOR
 from penstock.runtime.tensor.proof import MODES, Add, Mode, Prover, alone, chosen
 from penstock.runtime.tensor.quantise import Agree, Converter
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.restore import Restorer
-from penstock.runtime.tensor.sides import Axes, mesh_of, rules_from_json, rules_to_json, source_layout, target_layout
+from penstock.runtime.tensor.sides import mesh_of, rules_from_json, rules_to_json, source_layout, target_layout
 from penstock.runtime.tensor.transport import LocalTransport, Transport
 
 Facts = dict[str, Any]

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from penstock.runtime.tensor.crossing import first_line
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,7 @@ def open_world(path: Path, rank: int, size: int, *, timeout: float, device: str 
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         text = f"rank {rank}: the {size} ranks of the replica did not meet within {timeout:.0f} s"
-        raise WorldError(f"{text}: {str(error).strip().splitlines()[0]}") from error
+        raise WorldError(f"{text}: {first_line(error)}") from error
 
 
 class Pace(Protocol):
@@ -76,7 +78,7 @@ class Lockstep:
         try:
             dist.all_reduce(met, dist.ReduceOp.MIN)
         except RuntimeError as error:
-            raise WorldError(f"a rank of this replica is gone: {str(error).strip().splitlines()[0]}") from error
+            raise WorldError(f"a rank of this replica is gone: {first_line(error)}") from error
         count, self.busy = int(met[0]) - self.taken, bool(met[1])
         self.taken += count
         return [waiting.popleft() for _ in range(count)]

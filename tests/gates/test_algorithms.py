@@ -1,8 +1,8 @@
 """Each algorithm makes the demo's base better: a short run in this process, from the base that all share.
 
 The base solves about half of the problems. In the last four of twenty updates, MARGIN more must be solved than in the
-first two; they gain 0.3 to 0.4. Each update takes 32 prompts: with 16 the rate is on the brink for some (of four seeds, GRPO fell back to 0.3
-in one), and the mean reward of an update, a sample of 32 problems, is uncertain enough.
+first two; they gain 0.3 to 0.4. Each update takes 32 prompts: with 16 the rate is on the brink for some (of four
+seeds, GRPO fell back to 0.3 in one).
 """
 
 from pathlib import Path

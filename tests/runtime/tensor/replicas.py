@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Rule, Sharding
+from penstock.graph.sharding import Axes, Rule, Sharding
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.box import Box
@@ -23,7 +23,6 @@ from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport
 
 CHANNEL = "policy>generator"
-Axes = tuple[tuple[str, int], ...]
 SHAPES = {
     "embed.weight": (1031, 96),
     "q.weight": (640, 1024),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Sharding
+from penstock.graph.sharding import Axes, Sharding
 from penstock.runtime.tensor.checkpoint import layout_of, read_part, write_part
 from penstock.runtime.tensor.files import StateError
 from penstock.runtime.tensor.mesh import Mesh
@@ -20,7 +20,6 @@ WHOLE = {
     for index, kind in enumerate(("master", "exp_avg"))
     for name, shape in SHAPES.items()
 }
-Axes = tuple[tuple[str, int], ...]
 MESHES: list[Axes] = [(), (("fsdp", 2),), (("fsdp", 3), ("tp", 2)), (("dp", 2), ("fsdp", 2)), (("tp", 4),)]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.graph.sharding import Axes
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.delta import NONE
 from penstock.runtime.tensor.differences import DeltaTransport
@@ -15,7 +16,7 @@ from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.transport import TransportError
 
-from .replicas import CHANNEL, Axes, Both, ShardedPolicy, sound, together, wholes
+from .replicas import CHANNEL, Both, ShardedPolicy, sound, together, wholes
 
 pytestmark = pytest.mark.timeout(120)
 

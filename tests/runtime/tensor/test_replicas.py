@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.graph.sharding import Axes
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import LayoutError
 from penstock.runtime.tensor.memory import SharedMemory
@@ -17,7 +18,7 @@ from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import LocalTransport
 
-from .replicas import CHANNEL, RULES, SHAPES, Axes, Both, ShardedPolicy, sound
+from .replicas import CHANNEL, RULES, SHAPES, Both, ShardedPolicy, sound
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.graph.sharding import Axes
 from penstock.runtime.tensor.arena import allocate
 from penstock.runtime.tensor.box import Box
 from penstock.runtime.tensor.convert import FORMATS, SCALE, converted
@@ -16,7 +17,7 @@ from penstock.runtime.tensor.quantise import ConversionError, Converter, dequant
 from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.sync import Publisher
 
-from .replicas import CHANNEL, SHAPES, Axes, Both, ShardedPolicy, sound, wholes
+from .replicas import CHANNEL, SHAPES, Both, ShardedPolicy, sound, wholes
 
 pytestmark = pytest.mark.timeout(120)
 
