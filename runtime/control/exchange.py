@@ -5,10 +5,10 @@ Part] with the bytes in a second frame, or [EXCHANGE, number, Refused] alone. As
 question may be asked twice.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from penstock.runtime.control.codec import Codec
+from penstock.runtime.packable import Packable
 from penstock.runtime.tensor.handle import Handle
 
 EXCHANGE: Literal[1] = 1
@@ -21,8 +21,7 @@ MAX_QUESTION = 4096
 """Bytes of a question: a handle and two numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Packable, frozen=True):
     """`length` bytes of the block of `handle`, beginning with byte `start` of it."""
 
     handle: Handle
@@ -30,13 +29,11 @@ class Ask:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Packable, frozen=True):
     """The bytes asked for are in the next frame."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Packable, frozen=True):
     """There is no such block, or no such part of it; `reason` is for the user."""
 
     reason: str

@@ -8,15 +8,17 @@ Launch for each of its ranks and an Exited for each that ends, until Goodbye.
 """
 
 import signal as signals
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from msgspec import field
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.codec import MAX_BYTES, Codec, MessageError
+from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.handle import Handle
 
-PROTOCOL: Literal[1] = 1
+PROTOCOL: Literal[2] = 2
 
 __all__ = ["MAX_BYTES", "PROTOCOL", "TO_CONTROLLER", "Message", "MessageError", "pack", "unpack", "unpack_frame"]
 
@@ -24,8 +26,7 @@ __all__ = ["MAX_BYTES", "PROTOCOL", "TO_CONTROLLER", "Message", "MessageError", 
 # To the controller ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Packable, frozen=True):
     """The first message of every connection. `name` is a replica, or an agent's host; a heartbeat's socket says
     whose it is: the replica's, or "agent:<host>".
     """
@@ -35,7 +36,11 @@ class Hello:
     rank: int
     pid: int
     host: str
-    token: str = field(repr=False)
+    token: str
+
+    def __repr__(self) -> str:
+        """All but the token."""
+        return f"Hello({self.role!r}, {self.name!r}, {self.rank}, pid={self.pid}, host={self.host!r})"
 
     @property
     def peer(self) -> str:
@@ -43,8 +48,7 @@ class Hello:
         return agent_peer(self.name) if self.role == "agent" else rank_peer(self.name, self.rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Packable, frozen=True):
     """A rank has made what it holds; `restored` are the values of a checkpoint that it took up."""
 
     replica: str
@@ -53,8 +57,7 @@ class Ready:
     restored: tuple[tuple[Firing, str, Handle], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Packable, frozen=True):
     """A rank's answer to a command. `outputs` are for other ranks; `began` and `ended` are seconds of
     `time.monotonic` on the rank's host.
     """
@@ -66,15 +69,13 @@ class Result:
     ended: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
+class Results(Packable, frozen=True):
     """The answers that were there at once."""
 
     results: tuple[Result, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Packable, frozen=True):
     """The process lives. `at` is seconds of its own `time.monotonic`, `doing` what its main thread is at."""
 
     name: str
@@ -83,24 +84,21 @@ class Heartbeat:
     doing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Packable, frozen=True):
     """A line for the user and the run's log."""
 
     level: Literal["info", "warning", "error"]
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class AgentReady:
+class AgentReady(Packable, frozen=True):
     """The agent of `host` can start ranks."""
 
     host: str
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(Packable, frozen=True):
     """A rank's process ended: with an exit `status`, or by a `signal` (0: none). `tail` is the end of its stderr."""
 
     replica: str
@@ -120,23 +118,23 @@ class Exited:
 # To ranks -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """All that a rank needs to know before it makes what it holds, as JSON."""
+class Setup(Packable, frozen=True):
+    """All that a rank needs to know before it makes what it holds: the run's configuration as JSON text, and the
+    folder of the checkpoint that it goes on from ("" for none).
+    """
 
-    config: dict[str, Any]
+    config: str
+    restore: str
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(Packable, frozen=True):
     """What to do, in order, and where the values are that it needs: (firing, output, handle)."""
 
     commands: tuple[Command, ...]
     handles: tuple[tuple[Firing, str, Handle], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(Packable, frozen=True):
     """Nothing more will come: end. To ranks and agents; an agent ends its ranks first."""
 
     reason: str
@@ -145,8 +143,7 @@ class Goodbye:
 # To agents ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Packable, frozen=True):
     """Start a rank on this device with this many CPU threads; `environment` is added to the agent's own."""
 
     replica: str
@@ -156,8 +153,7 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(Packable, frozen=True):
     """End a rank at once."""
 
     replica: str
@@ -170,7 +166,7 @@ Message = ToController | Setup | Order | Goodbye | Launch | Kill
 TO_CONTROLLER: tuple[type, ...] = get_args(ToController)
 """What a controller may hear."""
 
-_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[1], int, Message], "frame")
+_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[2], int, Message], "frame")
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:

@@ -10,6 +10,7 @@ import os
 import select
 import struct
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hmac import compare_digest
 from itertools import count
@@ -43,6 +44,7 @@ MAX_DRAIN = 4096
 _CUT_OFF = 4 * MAX_BYTES
 """Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
 _FLUSH_S = 0.5
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
 class WireError(OSError):
@@ -57,6 +59,14 @@ def _tune(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
+
+
+def _drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """What waits at a socket that is readable. It is asked for more, since an exception to say none costs thrice."""
+    for _ in range(MAX_DRAIN):
+        yield socket.recv_multipart(zmq.NOBLOCK)
+        if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+            return
 
 
 class _Dropped(Exception):
@@ -118,11 +128,7 @@ class Server:
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         now = monotonic()
-        for _ in range(MAX_DRAIN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        for frames in _drain(self._socket) if self._socket in ready else ():
             try:
                 found += self._take(frames, now)
             except _Dropped as drop:
@@ -136,7 +142,8 @@ class Server:
             return False
         connection.said += 1
         try:
-            self._socket.send_multipart([connection.identity, pack(message, connection.said)], zmq.NOBLOCK)
+            self._socket.send(connection.identity, _MORE)
+            self._socket.send(pack(message, connection.said), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -259,14 +266,9 @@ class Client:
             os.eventfd_read(self._waker)
         if self._monitor in ready:
             self._note_connection()
-        found: list[Message] = []
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return found
-            if (message := self._take(frames)) is not None:
-                found.append(message)
+        if self._socket not in ready:
+            return []
+        return [message for frames in _drain(self._socket) if (message := self._take(frames)) is not None]
 
     def send(self, message: Message) -> bool:
         """False when more than MAX_WAITING messages wait already. While there is no connection, messages wait."""

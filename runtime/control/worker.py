@@ -3,6 +3,7 @@
 The heartbeat starts before torch is imported. Then one loop: take orders, carry them out, step the streams, answer.
 """
 
+import json
 import os
 import sys
 import traceback
@@ -54,8 +55,8 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
     try:
         from penstock.runtime.control.rank import make_rank  # torch, seconds after the heartbeat began
 
-        config = RunConfig.from_json(setup.config["run"])
-        rank = make_rank(config, replica, index, Path(join.folder), setup.config["restore"], join, client.wake)
+        config = RunConfig.from_json(json.loads(setup.config))
+        rank = make_rank(config, replica, index, Path(join.folder), setup.restore, join, client.wake)
     except Exception:
         client.send(Note("error", f"{replica} rank {index} could not start:\n{traceback.format_exc()}"))
         return 1
@@ -96,6 +97,8 @@ def work(client: Client, rank: "Rank") -> int:
                     client.send(Results(tuple(results)))
                     results, sent = [], monotonic()
         results += executor.step()
+        for text in rank.ways.notes():
+            client.send(Note("warning", text))
         if results and not client.send(Results(tuple(results))):
             return 1
         if results:

@@ -19,7 +19,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
 
-import msgpack
+from msgspec import msgpack
 
 from penstock.runtime.record.faults import RecordError, disk_fault
 
@@ -44,6 +44,14 @@ class Step(NamedTuple):
     time: float
     event: bytes
     digest: bytes
+
+
+class Mark(NamedTuple):
+    """Where a reader of a log is: records read, bytes, and the chain there."""
+
+    records: int
+    bytes: int
+    chain: bytes
 
 
 @dataclass
@@ -125,7 +133,7 @@ class LogWriter:
             raise disk_fault(self.path, error, len(self._buffer)) from error
 
     def _append(self, record: list[Any]) -> None:
-        payload = msgpack.packb(record)
+        payload = msgpack.encode(record)
         self._buffer += _head(self._chain, len(payload)) + payload
         self._chain = _next(self._chain, payload)
         self._buffer += self._chain
@@ -134,29 +142,46 @@ class LogWriter:
 
 def read_log(path: Path) -> list[Segment]:
     """The segments of a log. Raises LogError with the number of the first record that is not as it was written."""
+    segments, damage = read_whole(path)
+    if damage is not None:
+        raise damage
+    return segments
+
+
+def read_whole(path: Path) -> tuple[list[Segment], LogError | None]:
+    """The segments of a log up to its first damage, and what that is. Raises LogError where nothing can be read."""
     segments: list[Segment] = []
-    for number, payload in enumerate(payload for payload, _, _ in _frames(path)):
-        kind, *rest = msgpack.unpackb(payload)
-        if kind == "segment":
-            segments.append(Segment(rest[0]))
-        elif not segments or (kind == "event" and not segments[-1].stages):
-            raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
-        elif kind == "stage":
-            segments[-1].stages.append(StageLog(rest[0]))
-        elif kind == "event":
-            segments[-1].stages[-1].steps.append(Step(number, *rest))
-        else:
-            segments[-1].ended = rest[0]
+    try:
+        for number, payload in enumerate(payload for payload, _, _ in _frames(path)):
+            _take(segments, path, number, msgpack.decode(payload))
+    except LogError as damage:
+        if not segments:
+            raise
+        return segments, damage
     if not segments:
         raise LogError(f"{path}: no records; needed the log of a run")
-    return segments
+    return segments, None
+
+
+def _take(segments: list[Segment], path: Path, number: int, record: list[Any]) -> None:
+    kind, *rest = record
+    if kind == "segment":
+        segments.append(Segment(rest[0]))
+    elif not segments or (kind == "event" and not segments[-1].stages):
+        raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
+    elif kind == "stage":
+        segments[-1].stages.append(StageLog(rest[0]))
+    elif kind == "event":
+        segments[-1].stages[-1].steps.append(Step(number, *rest))
+    else:
+        segments[-1].ended = rest[0]
 
 
 def segment_seconds(path: Path) -> list[float]:
     """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
     seconds: list[float] = []
     for payload, _, _ in _frames(path):
-        kind, *rest = msgpack.unpackb(payload)
+        kind, *rest = msgpack.decode(payload)
         if kind == "segment":
             seconds.append(0.0)
         elif kind == "event":
@@ -172,7 +197,16 @@ def _walk(path: Path) -> tuple[int, bytes, int]:
     return records, chain, end
 
 
-def _frames(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
+def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any], Mark]]:
+    """The records of a log that is still being written, each with a mark; those after `mark` if one is given. Raises
+    LogError."""
+    number, end, chain = mark or Mark(0, len(MAGIC), _first())
+    for payload, chain, end in _frames(path, Mark(number, end, chain)):
+        number += 1
+        yield msgpack.decode(payload), Mark(number, end, chain)
+
+
+def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes, int]]:
     """Payload, chain and end of each frame; half a frame at the end of the file is left out."""
     try:
         data = path.read_bytes()
@@ -180,7 +214,7 @@ def _frames(path: Path) -> Iterator[tuple[bytes, bytes, int]]:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):
         raise LogError(f"{path}: given a file of another kind, needed an event log of format 1")
-    chain, at, number = _first(), len(MAGIC), 0
+    number, at, chain = mark or Mark(0, len(MAGIC), _first())
     while at + HEAD <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
         start = at + HEAD

@@ -4,9 +4,8 @@ A *replica* is named "pool/index". A *channel* carries the weights of one carrie
 "policy>generator". A command goes to every rank of its replica; each rank answers with its own event.
 """
 
-from dataclasses import dataclass
-
 from penstock.graph.ir import Firing
+from penstock.runtime.packable import Packable
 
 Fired = tuple[str, int, int, int]
 
@@ -14,13 +13,11 @@ Fired = tuple[str, int, int, int]
 # Events ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Packable, frozen=True):
     """All ranks are ready: the first event of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Packable, frozen=True):
     """A rank finished a firing. `dropped` is a filter's verdict on its group; `again` says of a group that takes
     turns that it wants another one."""
 
@@ -31,8 +28,7 @@ class Done:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Packable, frozen=True):
     """A firing raised on a rank, or missed its deadline."""
 
     firing: Firing
@@ -41,8 +37,7 @@ class Failed:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Packable, frozen=True):
     """A rank holds `version` in its shadow arena, proved."""
 
     channel: str
@@ -51,8 +46,7 @@ class Arrived:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Swapped:
+class Swapped(Packable, frozen=True):
     """A rank made `version` live."""
 
     channel: str
@@ -61,15 +55,13 @@ class Swapped:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Packable, frozen=True):
     """The user, the clock or a signal wants a consistent cut. `final` ends the run after it."""
 
     final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Packable, frozen=True):
     """A rank wrote its part of the cut at `update`."""
 
     update: int
@@ -77,8 +69,7 @@ class Saved:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Packable, frozen=True):
     """A peer died or a deadline passed: nothing more will be answered."""
 
     error: str
@@ -90,8 +81,7 @@ Event = Begin | Done | Failed | Arrived | Swapped | Checkpoint | Saved | Abort
 # Commands -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fire:
+class Fire(Packable, frozen=True):
     """Run a node. `groups` are the ordinals it works on: its own for a per-group node, the batch of an update.
 
     `update`, for a per-group node that reads a delayed value: the update that its group is for.
@@ -103,8 +93,7 @@ class Fire:
     update: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Packable, frozen=True):
     """Move the published `version` from the ranks of `source` to those of `replica`, into the shadow arena."""
 
     channel: str
@@ -113,8 +102,7 @@ class Send:
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(Packable, frozen=True):
     """Make the shadow arena live, between two steps."""
 
     channel: str
@@ -122,24 +110,21 @@ class Swap:
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(Packable, frozen=True):
     """The outputs of these firings, made on `replica`, have no reader left."""
 
     firings: tuple[Firing, ...]
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(Packable, frozen=True):
     """A group has taken its last turn: what this firing made is the group's from now on, as that of turn 0 is."""
 
     firing: Firing
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(Packable, frozen=True):
     """Write this replica's part of the cut before update `update`: carried values, states, outputs of `firings`."""
 
     update: int
@@ -147,16 +132,14 @@ class Save:
     firings: tuple[Firing, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Packable, frozen=True):
     """All parts of the cut are written: the checkpoint is complete. `cut` is what the scheduler resumes from."""
 
     update: int
     cut: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Packable, frozen=True):
     """The run is over: "done", "stopped" (by the user) or "failed", with the reason."""
 
     status: str

@@ -1,10 +1,9 @@
 """The name of a value that stays with the worker that made it. No torch: the controller passes handles on."""
 
-from dataclasses import dataclass
+from penstock.runtime.packable import Packable
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(Packable, frozen=True):
     """One block of shared memory: `nbytes` at `offset` in a segment of the store of `owner`.
 
     `meta` is JSON that the store wrote for its readers; whoever passes a handle on passes it unread. `host` is the

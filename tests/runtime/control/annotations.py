@@ -1,10 +1,10 @@
 """Hypothesis strategies from annotations: values of every type that a message can hold."""
 
 import types
-from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
+from msgspec import Struct
 
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=20),
@@ -38,5 +38,5 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.tuples(*map(values, args))
     hints = get_type_hints(annotation)
-    names = [f.name for f in fields(annotation)] if is_dataclass(annotation) else annotation._fields
+    names = annotation.__struct_fields__ if issubclass(annotation, Struct) else annotation._fields
     return st.builds(annotation, *[values(hints[name]) for name in names])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from msgspec import structs
 
 from penstock.graph.types import Prompts, Rewards
 from penstock.runtime.control.exchange import (
@@ -153,7 +154,7 @@ def test_a_value_that_was_freed_or_replaced_is_an_error_on_every_host(hosts: Hos
 def test_a_wrong_handle_is_an_error_and_the_next_one_is_answered(hosts: Hosts, change: dict[str, Any]) -> None:
     handle = hosts.store.put(rewards(3))
     with pytest.raises(HandleError, match=r"penstock-|etc"):
-        hosts.reader.get(replace(handle, **change), Rewards)
+        hosts.reader.get(structs.replace(handle, **change), Rewards)
     assert torch.equal(hosts.reader.get(handle, Rewards).values_N, rewards(3).values_N)
 
 
@@ -340,7 +341,7 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
 
     thread = threading.Thread(target=talk)
     thread.start()
-    found = hosts.reader.get(replace(handle, endpoint=endpoint), Rewards)
+    found = hosts.reader.get(structs.replace(handle, endpoint=endpoint), Rewards)
     thread.join(20)
     assert torch.equal(found.values_N, value.values_N)
     assert hosts.client.counts == {"asked": 1, "malformed": 4, "late": 1}

@@ -1,11 +1,11 @@
 """A session driven in this process: what a stop finds in work, and what piles up."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.graph import trace
 from penstock.graph.ir import Firing
