@@ -18,6 +18,7 @@ from penstock.graph.definition import NodeDef, node
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.paths import load
+from penstock.graph.requirement import requires
 from penstock.graph.types import Advantages, Context, Logprobs, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "load",
     "node",
     "program",
+    "requires",
     "trace",
 ]

@@ -154,6 +154,12 @@ class Graph:
 
         return text(self)
 
+    def _repr_html_(self) -> str:
+        """The graph as a picture, for notebooks."""
+        from penstock.graph.svg import svg
+
+        return svg(self)
+
     def __getitem__(self, name: str) -> Node:
         return self._by_name[name]
 

@@ -5,7 +5,8 @@ runs above or below all lanes. Channel c lies left of column c.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from penstock.graph.grid import (
     FEEDBACK_TRACK,
@@ -52,9 +53,11 @@ class Layout:
     wires: list[Wire]
 
 
-def layout(graph: Graph) -> Layout:
-    """Place the graph's picture."""
-    return _Router(Grid(*picture(graph))).layout()
+def layout(graph: Graph, notes: Mapping[str, str] | None = None) -> Layout:
+    """Place the graph's picture. `notes` are second lines of boxes, by name, instead of their own."""
+    boxes, links = picture(graph)
+    known = notes or {}
+    return _Router(Grid([replace(box, note=known.get(box.name, box.note)) for box in boxes], links)).layout()
 
 
 class _Router:

@@ -82,12 +82,12 @@ def _wire(wire: Wire) -> str:
     colour, marker = (DATA, "data") if data else (FEEDBACK, "feedback")
     dashes = "" if data else ' stroke-dasharray="6 4"'
     return (
-        f'<path d="{_path(wire.points)}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes} '
+        f'<path d="{wire_path(wire.points)}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes} '
         f'marker-end="url(#{marker})"/>'
     )
 
 
-def _path(points: list[Point]) -> str:
+def wire_path(points: list[Point]) -> str:
     """A path through right-angled corners, rounded as far as the pieces beside them allow."""
     steps = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):

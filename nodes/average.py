@@ -4,9 +4,9 @@ from typing import ClassVar
 
 import torch
 
-from penstock.graph import node
+from penstock.graph import node, requires
 from penstock.graph.types import Average, Carried, Context, Metrics, Policy
-from penstock.nodes.base import open_model
+from penstock.nodes.base import open_model, require_model
 from penstock.nodes.mastered import Mastered
 from penstock.nodes.model import Llama
 from penstock.nodes.policy import LanguageModel, language_policy
@@ -18,6 +18,7 @@ class FollowingPolicy(LanguageModel, Mastered[Llama], Average):
     called: ClassVar[str] = "average"
 
 
+@requires(require_model)
 def make_average(context: Context) -> Carried:
     """The first policy itself: what it follows has not moved yet."""
     model, tokenizer = open_model(context, "float32")

@@ -1,9 +1,12 @@
 """The model that a run starts from: an HF directory, or a small untrained one made from the seed."""
 
+from dataclasses import replace
+
 from torch import nn
 
+from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Context
-from penstock.nodes.model import Llama, ModelConfig, Scorer, grow_scorer, load_model, torch_dtype
+from penstock.nodes.model import Llama, ModelConfig, Scorer, grow_scorer, load_model, read_config, torch_dtype
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 ALPHABET = "0123456789+-=:"
@@ -19,7 +22,8 @@ def open_model(context: Context, dtype: str | None = None) -> tuple[Llama, Token
     """
     dtype = dtype or context.dtype
     if context.model:
-        return load_model(context.model, dtype, context.device), load_tokenizer(context.model)
+        unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+        return load_model(context.model, dtype, context.device, unread=unread), load_tokenizer(context.model)
     config, tokenizer = initial_model(context.data)
     model = Llama(config, torch_dtype(dtype), context.device)
     model.init_weights(context.seed)
@@ -29,12 +33,29 @@ def open_model(context: Context, dtype: str | None = None) -> tuple[Llama, Token
 def open_scorer(context: Context, dtype: str) -> tuple[Scorer, Tokenizer]:
     """The same model with a head that gives every token the number zero, until it has learnt."""
     if context.model:
-        return grow_scorer(context.model, dtype, context.device), load_tokenizer(context.model)
+        unread = num_ranks(context.mesh) > 1
+        return grow_scorer(context.model, dtype, context.device, unread=unread), load_tokenizer(context.model)
     config, tokenizer = initial_model(context.data)
     model = Scorer(config, torch_dtype(dtype), context.device)
     model.init_weights(context.seed)
     nn.init.zeros_(model.score.weight)
     return model, tokenizer
+
+
+def require_model(context: Context) -> None:
+    """What makers that open it require. Raises ModelError for a directory that holds no such model; its weights are not
+    read."""
+    open_model(replace(context, device="meta"))
+
+
+def require_scorer(context: Context) -> None:
+    """The same for those that put a head on it."""
+    open_scorer(replace(context, device="meta"), context.dtype)
+
+
+def model_config(context: Context) -> ModelConfig:
+    """The shape of the model that both open."""
+    return read_config(context.model) if context.model else initial_model(context.data)[0]
 
 
 def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:

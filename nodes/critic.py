@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
 from penstock.graph.types import (
     Carried,
     Context,
@@ -24,7 +24,7 @@ from penstock.graph.types import (
     TokenAdvantages,
     Values,
 )
-from penstock.nodes.base import open_scorer
+from penstock.nodes.base import open_scorer, require_scorer
 from penstock.nodes.learn.advantages import whiten
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
@@ -46,6 +46,7 @@ class LanguageCritic(Learner[Scorer], Critic):
         return self.workers.map(packed_values, micro_batches)
 
 
+@requires(require_scorer)
 def make_critic(context: Context) -> Carried:
     """A critic on the decoder of `context.model`; its head is zero, so that it expects nothing before it learns."""
     return LanguageCritic(*open_scorer(context, "float32"), context)

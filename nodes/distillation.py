@@ -6,7 +6,7 @@ Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabu
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
 from penstock.graph.sharding import STAGE
 from penstock.graph.types import Carried, Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
 from penstock.nodes.base import initial_model
@@ -17,29 +17,41 @@ from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.model import Llama, ModelError, load_model
 from penstock.nodes.policy import LanguageModel, Step, language_model, language_policy
 from penstock.nodes.sequence_model import Frozen
-from penstock.nodes.tokenizer import load_tokenizer
+from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
 
 
 class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
     """A teacher with the student's tokens."""
 
 
+def require_teacher(context: Context) -> None:
+    """Raises ModelError without a directory that the program's option `teacher_model` names, or where that holds no
+    model with the policy's tokens; its weights are not read."""
+    _open(context, "meta")
+
+
+@requires(require_teacher)
 def open_teacher(context: Context) -> Carried:
     """The model of the directory that the program's option `teacher_model` names, in the run's dtype.
 
-    Raises ModelError without a directory, or where its tokens are not the policy's.
+    Raises ModelError as `require_teacher` does.
     """
+    model, tokenizer = _open(context, context.device)
+    return FrozenTeacher(model.requires_grad_(False), tokenizer, context)
+
+
+def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
     folder = str(context.options.get("teacher_model", ""))
     if not folder:
-        raise ModelError("teacher_model: given no directory, needed a model directory with the policy's tokenizer")
-    tokenizer = load_tokenizer(folder)
+        needed = "a model directory with the policy's tokenizer: --teacher-model DIR"
+        raise ModelError(f"teacher_model: given no directory, needed {needed}")
+    model, tokenizer = load_model(folder, context.dtype, device), load_tokenizer(folder)
     own = load_tokenizer(context.model) if context.model else initial_model(context.data)[1]
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
     if theirs != ours:
         given, needed = f"a tokenizer of {len(theirs)} tokens", f"the policy's own tokenizer, which has {len(ours)}"
         raise ModelError(f"teacher_model {folder}: given {given}, needed {needed}")
-    model = load_model(folder, context.dtype, context.device).requires_grad_(False)
-    return FrozenTeacher(model, tokenizer, context)
+    return model, tokenizer
 
 
 @node(pool="teacher")

@@ -176,4 +176,5 @@ def _step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> Metrics:
         "lag_mean": float(lags_P.float().mean()),
         "lag_max": float(lags_P.max()),
         "tokens": float(sampled_NT.sum()),
+        **{f"tokens_lag_{lag}": float((lags_P == lag).sum()) for lag in lags_P.unique().tolist()},
     }

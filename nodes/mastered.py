@@ -47,7 +47,7 @@ class Mastered(SequenceModel[Model]):
         check_names(needed, {name: t for name, t in tensors.items() if t.numel() or name in needed}, where)
         for name, parameter in needed.items():
             if parameter.numel() or tensors[name].numel():  # no rows of a width are no rows of another
-                check_shape(name, tensors[name], parameter, where)
+                check_shape(name, tensors[name].shape, parameter, where)
         for name, parameter in self.masters.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"{MASTER}.{name}"].view(parameter.shape))

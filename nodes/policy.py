@@ -6,8 +6,9 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.graph import requires
 from penstock.graph.types import Carried, Context, Policy, Reference
-from penstock.nodes.base import open_model
+from penstock.nodes.base import open_model, require_model
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learner import Learner, Step
@@ -66,11 +67,13 @@ class FrozenPolicy(LanguageModel, Frozen[Llama], Reference):
     """A policy that never changes."""
 
 
+@requires(require_model)
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
     return LanguagePolicy(*open_model(context, "float32"), context)
 
 
+@requires(require_model)
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""
     model, tokenizer = open_model(context)

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
 from penstock.graph.types import Carried, Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
-from penstock.nodes.base import open_scorer
+from penstock.nodes.base import open_scorer, require_scorer
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.preference import bradley_terry_accuracy, bradley_terry_loss
 from penstock.nodes.learn.scores import pack_ends, packed_values, sequence_scores
@@ -31,19 +31,31 @@ class LearningRewardModel(Learner[Scorer], PreferenceModel):
     called: ClassVar[str] = "reward model"
 
 
+def require_reward_model(context: Context) -> None:
+    """Raises ModelError without a reward model's directory, or for one without a head; its weights are not read."""
+    load_scorer(_directory(context), context.dtype, "meta")
+
+
+def _directory(context: Context) -> str:
+    folder = str(context.options.get("reward_model", ""))
+    if not folder:
+        wrote = "a directory that a run of the program reward_model has written, checkpoints/NUMBER/reward_model"
+        raise ModelError(f"reward_model: given no directory, needed {wrote}: --reward-model DIR")
+    return folder
+
+
+@requires(require_reward_model)
 def open_reward_model(context: Context) -> Carried:
     """The reward model of the directory that the program's option `reward_model` names, in the run's dtype.
 
     Raises ModelError without a directory, or for one without a head.
     """
-    folder = str(context.options.get("reward_model", ""))
-    if not folder:
-        needed = "a directory that a run of the program reward_model has written: checkpoints/NUMBER/reward_model"
-        raise ModelError(f"reward_model: given no directory, needed {needed}")
+    folder = _directory(context)
     model = load_scorer(folder, context.dtype, context.device).requires_grad_(False)
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
+@requires(require_scorer)
 def make_preference_model(context: Context) -> Carried:
     """A reward model on the decoder of `context.model`, whose head is zero: it has no preference yet."""
     return LearningRewardModel(*open_scorer(context, "float32"), context)

@@ -1,7 +1,10 @@
 """AIPO, the algorithm of LlamaRL (Wu et al. 2025, arXiv 2505.24034, section 6).
 
+    prompts → generate → score → group_advantage → aipo_update → policy
+      policy ⇢ generate: weights, at most `lag` updates old
+
 The generator samples with weights that may be `lag` updates old while the trainer learns from earlier samples. Each
-token's gradient is weighted by its importance ratio π / μ, bounded from above by `rho`.
+token's gradient is weighted by its importance ratio π / μ, bounded from above by `rho`. Left out: nothing.
 """
 
 from penstock.graph import broadcast, program

@@ -1,5 +1,9 @@
 """A game of turns: the policy guesses a number and is told "+" (higher) or "-" (lower), a few times.
 
+    secrets → generate ⇄ guessing_game → outcome → group_advantage → aipo_update → policy
+      policy ⇢ generate: weights, at most `lag` updates old
+
+AIPO (Wu et al. 2025, arXiv 2505.24034). Left out: rewards for single turns, and a discount.
 It needs no model to start from: each turn is one token, so an untrained policy guesses right now and then. What it
 learns is to guess numbers, then not the same one twice, then in the direction that it was told.
 """

@@ -1,7 +1,13 @@
 """Conversations with a Python tool: the policy may call it, reads its output, and is rewarded for the final answer.
 
-Its base is made first, by `penstock run tool_sft`; the policy in the last checkpoint of that run is the `--model` of
-this one. That base seldom calls, and half of what it reckons in its head is wrong; what is learnt here is to call.
+    prompts → generate ⇄ python_tool → score → group_advantage → aipo_update → policy
+      policy ⇢ generate: weights, at most `lag` updates old
+
+AIPO (Wu et al. 2025, arXiv 2505.24034) on turns as in ReTool (Feng et al. 2025, arXiv 2504.11536), which masks the
+tool's output from the loss, too. Left out: ReTool's PPO with a critic, and state that lives from call to call.
+
+The base is made first, by `penstock run tool_sft`: the policy in that run's last checkpoint is this one's `--model`. It
+seldom calls, and half of what it reckons in its head is wrong; what is learnt here is to call.
 """
 
 from penstock.graph import broadcast, program

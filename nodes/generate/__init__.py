@@ -3,13 +3,13 @@
 from typing import Any
 
 from penstock.graph import node
-from penstock.graph.sharding import TENSOR
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.base import initial_model
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.model import Llama, ModelConfig, read_config, torch_dtype
 from penstock.nodes.model.part import LlamaPart
+from penstock.nodes.parallel.fits import check_decoding
 from penstock.nodes.parallel.ranks import Ranks
 from penstock.nodes.tokenizer import load_tokenizer
 
@@ -35,9 +35,7 @@ def make_engine(
 def _model(config: ModelConfig, context: Context) -> Llama:
     """The model, or this rank's part of it."""
     ranks = Ranks.of(context)
-    if ranks.count > ranks.size(TENSOR):
-        given = f"a mesh of {ranks}"
-        raise ValueError(f"generate: given {given}, needed the axis {TENSOR} alone: replicas are more of its pool")
+    check_decoding(config, ranks.mesh)
     kind = torch_dtype(context.dtype), context.device
     return Llama(config, *kind) if ranks.count == 1 else LlamaPart(config, *kind, ranks.count, ranks.rank)
 
@@ -67,8 +65,9 @@ def generate(
     is the whole conversation each time; `converse` plays all turns.
 
     Metrics: `response_length` (tokens of a turn), `stale_cache` (share of tokens whose cache holds entries of older
-    weights), from the second turn on `outgrown` (share of rows that ended for want of room), and once per version
-    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
+    weights), from the second turn on `outgrown` (share of rows that ended for want of room), and once per batch, for
+    its first group or else the next one that the live weights alone have made, `mismatch` (mean |difference| to the
+    trainer's log-probabilities at equal weights, nats).
     """
     given, made = (samples, Sampler(temperature, top_k, top_p)), (engine.samples, engine.sampler)
     if given != made:

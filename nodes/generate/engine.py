@@ -96,7 +96,7 @@ class Engine:
         self.outgrown = False
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
-        self.version = self.scored = -1
+        self.version, self.unmeasured = -1, False
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
@@ -228,8 +228,9 @@ class Engine:
     def _result(self, group: Group) -> tuple[Rollouts, Metrics]:
         rollouts, metrics = group.rollouts(self.tokenizer), group.metrics()
         comparable = self.sampler.temperature > 0 and not self.sampler.cuts
-        if comparable and self.scored != self.version and group.versions == {self.version}:
-            self.scored = self.version
+        self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
+        if comparable and self.unmeasured and group.versions == {self.version}:
+            self.unmeasured = False
             metrics["mismatch"] = mismatch(self.model, rollouts, self.sampler.temperature)
         return rollouts, metrics
 

@@ -3,6 +3,7 @@
 import torch
 
 from penstock.graph.types import Rollouts
+from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.packing import pack, sampled_mask
 from penstock.nodes.model import Llama
@@ -14,10 +15,11 @@ MICRO_TOKENS = 8192
 def mismatch(model: Llama, rollouts: Rollouts, temperature: float) -> float:
     """Mean |log μ recorded − log π of the trainer's packed forward| over sampled tokens, nats.
 
-    `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch.
+    `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch. Raises
+    ValueError for rollouts without log μ.
     """
     device = model.device
-    tokens_NS, recorded_NT = rollouts.tokens_NS.to(device), rollouts.logprobs_NT.to(device)
+    tokens_NS, recorded_NT = rollouts.tokens_NS.to(device), behaviour_logprobs(rollouts, "mismatch").to(device)
     sampled_NT, total = sampled_mask(rollouts), 0.0
     lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
     for packed in pack(tokens_NS, *lengths, MICRO_TOKENS, sampled_NT=sampled_NT):

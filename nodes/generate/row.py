@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.graph.types import Replies, Rollouts
+from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.tokenizer import Tokenizer
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -95,10 +96,11 @@ class Row:
 
 
 def resume(conversation: Rollouts, replies: Replies, tokenizer: Tokenizer) -> Iterator[Row]:
-    """The rows of an earlier turn with the replies to it. Raises ValueError for a row that is to go on from nothing."""
+    """The rows of an earlier turn with the replies to it. Raises ValueError for a row that is to go on from nothing,
+    and for a conversation without log μ."""
+    recorded_NT = behaviour_logprobs(conversation, f"generate, group {conversation.ordinals[0]}")
     tokens_NS, logprobs_NT, versions_NT = (
-        array.numpy(force=True)
-        for array in (conversation.tokens_NS, conversation.logprobs_NT, conversation.versions_NT)
+        array.numpy(force=True) for array in (conversation.tokens_NS, recorded_NT, conversation.versions_NT)
     )
     begins, lengths = conversation.prompt_lengths_N.tolist(), conversation.response_lengths_N.tolist()
     finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()

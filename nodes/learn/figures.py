@@ -1,6 +1,6 @@
 """The figures of an update: what its optimizer steps say of it, as sums over tokens until the end.
 
-Shapes: P sampled tokens of a micro-batch.
+Shapes: P sampled tokens of a micro-batch, L lags.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,9 @@ from torch import Tensor
 from penstock.graph.types import Metrics
 from penstock.nodes.learn.divergences import kl_estimate
 from penstock.nodes.learn.sampled import Sampled
+
+LAGS = 16
+"""Lags that tokens are counted by, each for itself; the last count is of all that are as old or older."""
 
 Sums = dict[str, float]
 """By name: sums over the tokens of an optimizer step, and `*_max`, the largest."""
@@ -31,6 +34,9 @@ def token_sums(
         "lag_max": (lag_P * fresh_P).max(),
         "ratio_clipped": clipped_P.double().sum(),
     }
+    counted_PL = lag_P.clamp(0, LAGS - 1)[:, None] == torch.arange(LAGS, device=lag_P.device)
+    by_lag_L = (counted_PL * fresh_P[:, None]).sum(0)
+    sums |= {f"tokens_lag_{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
     if sampled.replayed_P is not None:
         sums["replayed_lag_max"] = (lag_P * (1 - fresh_P)).max()
     if "behaviour" in sampled.given:
@@ -67,7 +73,8 @@ def update_figures(steps: Sequence[Taken]) -> Metrics:
     gone from the one that sampled; so far as μ was recorded, as all that follows. `ess` is the effective sample size
     (Kish) of the tokens' ratios π / μ, as a share of the tokens. `loss` and `grad_norm` are means over the steps.
 
-    `lag_mean` and `lag_max` are of fresh tokens, 0 of none. Where past groups are learnt from beside them,
+    `lag_mean` and `lag_max` are of fresh tokens, 0 of none; `tokens_lag_K` counts those of one epoch that are K updates
+    old, where there are any. Where past groups are learnt from beside them,
     `replayed_tokens` counts theirs (of one epoch) and `replayed_lag_max` is the largest lag of them. All other figures,
     `ess` and the ratios among them, are of all tokens, fresh and replayed: of what the update used.
     """
@@ -84,6 +91,7 @@ def update_figures(steps: Sequence[Taken]) -> Metrics:
         "lag_max": whole["lag_max"],
         "ratio_clipped": whole["ratio_clipped"] / tokens,
     }
+    figures |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
     if "replayed_lag_max" in whole:
         figures["replayed_tokens"] = last["tokens"] - last["fresh"]
         figures["replayed_lag_max"] = whole["replayed_lag_max"]

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,13 +46,14 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ModelError(f"{path}: {error}") from error
 
 
-def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Llama:
-    """The model of a directory, its weights converted to `dtype`. Every tensor must be there and fit."""
-    model = Llama(read_config(folder), torch_dtype(dtype), device)
-    return _fill(model, Path(folder), {"lm_head.weight"} if model.lm_head is None else set())
+def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Llama:
+    """The model of a directory, its weights converted to `dtype`. Every tensor must be there and fit. With `unread`
+    they are read when the model is asked to `load` them."""
+    model = Llama(read_config(folder), torch_dtype(dtype), device, unread=unread)
+    return _fill(model, Path(folder), {"lm_head.weight"} if model.lm_head is None else set(), unread=unread)
 
 
-def load_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Scorer:
+def load_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Scorer:
     """The reward model of a directory in the layout of `LlamaForSequenceClassification` with one label.
 
     Raises ModelError for a directory without that head.
@@ -59,30 +61,52 @@ def load_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu")
     if HEAD not in _places(Path(folder)):
         needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
         raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
-    return _fill(Scorer(read_config(folder), torch_dtype(dtype), device), Path(folder), {"lm_head.weight"})
+    model = Scorer(read_config(folder), torch_dtype(dtype), device, unread=unread)
+    return _fill(model, Path(folder), {"lm_head.weight"}, unread=unread)
 
 
-def grow_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Scorer:
+def grow_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Scorer:
     """The decoder of a directory, whatever its head, with a new one that is zero."""
-    model = Scorer(read_config(folder), torch_dtype(dtype), device)
-    torch.nn.init.zeros_(model.score.weight)
-    return _fill(model, Path(folder), {"lm_head.weight", HEAD}, own={HEAD})
+    model = Scorer(read_config(folder), torch_dtype(dtype), device, unread=unread)
+    return _fill(model, Path(folder), {"lm_head.weight", HEAD}, own={HEAD}, unread=unread)
 
 
 M = TypeVar("M", bound=Decoder)
 
 
-@torch.no_grad()
-def _fill(model: M, folder: Path, unused: set[str], own: Set[str] = frozenset()) -> M:
-    """Copy a directory's tensors into the model: all but its `own`. `unused` ones may be there too."""
-    parameters = {name: p for name, p in model.named_parameters() if name not in own}
+def _fill(model: M, folder: Path, unused: set[str], own: Set[str] = frozenset(), *, unread: bool = False) -> M:
+    """Copy a directory's tensors into the model, now or as it loads them, and zeros into its `own`. `unused` ones may
+    be there too. Names and shapes are looked at now."""
+    parameters = dict(model.named_parameters())
+    needed = {name: p for name, p in parameters.items() if name not in own}
     places = _places(folder)
-    check_names(parameters, {n: p for n, p in places.items() if n not in unused - parameters.keys()}, str(folder))
-    for path in sorted(set(places.values())):
-        for name, tensor in _read(path, [n for n in parameters if places[n] == path]):
-            check_shape(name, tensor, parameters[name], str(path))
-            parameters[name].copy_(tensor)
+    check_names(needed, {n: p for n, p in places.items() if n not in unused - needed.keys()}, str(folder))
+    for path, names in _by_file(needed, places).items():
+        for name, piece in _read(path, names):
+            check_shape(name, piece.get_shape(), parameters[name], str(path))
+    fill = partial(_copy, places, own)
+    if unread:
+        model.unread = fill
+    elif model.device.type != "meta":
+        fill(parameters)
     return model
+
+
+@torch.no_grad()
+def _copy(places: Mapping[str, Path], own: Set[str], parameters: Mapping[str, Tensor]) -> None:
+    for name in own & parameters.keys():
+        parameters[name].zero_()
+    for path, names in _by_file(parameters.keys() - own, places).items():
+        for name, piece in _read(path, names):
+            parameters[name].copy_(piece[...])
+
+
+def _by_file(names: Iterable[str], places: Mapping[str, Path]) -> dict[Path, list[str]]:
+    """The names by the files of their tensors."""
+    found: dict[Path, list[str]] = {}
+    for name in sorted(names, key=lambda name: (places[name], name)):
+        found.setdefault(places[name], []).append(name)
+    return found
 
 
 def save_model(
@@ -124,9 +148,9 @@ def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str)
         raise ModelError(f"{where}: {_listed(extra)} not known to this family of models")
 
 
-def check_shape(name: str, given: Tensor, needed: Tensor, where: str) -> None:
-    if given.shape != needed.shape:
-        raise ModelError(f"{where}: {name}: given shape {list(given.shape)}, needed {list(needed.shape)}")
+def check_shape(name: str, given: Sequence[int], needed: Tensor, where: str) -> None:
+    if tuple(given) != needed.shape:
+        raise ModelError(f"{where}: {name}: given shape {list(given)}, needed {list(needed.shape)}")
 
 
 def _listed(names: list[str]) -> str:
@@ -157,13 +181,14 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
-def _read(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _read(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Each with its tensor, of which nothing is read before it is sliced."""
     with _open(path) as file:
         inside = set(file.keys())
         for name in names:
             if name not in inside:
                 raise ModelError(f"{path}: {name} is missing; {INDEX} says that it is there")
-            yield name, file.get_tensor(name)
+            yield name, file.get_slice(name)
 
 
 def _write(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> None:
@@ -193,7 +218,7 @@ def point_at(model: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
     check_names(parameters, tensors, where)
     for name, parameter in parameters.items():
         tensor = tensors[name]
-        check_shape(name, tensor, parameter, where)
+        check_shape(name, tensor.shape, parameter, where)
         if tensor.dtype != parameter.dtype:
             raise ModelError(f"{where}: {name}: given dtype {tensor.dtype}, needed {parameter.dtype}")
         parameter.data = tensor.to(parameter.device)

@@ -9,7 +9,7 @@ P positions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder(nn.Module):
     """The decoder that all models share; a subclass adds its head.
 
-    Weights are uninitialised until `init_weights` or a loader fills them.
+    Weights are uninitialised until `init_weights` or a loader fills them. With `unread` they have no memory either,
+    and `load` gives it to those that a rank is about to cut.
     """
 
     architecture: ClassVar[str]
@@ -35,13 +36,18 @@ class Decoder(nn.Module):
     cos_PK: Tensor
     sin_PK: Tensor
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", *, unread: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         with torch.device("meta"):  # draws nothing from the global generator, and touches no memory
             self.model = _Layers(config)
             self._add_head()
-        self.to(dtype).to_empty(device=device)
+        self.to(dtype)
+        self.unread: Callable[[Mapping[str, nn.Parameter]], None] | None = None
+        if not unread:
+            self.to_empty(device=device)
         cos_PK, sin_PK = rope_tables(config)
         self.register_buffer("cos_PK", cos_PK.to(device, dtype), persistent=False)
         self.register_buffer("sin_PK", sin_PK.to(device, dtype), persistent=False)
@@ -64,6 +70,18 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.cos_PK.dtype
+
+    def load(self, part: nn.Module) -> None:
+        """Give memory to the weights of a part of this model that have none, and read them."""
+        if self.unread is None:
+            return
+        held, found = {id(p) for p in part.parameters()}, dict[str, nn.Parameter]()
+        for name, parameter in list(self.named_parameters()):
+            if parameter.is_meta and id(parameter) in held:
+                place, _, last = name.rpartition(".")
+                found[name] = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+                setattr(self.get_submodule(place), last, found[name])
+        self.unread(found)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

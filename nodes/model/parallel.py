@@ -74,7 +74,8 @@ def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ..
     on the first, norm and head on the last. A tied embedding is on both.
     """
     if not 1 <= stages <= config.num_hidden_layers:
-        raise ValueError(f"given {stages} stages, needed 1 to {config.num_hidden_layers}, the number of layers")
+        needed = f"1 to {config.num_hidden_layers}, the number of layers"
+        raise ModelError(f"pipeline: given {stages} stages, needed {needed}")
     first, last = 0, stages - 1
     found: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_shapes(config), (last,))
     found["model.embed_tokens.weight"] = tuple(sorted({first, last})) if config.tie_word_embeddings else (first,)

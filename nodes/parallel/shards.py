@@ -142,17 +142,20 @@ class Shards(Generic[Model]):
 
 
 def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule]) -> None:
-    """Tensor parallelism within each layer, then FSDP2 layer by layer, with what is outside of layers as one more."""
+    """Tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as one more.
+    Of what has not been read yet, a rank never has more than its parts and one whole layer.
+    """
     if dist.get_world_size() != ranks.count:
         raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
     mesh, layers = _device_mesh(ranks.mesh, model.device.type), list(model.model.layers.children())
     if ranks.size(TENSOR) > 1:
         check_tensor_parallel(model.config, ranks.size(TENSOR), shared_heads=False)
-        for layer in layers:
-            parallelize_module(layer, mesh[TENSOR], _tensor_plan(layer, rules), src_data_rank=None)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
     for each in (*layers, model):
+        model.load(each)
+        if ranks.size(TENSOR) > 1 and each is not model:
+            parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
         # The head is used after the forward pass: what is outside of layers stays until `update`.
         module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=each is not model)
         module.set_gradient_divide_factor(1.0)  # sums over ranks, not means

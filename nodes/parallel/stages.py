@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from penstock.graph.sharding import STAGE
 from penstock.nodes.learn.packing import Packed
-from penstock.nodes.model import Decoder, ModelError
+from penstock.nodes.model import Decoder
 from penstock.nodes.model.llama import Attend
 from penstock.nodes.model.parallel import pipeline_stages
+from penstock.nodes.parallel.fits import check_stages
 from penstock.nodes.parallel.ranks import Ranks
 
 Result = TypeVar("Result")
@@ -30,13 +31,12 @@ Work = Callable[[Packed, bool], Result]
 class Stage:
     """This rank's stage of `model`, which is cut in place; `dtype` is that of activations.
 
-    Raises ModelError for a model whose head is its embedding, ValueError for more stages than layers.
+    Raises ModelError for a model whose head is its embedding, or with fewer layers than stages.
     """
 
     def __init__(self, model: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
         count, stage = ranks.size(STAGE), ranks.place(STAGE)
-        if model.config.tie_word_embeddings:
-            raise ModelError(f"given tied embeddings over {count} stages, needed a head of its own or one stage")
+        check_stages(model.config, count)
         self.model, self.dtype, self.ranks = model, dtype, ranks
         self.first, self.last = stage == 0, stage == count - 1
         stages = pipeline_stages(model.config, count)

@@ -70,6 +70,7 @@ class Controller:
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], Handle] = {}
         self.alive: set[str] = set()
+        self.warnings: list[str] = []
         self._complaint: tuple[str, float] | None = None  # of a rank, and until when a death may explain it
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
@@ -113,7 +114,7 @@ class Controller:
 
     def _set_up(self, peer: str) -> None:
         restore = str(self.cut.folder) if self.cut else ""
-        self.server.send(peer, Setup({"run": self.config.to_json(), "restore": restore}))
+        self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
 
     def _welcome(self, ready: Ready) -> None:
         self.pids[ready.replica, ready.rank] = ready.pid
@@ -166,12 +167,14 @@ class Controller:
             case Note(level, text):
                 if level == "error":
                     raise PeerFault(text)
+                self.warnings += [text] if level == "warning" else []
                 say({"kind": "note", "level": level, "text": text})
             case Exited(replica=replica, rank=rank, reason=reason):
                 peer_name = rank_peer(replica, rank)
                 self.alive.discard(peer_name)
                 self.server.forget(peer_name)
-                raise PeerFault(f"{replica} rank {rank} died: {reason}")
+                moving = self.session.moving(replica)
+                raise PeerFault(f"{replica} rank {rank} died: {reason}" + (f"\nit was {moving}" if moving else ""))
             case _:
                 self.server.counts["unexpected"] += 1
 
@@ -201,7 +204,8 @@ class Controller:
             host = peer.removeprefix("agent:")
             return f"the agent of host {host} (with {self._ranks_of(host)})"
         replica, _, index = peer.rpartition(":")
-        return f"{replica} rank {index}"
+        moving = self.session.moving(replica)
+        return f"{replica} rank {index}" + (f" ({moving})" if moving else "")
 
     def _send(self, orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():
@@ -246,6 +250,7 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     session = Session(config, recorder, cut.cut if cut else None)
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
+    recorder.warnings = controller.warnings
     threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
     try:
         status = controller.run()

@@ -189,7 +189,9 @@ class Executor:
 
     def _failure(self, firing: Firing, began: float, error: BaseException) -> Result:
         said = "".join(traceback.format_exception(error))
-        text = f"{firing} on {self.setup.replica} rank {self.setup.rank}:\n{said}"
+        held = self.held.nodes.get(firing.node)
+        written = f", written at {held.node.where}" if held is not None and held.node.where else ""
+        text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{said}"
         return Result(Failed(firing, self.setup.replica, self.setup.rank, text), began=began, ended=monotonic())
 
 

@@ -1,6 +1,6 @@
 """What a rank's process is made of: its executor, its store of values in shared memory, its ways of weights.
 
-When it closes, it prints one line of JSON with what its store and its exchange have done.
+When it closes, it prints one line of JSON with what its store, its exchange and its ways of weights have done.
 """
 
 import json
@@ -23,6 +23,9 @@ from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store
 from penstock.runtime.tensor.world import Free, Lockstep, Pace, open_world
 
+PATIENCE = 0.75
+"""The share of the deadline that a wait within a sync of weights may take."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -41,7 +44,7 @@ class Rank:
         self.client.close()
         if self.server is not None:
             self.server.close()
-        figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts)}
+        figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.ways.counts()}
         if self.server is not None:
             figures["answered"] = dict(self.server.counts)
         print(json.dumps({"kind": "values", **figures}), flush=True)
@@ -60,7 +63,8 @@ def make_rank(
     bridges = folder / "bridges" / join.run
     bridges.mkdir(parents=True, exist_ok=True)
     f = config.flags
-    ground = Ground(join.run, bridges, f.deadline, f.proof, f.wire, f.delta, wake)
+    # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
+    ground = Ground(join.run, bridges, PATIENCE * f.deadline, f.proof, f.wire, f.delta, wake)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
         meeting = bridges / f"world-{replica.replace('/', '.')}"

@@ -5,7 +5,7 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.runtime.control.bars import Bars
 from penstock.runtime.control.config import EVALUATION, RunConfig
@@ -48,6 +48,8 @@ class RunRecorder:
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in compile_tables(config.graph, config.plan).steps.values() if s.per_update]
         self.rows = Rows({s.name: s.every for s in steps if not s.trails}, now, elapsed)
+        if cut and cut.figures:
+            self.rows.restore(cut.figures)
         self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}
@@ -60,6 +62,7 @@ class RunRecorder:
         self.updates = start
         self.version = start
         self.dropped_frames: Mapping[str, int] = {}
+        self.warnings: Sequence[str] = ()
         self._evaluated: list[dict[str, float]] = []
 
     # What the session tells -------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ class RunRecorder:
             if node == "update" and metrics:
                 self._evaluated.append(metrics)
         elif node == "group":
-            self.rows.group(firing.index, metrics)
+            self.rows.group(firing, metrics)
             self.bars.fired(event.replica, firing, result, "group")
         else:
             self.bars.fired(event.replica, firing, result, "update")
@@ -133,7 +136,8 @@ class RunRecorder:
     def commit(self, commit: Commit) -> None:
         """A cut is complete: only now does the folder say so, and not before the log tells how it came to be."""
         self.log.flush()
-        write_cut(self.folder, commit.update, json.loads(commit.cut), self.accuracy)
+        cut = json.loads(commit.cut)
+        write_cut(self.folder, commit.update, cut, self.accuracy, self.rows.to_json(cut))
 
     def state(self, now: float, replica: str, state: str) -> None:
         self.idle.change(now, replica, state)
@@ -173,6 +177,7 @@ class RunRecorder:
             "reward_mean": self.row.get("reward_mean"),
             "measured": self.rows.pending,
             "dropped_frames": dict(self.dropped_frames),
+            "warnings": list(self.warnings),
             "error": error,
             "folder": str(self.folder.path),
         }

@@ -89,6 +89,10 @@ class Session:
             self.stage.feed(Abort(error), now)
         return self._finish(now, "failed", error)
 
+    def moving(self, replica: str) -> str:
+        """The weights that are on their way from a replica or to it; "" for none."""
+        return self.stage.moving(replica) if self.stage else ""
+
     def _awaited(self) -> str:
         """Who has not answered yet, and to what."""
         asked = self.stage.scheduler.awaited() if self.stage else {}

@@ -100,6 +100,18 @@ class Stage:
                 return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"
         return None
 
+    def moving(self, replica: str) -> str:
+        """The weights that are on their way from a replica or to it; "" for none."""
+        found = []
+        for kind, *what in self.scheduler.awaited():
+            if kind == "send":
+                channel, version, target = what
+                source = self.tables.channels[channel].source.name
+                live = self.scheduler.ways[channel].receivers[target].live
+                if replica in (source, target):
+                    found.append(f"version {version} of {channel} from {source} to {target}, which has {live}")
+        return f"moving {' and '.join(found)}" if found else ""
+
     def _route(self, commands: list[Command], now: float) -> Orders:
         batches: dict[str, list[Command]] = defaultdict(list)
         handles: dict[str, list[tuple[Firing, str, Handle]]] = defaultdict(list)

@@ -6,11 +6,13 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from penstock.graph.ir import Firing
 from penstock.graph.types import Carried, Weights
@@ -20,6 +22,7 @@ from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import Bridge, Side
+from penstock.runtime.tensor.differences import DeltaTransport
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.layout import Copy
@@ -28,6 +31,7 @@ from penstock.runtime.tensor.proof import Mode
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
 from penstock.runtime.tensor.transport import Transport, TransportError
 
+T = TypeVar("T")
 Handles = Mapping[tuple[Firing, str], Handle]
 
 
@@ -61,12 +65,7 @@ class Ways(ABC):
 
     def arrived(self) -> list[Arrived | Abort]:
         """What background transfers have to tell since the last call."""
-        events: list[Arrived | Abort] = []
-        while True:
-            try:
-                events.append(self._events.get_nowait())
-            except Empty:
-                return events
+        return drained(self._events)
 
     def close(self) -> None:  # noqa: B027 - a process has none to give up
         """Give up all connections."""
@@ -117,6 +116,16 @@ class BridgeWays(Ways):
         self.transports: dict[tuple[str, str], Transport] = {}
         self.adders: dict[str, Adder] = {}
         self.memories: dict[str, SharedMemory] = {}
+        self._notes: SimpleQueue[str] = SimpleQueue()
+
+    def counts(self) -> Counter[str]:
+        """The syncs that went out in full and as deltas, where there are any."""
+        deltas = (way for way in self.transports.values() if isinstance(way, DeltaTransport))
+        return sum((way.counts for way in deltas), Counter())
+
+    def notes(self) -> list[str]:
+        """What the user should know, since the last call: weights that come by a slower way."""
+        return drained(self._notes)
 
     def send(self, command: Send, handles: Handles) -> None:
         channel, version = command.channel, command.version
@@ -175,7 +184,8 @@ class BridgeWays(Ways):
         ranks, memory = len(own.ranks), None
         if self.device == "cpu":
             owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
-            memory = self.memories[channel] = SharedMemory(self.ground.run, owner)
+            warn = self._notes.put
+            memory = self.memories[channel] = SharedMemory(self.ground.run, owner, warn=warn)
         return Receiver(
             channel,
             rank=self.rank,
@@ -249,6 +259,16 @@ class LocalWays(Ways):
         except (ProofError, TransportError) as error:
             moved = error
         self._tell(command, moved)
+
+
+def drained(queue: "SimpleQueue[T]") -> list[T]:
+    """What is in a queue, taken out."""
+    found: list[T] = []
+    while True:
+        try:
+            found.append(queue.get_nowait())
+        except Empty:
+            return found
 
 
 def channels_of(channels: Mapping[str, Channel], replica: str) -> dict[str, Channel]:

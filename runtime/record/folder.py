@@ -106,6 +106,21 @@ class RunFolder:
             os.close(self.lock_fd)
             self.lock_fd = None
 
+    @property
+    def alive(self) -> bool:
+        """Is a run alive there, one of its processes at least? Read access is all that is needed."""
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     # Small files -------------------------------------------------------------------------------------------
 
     def write_json(self, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from penstock.graph.ir import Graph
+from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
 from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import write_atomic
@@ -56,8 +56,8 @@ def _combine(name: str, values: Sequence[float]) -> float:
 class Rows:
     """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
 
-    `groups` are the figures of groups that no update has taken. Updates take groups in ordinal order, so that one
-    that an update has passed over is lost, and its figures count nowhere.
+    `groups` are the figures of groups that no update has taken, by node and turn. Updates take groups in ordinal order,
+    so that one that an update has passed over is lost, and its figures count nowhere.
 
     `nodes` are the per-update nodes, each with how often it fires: an update's row is complete when all that fire at
     it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
@@ -66,20 +66,20 @@ class Rows:
     def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0) -> None:
         self.nodes = dict(nodes)
         self._start, self._last = now - elapsed, now
-        self.groups: dict[int, list[Metrics]] = {}
+        self.groups: dict[int, dict[tuple[str, int], Metrics]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._sync = 0.0
-        self._beside: Metrics = {}
+        self._beside: dict[str, tuple[int, Metrics]] = {}
 
     def restart(self, now: float) -> None:
         """Training begins now: what came before is in no row's `seconds`."""
         self._last = now
 
-    def group(self, ordinal: int, metrics: Metrics) -> None:
-        """A per-group node's figures."""
+    def group(self, firing: Firing, metrics: Metrics) -> None:
+        """The figures of a per-group node."""
         if metrics:
-            self.groups.setdefault(ordinal, []).append(metrics)
+            self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = metrics
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
         """The groups that an update takes."""
@@ -99,20 +99,47 @@ class Rows:
     def beside(self, update: int, node: str, metrics: Metrics) -> None:
         """The figures of a node that no update waits for; they count for the next row, with the update they are of."""
         if metrics:
-            self._beside.update(metrics)
-            self._beside[f"{node}_update"] = float(update)
+            self._beside[node] = update, metrics
 
     @property
     def pending(self) -> Metrics:
-        """Figures that came after the last row."""
-        return dict(self._beside)
+        """Figures of nodes that no update waits for which came after the last row."""
+        pending: Metrics = {}
+        for node, (update, metrics) in self._beside.items():
+            pending |= {**metrics, f"{node}_update": float(update)}
+        return pending
+
+    def to_json(self, cut: Mapping[str, Any]) -> dict[str, Any]:
+        """The figures that a run which goes on from a cut of the scheduler does not make again: what came meanwhile
+        of firings that the cut knows nothing of is left out."""
+        made = {ordinal: nodes for ordinal, nodes, _ in cut["groups"]}
+        groups = [
+            [ordinal, node, turn, _written(metrics)]
+            for ordinal, parts in self.groups.items()
+            for (node, turn), metrics in parts.items()
+            if node in made.get(ordinal, ())
+        ]
+        beside = [
+            [node, update, _written(metrics)]
+            for node, (update, metrics) in self._beside.items()
+            if update < cut["trailing"][node]
+        ]
+        return {"groups": groups, "beside": beside}
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """The inverse of `to_json`, on new rows."""
+        for ordinal, node, turn, metrics in figures["groups"]:
+            self.group(Firing(node, ordinal, turn), _read(metrics))
+        for node, update, metrics in figures["beside"]:
+            self.beside(update, node, _read(metrics))
 
     def row(self, update: int, now: float, pools: Mapping[str, Mapping[str, float]]) -> Row:
         """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`)."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
-        figures = combine([m for ordinal in ordinals for m in self.groups.pop(ordinal, ())])
-        self.groups = {g: parts for g, parts in self.groups.items() if not ordinals or g > ordinals[-1]}
+        parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
+        figures = combine([part[key] for part in parts for key in sorted(part)])
+        self.groups = {g: part for g, part in self.groups.items() if not ordinals or g > ordinals[-1]}
         for metrics, _ in reports.values():
             figures.update(metrics)
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
@@ -129,7 +156,7 @@ class Rows:
             "generate_tokens_per_s": round(fresh / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
-            **self._beside,
+            **self.pending,
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
         self._last, self._sync, self._beside = now, 0.0, {}
@@ -186,6 +213,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _written(metrics: Metrics) -> dict[str, float | str]:
+    """Figures as JSON; what JSON has no number for as a word."""
+    return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def _read(written: Mapping[str, float | str]) -> Metrics:
+    return {name: float(value) for name, value in written.items()}
 
 
 def scalars(row: Row) -> Iterable[tuple[str, float]]:

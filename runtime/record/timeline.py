@@ -67,6 +67,14 @@ def lanes(bars: Iterable[Bar]) -> list[Lane]:
     return [Lane(name, _tracks(by_lane[name])) for name in names]
 
 
+def excerpt(bars: Iterable[Bar], updates: int = 6, replicas: int = 8) -> list[Bar]:
+    """The bars of the first updates, and of the first replicas of each pool: what a picture has room for."""
+    shown = list(bars)
+    ends = boundaries(shown)
+    until = ends[min(updates, len(ends)) - 1][1] if ends else inf
+    return [bar for bar in shown if bar.start < until and _number(bar.lane) < replicas]
+
+
 def _number(replica: str) -> int:
     number = replica.rpartition("/")[2]
     return int(number) if number.isdigit() else 0

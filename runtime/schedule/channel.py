@@ -4,6 +4,9 @@ Invariants:
 - versions only grow: live <= shadow <= published, on each replica;
 - nothing is published while a send of the version before is under way (the sender has one snapshot);
 - nothing is sent to a replica whose shadow arena holds a version that is not live yet.
+
+A pool may have a thousand replicas, and most events are about none of them: who can be sent to or swapped is kept, not
+looked for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +26,14 @@ class Receiver:
     sending: bool = False
     swapping: bool = False
 
-    @property
-    def settled(self) -> bool:
-        return not self.sending and not self.swapping and self.shadow == self.live
-
-    @property
-    def swappable(self) -> bool:
-        return self.shadow > self.live and not self.swapping
-
 
 class Way:
-    """State of one channel."""
+    """State of one channel. `newest` is the newest live version of all replicas.
+
+    Private: `_order`, the place of each replica; `_behind`, those that are not live with what is published; `_owed`,
+    those of them whose shadow is behind, too; `_free`, those that may be sent to; `_full`, those whose shadow waits to
+    be swapped in.
+    """
 
     def __init__(self, replicas: Sequence[Replica], live: Mapping[str, int]) -> None:
         """`live` are versions that replicas hold already."""
@@ -41,20 +41,71 @@ class Way:
         self.receivers = {name: Receiver(version, version) for name, version in versions.items()}
         self.published = NONE
         self.publishing = False
+        self.newest = max(versions.values(), default=NONE)
+        self._order = {name: place for place, name in enumerate(self.receivers)}
+        self._behind: set[str] = set()
+        self._owed: set[str] = set()
+        self._free: set[str] = set()
+        self._full: set[str] = set()
 
     def may_publish(self, version: int) -> bool:
         """Is `version` news to some replica, and the snapshot free?"""
-        if self.publishing or self.published >= version:
+        if self.publishing or self.published >= version or self._owed:
             return False
-        behind = any(r.live < version for r in self.receivers.values())
-        return behind and not any(r.sending or r.shadow < self.published for r in self.receivers.values())
+        return any(r.live < version for r in self.receivers.values())
 
     def holds(self, version: int, replica: str) -> bool:
         """Can `replica` still get a version that is at least this new without another publication?"""
         return max(self.published, self.receivers[replica].shadow) >= version
 
+    @property
+    def awaited(self) -> bool:
+        """Will some replica be live with newer weights soon?"""
+        return bool(self._behind)
+
+    def expects_first(self, replica: str) -> bool:
+        """Is the first version that `replica` will ever have under way, or on the sender?"""
+        under_way = self.publishing or self.published > NONE
+        return under_way and replica in self.receivers and self.receivers[replica].live == NONE
+
     def to_send(self) -> list[str]:
         """Replicas whose shadow is free and behind what is published."""
-        if self.publishing:
-            return []
-        return [n for n, r in self.receivers.items() if r.settled and r.shadow < self.published]
+        return sorted(self._free, key=self._order.__getitem__) if self._free and not self.publishing else []
+
+    def to_swap(self) -> list[str]:
+        """Replicas whose shadow is newer than what is live."""
+        return sorted(self._full, key=self._order.__getitem__) if self._full else []
+
+    # What happens to it --------------------------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """The snapshot is made."""
+        self.publishing, self.published = False, version
+        self._behind = {name for name, r in self.receivers.items() if r.live < version}
+        self._owed = {name for name in self._behind if self.receivers[name].shadow < version}
+        self._free = {name for name in self._owed if self.receivers[name].shadow == self.receivers[name].live}
+
+    def send(self, replica: str) -> None:
+        """What is published is on its way."""
+        self.receivers[replica].sending = True
+        self._free.discard(replica)
+
+    def arrive(self, replica: str, version: int) -> None:
+        receiver = self.receivers[replica]
+        receiver.sending, receiver.shadow = False, version
+        self._owed.discard(replica)
+        self._full.add(replica)
+
+    def swap(self, replica: str) -> None:
+        """The shadow is about to go live."""
+        self.receivers[replica].swapping = True
+        self._full.discard(replica)
+
+    def swapped(self, replica: str, version: int) -> None:
+        receiver = self.receivers[replica]
+        receiver.swapping, receiver.live = False, version
+        self.newest = max(self.newest, version)
+        if version >= self.published:
+            self._behind.discard(replica)
+        if replica in self._owed:
+            self._free.add(replica)

@@ -1,17 +1,54 @@
-"""How long things take, for the simulator: seconds by node, constant or drawn by a key. Pure."""
+"""How long things take, for the simulator: by node, constant, drawn by a key, or by what else is in work. Pure."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from statistics import NormalDist
+from typing import Protocol
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.tables import Tables
 
-Duration = float | Callable[[str, int], float]
-"""Seconds, or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
-first one ("speak.1"), and of its index (ordinal or update)."""
+
+class Engine(Protocol):
+    """One replica's firings of one node, whose pace depends on all that are in work on it. Times are on the clock of
+    the simulator and never go back."""
+
+    def begin(self, firing: Firing, now: float) -> None:
+        """Take a firing in."""
+
+    @property
+    def due(self) -> float:
+        """When something happens here if nothing else begins; infinity if nothing is in work."""
+
+    def finish(self) -> Sequence[Firing]:
+        """Let happen what is due; the firings that are over by it, if any."""
+
+    @property
+    def spans(self) -> "Spans":
+        """What the firings were made of so far."""
+
+
+class Batching(Protocol):
+    """A duration that is not known when a firing begins."""
+
+    def engine(self) -> Engine:
+        """A replica without work."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Pieces of work inside of firings: seconds at which each began and ended, and the firing's index."""
+
+    begins: Sequence[float] = ()
+    ends: Sequence[float] = ()
+    indices: Sequence[int] = ()
+
+
+Duration = float | Callable[[str, int], float] | Batching
+"""Seconds; or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
+first one ("speak.1"), and of its index (ordinal or update); or what makes a replica that works on several at once."""
 
 
 def draw(key: str) -> float:
@@ -45,10 +82,12 @@ class Durations:
     wire: float = 0.0
     swap: float = 0.0
 
-    def of(self, firing: Firing) -> float:
+    def of(self, firing: Firing) -> float | Batching:
         given = self.nodes.get(firing.node, 0.0)
+        if not callable(given):
+            return given
         turn = f".{firing.turn}" if firing.turn else ""
-        return given(firing.node + turn, firing.index) if callable(given) else given
+        return given(firing.node + turn, firing.index)
 
     def check(self, tables: Tables) -> None:
         """Raises ValueError for a node without a duration, one that does not exist, and less than no time."""
@@ -61,6 +100,6 @@ class Durations:
                 f"durations: given {given}; needed one for each node of {needed} (sources and filters may be left out)"
             )
         parts = {"publish": self.publish, "wire": self.wire, "swap": self.swap}
-        times = parts | {name: value for name, value in self.nodes.items() if not callable(value)}
+        times = parts | {name: value for name, value in self.nodes.items() if isinstance(value, int | float)}
         if negative := [f"{name}={value}" for name, value in times.items() if value < 0]:
             raise ValueError(f"durations: given {', '.join(negative)}; needed seconds, 0 or more")

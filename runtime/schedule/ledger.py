@@ -40,7 +40,8 @@ class Group:
 
 
 class Ledger:
-    """`lost` holds the lost ordinals above the last consumed one: all below that are final, and only counted.
+    """`finished` counts the pending groups that are finished. `lost` holds the lost ordinals above the last consumed
+    one: all below that are final, and only counted.
 
     `earlier` groups were consumed by updates whose ordinals are none of this ledger's: an evaluation of version 30 has
     its own ordinals from 0, and its update is the one after 30.
@@ -52,6 +53,7 @@ class Ledger:
         self.leaving: dict[int, Group] = {}
         self.lost: list[int] = []
         self.fates = {"consumed": 0, "dropped": 0, "failed": 0}
+        self.finished = 0
         self.next = 0
         self._walked = 0
         self._line: deque[int] = deque()
@@ -81,9 +83,15 @@ class Ledger:
         insort(self.lost, ordinal)
         self.fates[fate] += 1
         group = self.groups.pop(ordinal)
+        self.finished -= group.finished
         if group.working:
             self.leaving[ordinal] = group
         return group
+
+    def finish(self, group: Group) -> None:
+        """It has been through every step."""
+        group.finished = True
+        self.finished += 1
 
     def take(self, batch: int) -> tuple[int, ...] | None:
         """The next `batch` kept ordinals, in order, once all of them are finished."""
@@ -101,6 +109,7 @@ class Ledger:
     def consume(self, ordinals: tuple[int, ...]) -> list[Group]:
         """Give the groups of a batch that was taken their final fate."""
         self.fates["consumed"] += len(ordinals)
+        self.finished -= len(ordinals)
         del self.lost[: bisect_left(self.lost, ordinals[-1])]
         return [self.groups.pop(g) for g in ordinals]
 

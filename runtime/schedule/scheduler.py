@@ -19,8 +19,11 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/inv
 7.  A value is freed once, after its last reader, and never read afterwards; a lost group's when nobody works on it.
 8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it,
     or filters dropped `drops` batches' worth of groups between two updates.
-9.  With free versions, no per-group firing waits that may start; a step that trails never does, but for a cut.
-10. A channel with every=m publishes the version that the run starts with, and multiples of m.
+9.  With free versions, no per-group firing waits that may start, but for one that a replica leaves to others which
+    wait for weights on their way (it takes as many as are left for each of them); a step that trails never does,
+    but for a cut.
+10. A channel publishes only versions that a step to come may fire with, and with every=m only multiples of m but for
+    the version that the run starts with.
 11. A step that trails (it reads nothing but weights, and nobody reads it) fires at each update that is due, in order,
     once that update has come; nothing waits for it but the end of the run, the versions that it needs, and, if it
     has state and is in work, a cut.
@@ -99,7 +102,7 @@ class Scheduler(State):
         if self.cutting is not None:
             return "saving"
         pool = self.tables.pool_of[replica]
-        if any(replica in way.receivers and way.receivers[replica].live < 0 for way in self.ways.values()):
+        if any(way.expects_first(replica) for way in self.ways.values()):
             return "start"
         waiting = any(self.ready[s.name] and (s.weights or s.fixed) for s in self.tables.group_steps[pool])
         return "weights" if waiting else "data"
@@ -152,10 +155,10 @@ class Scheduler(State):
             verdicts.discard(firing)
         del self.running[firing]
         step = self.tables.steps.get(firing.node)
-        self.load[replica] -= step is None or not step.source
+        if step is None or not step.source:
+            self.weigh(replica, -1)
         if step is None:
-            way = self.ways[firing.node]
-            way.publishing, way.published = False, firing.index
+            self.ways[firing.node].publish(firing.index)
         elif step.per_update:
             fates.update_done(self, step, firing, replica)
         elif failed:
@@ -168,11 +171,12 @@ class Scheduler(State):
         kind = "send" if isinstance(event, Arrived) else "swap"
         if not self.answered((kind, event.channel, event.version, event.replica), event.rank):
             return ()
-        receiver = self.ways[event.channel].receivers[event.replica]
+        way = self.ways[event.channel]
         if isinstance(event, Arrived):
-            receiver.sending, receiver.shadow = False, event.version
+            way.arrive(event.replica, event.version)
         else:
-            receiver.swapping, receiver.live = False, event.version
+            way.swapped(event.replica, event.version)
+            self.sort(event.replica)
         return None
 
     def _saved(self, event: Saved) -> Sequence[Step] | None:

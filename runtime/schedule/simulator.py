@@ -1,5 +1,8 @@
 """The schedule on a virtual clock: the real scheduler, answered after given durations and with given verdicts.
 
+A duration may depend on what else is in work on a replica (`durations.Batching`): then the replica is an engine, asked
+when something next happens in it, and again whenever something begins there.
+
 What it leaves out: time spent between an answer and the next command. So a real run differs from its simulation by
 durations and by the runtime's own cost.
 """
@@ -7,12 +10,16 @@ durations and by the runtime's own cost.
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from math import isclose
+from dataclasses import dataclass, field, fields
+from math import inf, isclose
 from statistics import fmean
+from typing import Any
 
-from penstock.runtime.record.timeline import Bar, Kind
-from penstock.runtime.schedule.durations import Durations
+from penstock.graph.ir import Firing
+from penstock.runtime.record.svg import gantt_svg
+from penstock.runtime.record.timeline import Bar, Kind, excerpt
+from penstock.runtime.schedule.account import Account
+from penstock.runtime.schedule.durations import Durations, Engine, Spans
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -28,7 +35,7 @@ from penstock.runtime.schedule.events import (
     Swapped,
 )
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, Tables
+from penstock.runtime.schedule.tables import Rules, Step, Tables
 from penstock.runtime.schedule.verdicts import Verdicts
 
 Observer = Callable[[float, Event, list[Command]], None]
@@ -43,6 +50,8 @@ class Simulation:
     lags: how many groups were consumed at each difference of update and version. queue: for each update, the
     finished groups that lay ready when it began, its own batch included.
     busy, idle: seconds of each replica with something in work, and without by cause; they add up to the wall time.
+    depths: for each node but sources the seconds in which so many groups waited for it.
+    spans: of each node whose firings share an engine, what they were made of.
     dropped: how many groups filters have dropped.
     """
 
@@ -53,9 +62,15 @@ class Simulation:
     queue: list[int] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
     idle: dict[str, dict[str, float]] = field(default_factory=dict)
+    depths: dict[str, dict[int, float]] = field(default_factory=dict)
+    spans: dict[str, Spans] = field(default_factory=dict)
     dropped: int = 0
     events: int = 0
     max_lag: int = 0
+
+    def _repr_html_(self) -> str:
+        """The schedule as a picture, for notebooks."""
+        return gantt_svg(excerpt(self.bars))
 
     @property
     def period_s(self) -> float:
@@ -81,6 +96,21 @@ class Simulation:
         return None
 
     @property
+    def steady(self) -> tuple[int, int] | None:
+        """The first and the last update of those between the filling of the pipeline and its end, which has no
+        generation beside it; None of a run too short to have them."""
+        first, last = self.max_lag + 1, len(self.ends) - 1 - (self.max_lag + 1)
+        return (first, last) if last > first else None
+
+    @property
+    def steady_s(self) -> float:
+        """Seconds per update of the steady ones; where durations vary, the figure to go by. `period_s` without any."""
+        if self.steady is None:
+            return self.period_s
+        first, last = self.steady
+        return (self.ends[last] - self.ends[first]) / (last - first)
+
+    @property
     def lag_mean(self) -> float:
         return fmean(self.lags.elements()) if self.lags else 0.0
 
@@ -92,8 +122,9 @@ def simulate(
     live: Mapping[tuple[str, str], int] | None = None,
     observe: Observer | None = None,
     verdicts: Verdicts | None = None,
+    cut: Mapping[str, Any] | None = None,
 ) -> Simulation:
-    """Run all updates on a virtual clock. Deterministic.
+    """Run all updates on a virtual clock, those after `cut` if it is given. Deterministic.
 
     Raises ValueError for durations and verdicts that do not fit the graph, and for a run that would fail since its
     filters drop too much.
@@ -101,7 +132,24 @@ def simulate(
     verdicts = verdicts or Verdicts()
     durations.check(tables)
     verdicts.check(tables)
-    return _Clock(tables, rules, durations, verdicts, live).run(observe)
+    return _Clock(tables, rules, durations, verdicts, live, cut).run(observe)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A firing in work on an engine."""
+
+    start: float
+    kind: Kind
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alarm:
+    """Something is due in an engine, unless something has begun there since."""
+
+    node: str
+    replica: str
 
 
 class _Clock:
@@ -114,16 +162,19 @@ class _Clock:
         durations: Durations,
         verdicts: Verdicts,
         live: Mapping[tuple[str, str], int] | None,
+        cut: Mapping[str, Any] | None,
     ) -> None:
         self.tables, self.durations, self.verdicts = tables, durations, verdicts
-        self.scheduler = Scheduler(tables, rules, live=live)
+        self.scheduler = Scheduler(tables, rules, cut, live)
+        self.account = Account(self.scheduler)
         self.now = 0.0
         self.result = Simulation(max_lag=tables.max_lag)
-        self.result.busy = dict.fromkeys(tables.replicas, 0.0)
-        self.result.idle = {replica: {} for replica in tables.replicas}
-        self._answers: list[tuple[float, int, Event]] = []
+        self._answers: list[tuple[float, int, Event | _Alarm]] = []
         self._versions: dict[int, int] = {}
         self._asked = 0
+        self._engines: dict[tuple[str, str], Engine] = {}
+        self._alarms: dict[tuple[str, str], _Alarm] = {}
+        self._begun: dict[Firing, _Begun] = {}
 
     def run(self, observe: Observer | None) -> Simulation:
         event: Event = Begin()
@@ -135,34 +186,52 @@ class _Clock:
                 observe(self.now, event, commands)
             if self.scheduler.update > update:
                 self.result.ends.append(self.now)
+            if isinstance(event, Done | Swapped):
+                self.account.note(event.replica)
             for command in commands:
                 self._do(command)
             if self.scheduler.finished:
-                self.result.wall_s, self.result.dropped = self.now, self.scheduler.ledger.fates["dropped"]
-                return self.result
-            time, _, event = heapq.heappop(self._answers)
-            if time > self.now:
-                self._account(time)
+                return self._over()
+            event = self._next()
+            if self.now > self.account.now:
+                self.account.let(self.now)
 
-    def _account(self, time: float) -> None:
-        """Let the clock go on, and add the time that passes to what each replica is doing."""
-        seconds, self.now = time - self.now, time
-        for replica, load in self.scheduler.load.items():
-            if load:
-                self.result.busy[replica] += seconds
-            else:
-                idle, cause = self.result.idle[replica], self.scheduler.cause(replica)
-                idle[cause] = idle.get(cause, 0.0) + seconds
+    def _next(self) -> Event:
+        """The next answer; what happens within engines before it needs no scheduler."""
+        while True:
+            self.now, _, due = heapq.heappop(self._answers)
+            if not isinstance(due, _Alarm):
+                return due
+            if self._alarms[due.node, due.replica] is due:
+                engine = self._engines[due.node, due.replica]
+                for firing in engine.finish():
+                    begun = self._begun.pop(firing)
+                    self._bar(due.replica, firing.node, firing.index, begun.start, self.now, begun.kind, begun.version)
+                    self._done(firing, due.replica, 0.0)
+                self._watch(due.node, due.replica, engine)
+
+    def _over(self) -> Simulation:
+        self.account.close()
+        result = self.result
+        result.wall_s, result.dropped = self.now, self.scheduler.ledger.fates["dropped"]
+        result.busy, result.idle, result.depths = self.account.busy, self.account.idle, self.account.depths
+        for node in dict.fromkeys(node for node, _ in self._engines):
+            found = [engine.spans for (name, _), engine in self._engines.items() if name == node]
+            result.spans[node] = Spans(
+                *([value for spans in found for value in getattr(spans, each.name)] for each in fields(Spans))
+            )
+        return result
 
     def _do(self, command: Command) -> None:
         match command:
             case Fire():
                 self._fire(command)
+                self.account.note(command.replica)
             case Send(channel, version, _, replica):
-                self._take(self.durations.wire, "send", f"{channel}/{_number(replica)}", channel, version)
+                self._take(self.durations.wire, "send", f"{channel}/{replica.rpartition('/')[2]}", channel, version)
                 self._answer(self.durations.wire, replica, lambda rank: Arrived(channel, version, replica, rank))
             case Swap(channel, version, replica):
-                self._take(self.durations.swap, "swap", f"{channel}/{_number(replica)}", "swap", version)
+                self._take(self.durations.swap, "swap", f"{channel}/{replica.rpartition('/')[2]}", "swap", version)
                 self._answer(self.durations.swap, replica, lambda rank: Swapped(channel, version, replica, rank))
             case Save(update, replica):
                 self._answer(0.0, replica, lambda rank: Saved(update, replica, rank))
@@ -176,34 +245,55 @@ class _Clock:
         version: int | None = firing.index
         kind: Kind = "publish" if step is None else "update" if step.per_update else "group"
         if step is not None and not step.per_update:
-            channels = (*(channel for channel, _ in step.weights), *step.fixed)
-            lives = [self.scheduler.live(channel, replica) for channel in channels]
-            version = min(lives, default=None)
             kind = "source" if step.source else "group"
-            if version is not None:
-                self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
+            version = self._version(step, firing.index, replica)
         if step is not None and step.groups and step.per_update:
             self._consume(firing.index, command.groups)
-        self._take(seconds, kind, replica, firing.node, firing.index, version)
-        dropped = step is not None and step.filters and self.verdicts.dropped(firing)
-        again = step is not None and step.answers and self.verdicts.goes_on(firing)
-        self._answer(seconds, replica, lambda rank: Done(firing, replica, rank, dropped, again))
+        if isinstance(seconds, int | float):
+            self._take(seconds, kind, replica, firing.node, firing.index, version)
+            self._done(firing, replica, seconds)
+        else:
+            self._begun[firing] = _Begun(self.now, kind, version)
+            if (engine := self._engines.get((firing.node, replica))) is None:
+                engine = self._engines[firing.node, replica] = seconds.engine()
+            engine.begin(firing, self.now)
+            self._watch(firing.node, replica, engine)
+
+    def _version(self, step: Step, ordinal: int, replica: str) -> int | None:
+        """The oldest live weights that a per-group step reads; noted as what its group is made with."""
+        channels = (*(channel for channel, _ in step.weights), *step.fixed)
+        version = min((self.scheduler.live(channel, replica) for channel in channels), default=None)
+        if version is not None:
+            self._versions[ordinal] = min(version, self._versions.get(ordinal, version))
+        return version
 
     def _consume(self, update: int, groups: tuple[int, ...]) -> None:
         """The first step of an update that takes its groups: note how old they are, and how many are waiting."""
         if len(self.result.queue) <= update - self.scheduler.rules.start:
-            self.result.queue.append(sum(group.finished for group in self.scheduler.ledger.groups.values()))
+            self.result.queue.append(self.scheduler.ledger.finished)
             self.result.lags.update(update - self._versions.pop(g) for g in groups if g in self._versions)
+
+    def _watch(self, node: str, replica: str, engine: Engine) -> None:
+        """Be called when something is due in an engine."""
+        alarm = self._alarms[node, replica] = _Alarm(node, replica)
+        if engine.due < inf:
+            self._asked += 1
+            heapq.heappush(self._answers, (engine.due, self._asked, alarm))
+
+    def _done(self, firing: Firing, replica: str, seconds: float) -> None:
+        step = self.tables.steps.get(firing.node)
+        dropped = step is not None and step.filters and self.verdicts.dropped(firing)
+        again = step is not None and step.answers and self.verdicts.goes_on(firing)
+        self._answer(seconds, replica, lambda rank: Done(firing, replica, rank, dropped, again))
 
     def _take(self, seconds: float, kind: Kind, lane: str, name: str, index: int, version: int | None = None) -> None:
         if seconds > 0 or kind == "update":
-            self.result.bars.append(Bar(lane, name, index, self.now, self.now + seconds, kind, version))
+            self._bar(lane, name, index, self.now, self.now + seconds, kind, version)
+
+    def _bar(self, lane: str, name: str, index: int, start: float, end: float, kind: Kind, version: int | None) -> None:
+        self.result.bars.append(Bar(lane, name, index, start, end, kind, version))
 
     def _answer(self, seconds: float, replica: str, event: Callable[[int], Event]) -> None:
         for rank in range(len(self.tables.replicas[replica].ranks)):
             self._asked += 1
             heapq.heappush(self._answers, (self.now + seconds, self._asked, event(rank)))
-
-
-def _number(replica: str) -> str:
-    return replica.rpartition("/")[2]

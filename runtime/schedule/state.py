@@ -12,6 +12,7 @@ from penstock.runtime.plan.plan import Replica
 from penstock.runtime.schedule.channel import Way
 from penstock.runtime.schedule.events import Checkpoint, Command, Finish, Fire, Free
 from penstock.runtime.schedule.ledger import Ledger
+from penstock.runtime.schedule.line import Line
 from penstock.runtime.schedule.tables import Rules, Step, Tables
 
 Key = tuple[Any, ...]
@@ -26,7 +27,8 @@ class State:
     """The state of one run of one graph.
 
     ready: for each step the ordinals that have all its inputs, as a heap; may hold lost ones.
-    load: firings in work on each replica, sources not counted. running: what is in work, and where.
+    load: firings in work on each replica, sources not counted; `lines` has the replicas of each pool by their room.
+    running: what is in work, and where.
     updates_done: for each per-update step the update that it is next to fire at; `update` is the one in work, on
     `batch`. Steps that trail have a pace of their own, the others move on together.
     between: the values that steps of this update made for later ones, and where they are.
@@ -39,6 +41,7 @@ class State:
         self.ledger = Ledger(earlier=rules.start * rules.batch)
         self.ready: dict[str, list[int]] = {s: [] for s in tables.steps}
         self.load = dict.fromkeys(tables.replicas, 0)
+        self.lines = {pool: Line(replicas) for pool, replicas in tables.by_pool.items()}
         self.updates_done = {s.name: rules.start for s in tables.steps.values() if s.per_update and not s.trails}
         self.trailing = {s.name: s.due(rules.start) for s in tables.steps.values() if s.trails}
         self.drops = 0
@@ -54,6 +57,8 @@ class State:
             name: Way(channel.replicas, {replica: version for (n, replica), version in live.items() if n == name})
             for name, channel in tables.channels.items()
         }
+        for replica in tables.replicas:
+            self.sort(replica)
         self.cutting: Checkpoint | None = None
         self.saving = ""
         self.finished = False
@@ -80,10 +85,25 @@ class State:
         del self.answers[key]
         return True
 
-    def fire(self, firing: Firing, replica: str, groups: tuple[int, ...] = (), load: int = 1, update: int = 0) -> None:
+    def fire(
+        self, firing: Firing, replica: str, groups: tuple[int, ...] = (), *, free: bool = False, update: int = 0
+    ) -> None:
+        """Start a firing; one that is `free` of charge takes no room."""
         self.running[firing] = replica
-        self.load[replica] += load
+        if not free:
+            self.weigh(replica, 1)
         self.ask(Fire(firing, replica, groups, update), ("fire", firing, replica), replica)
+
+    def weigh(self, replica: str, firings: int) -> None:
+        """So many firings more are in work on a replica."""
+        self.load[replica] += firings
+        self.lines[self.tables.pool_of[replica]].load(replica, firings)
+
+    def sort(self, replica: str) -> None:
+        """The live weights of a replica have changed, or are about to: so has what it may work on."""
+        ways = [way.receivers[replica] for way in self.ways.values() if replica in way.receivers]
+        kind = tuple((receiver.live, receiver.swapping) for receiver in ways)
+        self.lines[self.tables.pool_of[replica]].move(replica, kind)
 
     def free(self, firing: Firing, replica: str) -> None:
         """The outputs of a firing have no reader left; said by `say_freed`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from msgspec import structs
 
 from penstock.runtime.control.config import Flags
 from penstock.runtime.control.keys import Join, Keys
@@ -156,7 +157,7 @@ def test_garbage_on_the_controllers_socket_is_counted_and_the_run_goes_on(tmp_pa
             one.send(pack(Hello("rank", "generator/0", 0, 1, "local", "0" * 32), 1))
             one.send(pack(Heartbeat("scorer/0", 0, 0.0), 1))
         with raw(join) as one:
-            one.send(pack(replace(beat, role="rank"), 1))
+            one.send(pack(structs.replace(beat, role="rank"), 1))
         with raw(join) as one:
             for message in (beat, Heartbeat("scorer/0", 0, 0.0), Heartbeat("scorer/0", 0, 0.0)):
                 one.send(pack(message, 1))

@@ -1,5 +1,6 @@
 """Weights that travel in another format than they are computed in: training goes on, a little beside its own policy."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -7,10 +8,13 @@ from typing import Literal
 import pytest
 
 from penstock.runtime.control.config import Flags
+from penstock.runtime.plan.cluster import Cluster, Host
 
-from .running import assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
+from .running import HERE, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
 
 pytestmark = pytest.mark.timeout(240)
+TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
+"""An agent for each, over TCP."""
 UPDATES, BATCH = 4, 4
 FLAGS = Flags(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, data="arithmetic", deadline=60.0)
 
@@ -36,3 +40,20 @@ def test_formats_cross_meshes(tmp_path: Path, wire: Literal["bfloat16", "fp8_blo
     flags, meshes = replace(FLAGS, wire=wire, updates=2), ("trainer=fsdp2", "generator=tp2")
     run = run_to_end(make_run(tmp_path / "r", "aipo", {"lag": 1}, flags, meshes=meshes))
     assert [abs(row["ratio_mean"] - 1) < 0.1 for row in rows(run)] == [True, True]
+
+
+@pytest.mark.slow
+def test_deltas_over_tcp_between_two_agents_are_sent_proved_and_learnt_with(tmp_path: Path) -> None:
+    """In bfloat16 an update changes few of the values; of any four syncs in a row one is full."""
+    updates = 20
+    flags = replace(FLAGS, updates=updates, batch=32, slots=128, wire="bfloat16", delta=4)
+    program = f"{HERE / 'program_of_two_hosts.py'}:far"
+    run = run_to_end(make_run(tmp_path / "r", program, {"lag": 1}, flags, cluster=TWO_NAMES))
+    (printed,) = [line for line in (run / "logs" / "trainer-0-0.out").read_text().splitlines() if '"values"' in line]
+    sent = json.loads(printed)["sent"]
+    assert sent["full"] >= 1
+    assert sent["delta"] > 2 * sent["full"]
+    assert sent["bytes"] < 0.7 * sent["whole"]
+    rewards = [row["reward_mean"] for row in rows(run)]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.3
+    assert summary(run)["fates"]["consumed"] == updates * 32

@@ -35,6 +35,7 @@ def test_the_public_names_are_counted() -> None:
         "load",
         "node",
         "program",
+        "requires",
         "trace",
     ]
     assert all(hasattr(penstock.graph, name) for name in penstock.graph.__all__)

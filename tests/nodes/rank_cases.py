@@ -54,6 +54,9 @@ def update(rank: int, folder: Path, mesh: str) -> None:
     assert_boxes(parted, one, rank, exactly=False)
     goes_on(parted, policy(mesh, rank, seed=2))
     parted.export(str(folder / "exported"))
+    dist.barrier()
+    directory: dict[str, Any] = {"model": str(folder / "exported")}  # each rank keeps its parts of it
+    assert_boxes(policy(mesh, rank, **directory), policy(**directory), rank)
     if rank == 0:
         exported = dict(load_model(folder / "exported").named_parameters())
         for name, tensor in one.masters.items():

@@ -291,3 +291,13 @@ def test_what_an_environment_said_is_context_and_no_target(context: Context) -> 
     changed = gradient(replace(rollouts, tokens_NS=tokens_NS))
     expected = gradient(rollouts)
     assert not all(torch.equal(expected[name], changed[name]) for name in expected)
+
+
+def test_a_conversation_without_the_log_probabilities_of_who_sampled_it_is_refused(context: Context) -> None:
+    engine = make_engine(context, samples=SAMPLES)
+    first = turn(engine, {1: {}}, weights())[1]
+    lacking = replace(first, logprobs_NT=None)
+    with pytest.raises(ValueError, match=r"^generate, group 1: given rollouts without log μ .*needed"):
+        turn(engine, {1: {"conversation": lacking, "replies": answers(first)}}, weights())
+    with pytest.raises(ValueError, match=r"^mismatch: given rollouts without log μ .*needed"):
+        mismatch(model(), lacking, 1.0)

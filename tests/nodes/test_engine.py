@@ -232,14 +232,31 @@ def test_prompts_that_wait_for_a_slot_are_computed_again_with_new_weights(contex
     assert all(equal(results[ordinal][0], expected[ordinal][0]) for ordinal in fresh)
 
 
-def test_mismatch_is_measured_once_per_version(context: Context) -> None:
-    engine = make_engine(context, samples=4)
-    for version in (0, 1):
-        measured = [m["mismatch"] for _, m in run(engine, range(8), weights(version)).values() if "mismatch" in m]
-        assert len(measured) == 1
-        assert measured[0] < 1e-5
-    greedy = run(make_engine(context, samples=1, temperature=0.0), range(8), weights())
+def test_mismatch_is_measured_of_the_first_group_of_each_batch(context: Context) -> None:
+    batches = replace(context, batch=4)
+    engine, other = make_engine(batches, samples=4), make_engine(batches, samples=4)
+    for version, ordinals in ((0, range(8)), (1, range(8, 16))):
+        made = run(engine, ordinals, weights(version))
+        measured = {ordinal: m["mismatch"] for ordinal, (_, m) in made.items() if "mismatch" in m}
+        assert measured.keys() == {o for o in ordinals if o % 4 == 0}
+        assert max(measured.values()) < 1e-5
+        # The same of another replica, which has other groups beside it and in another order.
+        assert run(other, [ordinals[4]], weights(version))[ordinals[4]][1]["mismatch"] == measured[ordinals[4]]
+    greedy = run(make_engine(batches, samples=1, temperature=0.0), range(8), weights())
     assert all("mismatch" not in metrics for _, metrics in greedy.values())
+
+
+def test_mismatch_is_measured_of_the_next_group_where_the_first_has_tokens_of_two_versions(context: Context) -> None:
+    engine, behaviour = make_engine(context, samples=2), weights()
+    engine.submit(0, {"prompts": prompts(0), "behaviour": behaviour})
+    mixed: dict[Any, Any] = dict(engine.step()) | dict(engine.step())
+    new = weights(5, seed=2)
+    behaviour.version, behaviour.tensors = new.version, new.tensors
+    mixed |= drain(engine)
+    assert set(mixed[0][0].versions_NT.flatten().tolist()) == {0, 5}
+    assert "mismatch" not in mixed[0][1]
+    after = [metrics for _, metrics in run(engine, [1, 2], new).values()]
+    assert sum("mismatch" in metrics for metrics in after) == 1
 
 
 def test_mismatch_is_measured_at_the_temperature_that_was_sampled_with(context: Context) -> None:

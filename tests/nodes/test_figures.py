@@ -60,6 +60,15 @@ def test_an_update_of_replayed_tokens_alone_has_no_lag_of_fresh_ones() -> None:
     assert (figures["lag_mean"], figures["lag_max"], figures["replayed_tokens"]) == (0, 0, 5)
 
 
+def test_tokens_are_counted_by_lag_and_old_ones_together() -> None:
+    figures = update_figures([Taken(add_up([sums(slice(None), version=17)]), 0.5, 2.0, epoch) for epoch in range(2)])
+    counts = {name: count for name, count in figures.items() if name.startswith("tokens_lag_")}
+    assert counts == {"tokens_lag_13": 1, "tokens_lag_14": 1, "tokens_lag_15": 3}
+    replayed = torch.tensor([True, True, False, False, False])
+    fresh = update_figures([Taken(add_up([sums(slice(None), replayed=replayed)]), 0.5, 2.0, 0)])
+    assert {n for n in fresh if n.startswith("tokens_lag_")} == {"tokens_lag_3", "tokens_lag_4", "tokens_lag_5"}
+
+
 def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> None:
     known = Sampled(
         torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2), {"behaviour": torch.tensor([-90.0, -1])}

@@ -2,6 +2,8 @@
 
 import inspect
 import pkgutil
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,14 @@ def test_a_program_is_one_page(name: str) -> None:
 def test_a_program_traces_without_a_fault(name: str) -> None:
     assert not check(graph(name))
     assert Graph.from_json(graph(name).to_json()) == graph(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("evaluate", "sft", "tool_sft", "toy")])
+def test_an_algorithm_cites_its_paper_says_what_is_left_out_and_shows_its_graph(name: str) -> None:
+    doc = " ".join((sys.modules[program(name).fn.__module__].__doc__ or "").split())
+    assert "Left out" in doc
+    assert re.search(r"arXiv \d{4}\.\d{5}|\b(19|20)\d\d\b", doc)
+    assert re.search(r"─►|→", doc)
 
 
 @pytest.mark.parametrize("name", NAMES)

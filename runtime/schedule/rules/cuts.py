@@ -55,7 +55,8 @@ def restore(state: State, cut: Mapping[str, Any]) -> None:
     state.ledger.restore(cut)
     state.trailing.update(cut.get("trailing", {}))
     for ordinal, group in state.ledger.groups.items():
-        group.finished = len(group.made) == state.tables.num_group_steps
+        if len(group.made) == state.tables.num_group_steps:
+            state.ledger.finish(group)
         for step in state.tables.steps.values():
             waiting = not step.per_update and not step.answers and step.name not in group.made
             if waiting and all(name in group.made for name in step.groups):

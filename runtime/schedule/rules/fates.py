@@ -32,7 +32,8 @@ def group_done(
     if not made:
         return None
     offer(state, group.ordinal, group.made, [state.tables.steps[name] for name in made])
-    group.finished = len(group.made) == state.tables.num_group_steps
+    if len(group.made) == state.tables.num_group_steps:
+        state.ledger.finish(group)
     complete = group.finished and assemble(state)
     quiet = step.private and not step.turns and not complete and state.cutting is None
     return state.tables.stirs[step.name] if quiet else None
@@ -124,8 +125,7 @@ def _drop(state: State, group: Group, firing: Firing) -> None:
     # Groups of so many updates are under way at once, and any of them may be dropped.
     updates = 1 + state.tables.max_lag
     if state.drops >= state.rules.drops * state.rules.batch * updates:
-        taken = state.batch or ()
-        kept = sum(g.finished and g.ordinal not in taken for g in state.ledger.groups.values())
+        kept = state.ledger.finished - len(state.batch or ())
         waiting = state.update + (state.batch is not None)
         given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}, and {kept} kept"
         needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped (--drops)"

@@ -35,7 +35,7 @@ def start_groups(state: State, steps: Sequence[Step]) -> None:
                     break
                 group.working += 1
                 update = state.slot(ordinal) if step.delays else 0
-                state.fire(state.firing(step, ordinal), replica, (ordinal,), not step.source, update)
+                state.fire(state.firing(step, ordinal), replica, (ordinal,), free=step.source, update=update)
             heapq.heappop(queue)
 
 
@@ -51,30 +51,45 @@ def _choose(state: State, step: Step, ordinal: int) -> str | None:
     """The admissible replica with most room, the first of equals; a step with state knows only its first one."""
     if not _may_go_on(state, step, ordinal):
         return None
-    replicas = state.tables.by_pool[step.pool]
-    best, room = None, 0
-    for replica in replicas[:1] if step.stateful else replicas:
-        free = state.room(replica) if not step.source else 1
-        if free > room and _admissible(state, step, ordinal, replica.name):
-            best, room = replica.name, free
-    return best
+    first = state.tables.by_pool[step.pool][0]
+    if step.source:
+        return first.name
+    if step.stateful:
+        return first.name if state.room(first) > 0 and _fresh(state, step, ordinal, first.name) else None
+    replica = state.lines[step.pool].first(lambda replica: _fresh(state, step, ordinal, replica))
+    return replica if replica is None or _leaves_some(state, step, ordinal, replica) else None
+
+
+def _leaves_some(state: State, step: Step, ordinal: int, replica: str) -> bool:
+    """While others of the pool wait for weights that are on their way, a replica takes no more than its share of what
+    may start: else the first to have them would take whatever it has room for, and the others find nothing to do."""
+    if not any(state.ways[channel].awaited for channel, _ in step.weights):
+        return True
+    before = state.ledger.before(ordinal)
+    admitted = min((state.ways[channel].newest + lag + 1) * state.rules.batch for channel, lag in step.weights)
+    waiting = min(admitted - before, len(state.ready[step.name]))
+    return state.load[replica] * (len(state.tables.by_pool[step.pool]) - 1) < waiting
 
 
 def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
-    """May `step` start on a group at all? State sees the groups one by one, in order, and rests while it is saved."""
+    """May `step` start on a group at all? It is needed, what it reads delayed is made, and some replica is live with
+    weights that are new enough. State sees the groups one by one, in order, and rests while it is saved."""
+    before = state.ledger.before(ordinal)
+    if before >= state.total:
+        return False
+    if any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
+        return False
+    if any(before >= (state.ways[channel].newest + lag + 1) * state.rules.batch for channel, lag in step.weights):
+        return False
     if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
         return False
     resting = state.stopping or (state.cutting is not None and step.stateful)
     return not resting or (not state.saving and state.perishing(ordinal))
 
 
-def _admissible(state: State, step: Step, ordinal: int, replica: str) -> bool:
-    """Are the live weights of `replica` new enough for a group, what it reads delayed made, and is it needed at all?"""
+def _fresh(state: State, step: Step, ordinal: int, replica: str) -> bool:
+    """Are the live weights of `replica` new enough for a group?"""
     before = state.ledger.before(ordinal)
-    if before >= state.total:
-        return False
-    if any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
-        return False
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
         if receiver.live < 0 or before >= (receiver.live + lag + 1) * state.rules.batch:

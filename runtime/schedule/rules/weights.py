@@ -1,38 +1,80 @@
-"""Weights on their way: published by the pool that holds them, sent, swapped in. Versions in between may be skipped."""
+"""Weights on their way: published by the pool that holds them, sent, swapped in.
+
+A channel sends the versions that somebody may fire with: a per-group step with any, a per-update one of update u with
+those in u - lag … u. Those in between stay where they are, and versions may be skipped while an earlier one is on its
+way.
+"""
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.events import Send, Swap
 from penstock.runtime.schedule.state import State
-from penstock.runtime.schedule.tables import Channel
+from penstock.runtime.schedule.tables import Channel, Step
 
 
 def publish(state: State, channels: tuple[Channel, ...]) -> None:
-    """Snapshot what is news to a receiver, unless it is being donated. The last version has no reader left, but in a
-    run resumed after it, where steps that trail may still be behind."""
+    """Snapshot what a receiver lacks and somebody reads, unless it is being donated."""
     if state.cutting is not None and not state.begun():
         return
-    behind = any(update < state.rules.end for update in state.trailing.values())
     for channel in channels:
         way, version = state.ways[channel.name], state.version(channel.carried)
         maker = state.tables.makers.get(channel.carried)
         donated = maker is not None and Firing(maker, version) in state.running
         if donated or state.room(channel.source) <= 0:
             continue
-        first = version == state.rules.start
-        if (version >= state.rules.end and not (first and behind)) or (version % channel.every and not first):
-            continue
-        if way.may_publish(version):
+        if way.may_publish(version) and _is_read(state, channel, version):
             way.publishing = True
             state.fire(Firing(channel.name, version), channel.source.name)
+
+
+def _is_read(state: State, channel: Channel, version: int) -> bool:
+    """May a step to come fire with a version? The one that a run starts with is for its first updates, whatever the
+    channel's beat, and in a resumed run for steps that trail and are behind, too."""
+    end = state.rules.end
+    if version > state.rules.start:
+        return version < end and version == _next_sent(state, channel, version, channel.every)
+    if channel.carried not in state.tables.makers:
+        fixed = [step for step in state.tables.steps.values() if channel.name in step.fixed]
+        return any((state.next_update(step) if step.per_update else version) < end for step in fixed)
+    readers = [step for step, _ in state.tables.weight_readers[channel.name] if step.trails]
+    behind = any(state.trailing[step.name] < min(version + 1, end) for step in readers)
+    return behind or (version < end and version == _next_sent(state, channel, version, 1))
+
+
+def _next_sent(state: State, channel: Channel, version: int, every: int) -> int:
+    """The first version from `version` on that is a multiple of `every` and that a step may fire with; a run's last
+    one if there is none."""
+    readers = state.tables.weight_readers[channel.name]
+    return min((_next_read(state, step, lag, version, every) for step, lag in readers), default=state.rules.end)
+
+
+def _next_read(state: State, step: Step, lag: int, version: int, every: int) -> int:
+    """The same for one step. It fires with versions up to `lag` before an update at which it is due; one per group is
+    due at each."""
+    end = state.rules.end
+    while (due := _due(state, step, version)) < end:
+        if version >= due - lag and version % every == 0:
+            return version
+        version = max(version + 1, due - lag)
+        version += -version % every
+    return end
+
+
+def _due(state: State, step: Step, update: int) -> int:
+    """The first update from `update` on that a step is still to begin."""
+    due = step.due(update)
+    if step.per_update:
+        due = max(due, state.next_update(step))
+        due = step.due(due + 1) if Firing(step.name, due) in state.running else due
+    return due
 
 
 def spare(state: State, name: str) -> bool:
     """May the version that a channel could publish now go? Not while it is read, nor while a reader needs it: every
     update before the one that makes the next version to be sent must find one that is new enough."""
-    way, every = state.ways[name], state.tables.channels[name].every
+    way, channel = state.ways[name], state.tables.channels[name]
     if way.publishing:
         return False
-    last = min(state.update - state.update % every + every, state.rules.end) - 1
+    last = _next_sent(state, channel, state.update + 1, channel.every) - 1
     for reader, lag in state.tables.weight_readers[name]:
         replicas = state.tables.by_pool[reader.pool]
         if reader.per_update:
@@ -52,15 +94,16 @@ def move(state: State) -> None:
     """Send to where the shadow is free; swap in what has arrived."""
     for name, way in state.ways.items():
         for replica in way.to_send():
-            way.receivers[replica].sending = True
+            way.send(replica)
             source = state.tables.channels[name].source.name
             send = Send(name, way.published, source, replica)
             state.ask(send, ("send", name, way.published, replica), replica)
-        for replica, receiver in way.receivers.items():
-            if receiver.swappable and _may_swap(state, name, replica, receiver.shadow):
-                receiver.swapping = True
-                swap = Swap(name, receiver.shadow, replica)
-                state.ask(swap, ("swap", name, receiver.shadow, replica), replica)
+        for replica in way.to_swap():
+            version = way.receivers[replica].shadow
+            if _may_swap(state, name, replica, version):
+                way.swap(replica)
+                state.sort(replica)
+                state.ask(Swap(name, version, replica), ("swap", name, version, replica), replica)
 
 
 def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:

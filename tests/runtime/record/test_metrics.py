@@ -1,11 +1,14 @@
 import builtins
+import json
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.graph import load, trace
+from penstock.graph.ir import Firing
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.metrics import MetricsFile, Rows, combine, keep_rows, prefixes, read_rows, scalars
 from penstock.runtime.record.tensorboard import open_board
@@ -28,8 +31,8 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
 def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows = Rows({"learn": 1}, now=100.0)
     for ordinal in range(4):
-        rows.group(ordinal, {"reward_mean": float(ordinal)})
-        rows.group(ordinal, {"tokens": 10.0})
+        rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
+        rows.group(Firing("generate", ordinal), {"tokens": 10.0})
     rows.batch(0, (0, 1))
     rows.batch(1, (2, 3))
     rows.synced(0.25)
@@ -86,19 +89,19 @@ def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_n
     rows = Rows({"learn": 1}, now=0.0)
     for update in range(50):
         lost, taken = 2 * update, 2 * update + 1
-        rows.group(lost, {"reward_mean": 9.0})
-        rows.group(taken, {"reward_mean": 1.0})
-        rows.group(taken + 1, {"tokens": 3.0})  # ahead of the update
+        rows.group(Firing("score", lost), {"reward_mean": 9.0})
+        rows.group(Firing("score", taken), {"reward_mean": 1.0})
+        rows.group(Firing("generate", taken + 1), {"tokens": 3.0})  # ahead of the update
         rows.batch(update, (taken,))
         rows.update(update, "learn", {}, 1.0)
         assert rows.row(update, 1.0, {})["reward_mean"] == 1.0
-        rows.group(lost, {"tokens": 5.0})  # it was in work when it was lost
+        rows.group(Firing("generate", lost), {"tokens": 5.0})  # it was in work when it was lost
         assert set(rows.groups) == {lost, taken + 1}
 
 
 def test_an_update_without_groups_leaves_those_of_the_next_one() -> None:
     rows = Rows({"ema": 1}, now=0.0)
-    rows.group(0, {"tokens": 3.0})
+    rows.group(Firing("generate", 0), {"tokens": 3.0})
     rows.batch(0, ())
     rows.update(0, "ema", {}, 1.0)
     rows.row(0, 1.0, {})
@@ -110,6 +113,32 @@ def test_a_row_waits_for_all_nodes_of_its_update() -> None:
     assert not rows.update(0, "critic", {"value_loss": 1.0}, 1.0)
     assert rows.update(0, "actor", {"loss": 2.0}, 1.0)
     assert rows.row(0, 2.0, {})["value_loss"] == 1.0
+
+
+def test_a_firing_that_is_done_again_counts_once_and_each_turn_of_a_group_counts() -> None:
+    rows = Rows({"learn": 1}, now=0.0)
+    for tokens in (7.0, 3.0):
+        rows.group(Firing("speak", 0), {"tokens": tokens})
+    rows.group(Firing("speak", 0, 1), {"tokens": 5.0})
+    rows.batch(0, (0,))
+    rows.update(0, "learn", {}, 1.0)
+    assert rows.row(0, 1.0, {})["tokens"] == 8.0
+
+
+def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> None:
+    before, after = Rows({"learn": 1}, now=0.0), Rows({"learn": 1}, now=0.0)
+    before.group(Firing("generate", 4), {"tokens": 3.0, "mismatch": inf})
+    before.group(Firing("score", 4), {"reward_mean": 0.1})
+    before.group(Firing("generate", 5), {"tokens": 9.0})  # came while the cut was written: it will come again
+    before.beside(1, "measure", {"accuracy": 0.5})
+    before.beside(3, "watch", {"width": 2.0})  # the same
+    cut = {
+        "groups": [[4, {"generate": "g/0", "score": "s/0"}, {}], [5, {}, {}]],
+        "trailing": {"measure": 3, "watch": 3},
+    }
+    after.restore(json.loads(json.dumps(before.to_json(cut), allow_nan=False)))
+    assert after.groups == {4: before.groups[4]}
+    assert after.pending == {"accuracy": 0.5, "measure_update": 1.0}
 
 
 def test_a_resumed_run_goes_on_counting_time() -> None:

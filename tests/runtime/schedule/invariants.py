@@ -160,6 +160,7 @@ class Checker(Rest):
         self._true(firing.index == version, 5, f"{firing} is published while version {version} is there")
         on_the_beat = version % self.beats[firing.node] == 0 or version == self.start
         self._true(on_the_beat, 10, f"{firing} is published, at every {self.beats[firing.node]}. update")
+        self._true(self._is_read(firing.node, version), 10, f"{firing} is published, and nobody reads it")
         self._true(version > self.published.get(firing.node, -1), 5, f"{firing} is published again")
         donated = maker is not None and Firing(maker, version) in self.running
         self._true(not donated, 5, f"{firing} is published while it is being donated")
@@ -168,6 +169,18 @@ class Checker(Rest):
         )
         self._true(not unsent, 5, f"{firing} is published over a snapshot that is still to be sent")
         self._true(self.cut is None, 5, f"{firing} is published while the cut is being written")
+
+    def _is_read(self, channel: str, version: int) -> bool:
+        """May some node still fire with a version of what a channel carries?"""
+        for facts in self.facts.values():
+            first = self._next(facts) if facts.per_update else version
+            to_come = [u for u in range(first, self.rules.end) if not facts.per_update or facts.due(u)]
+            lags = [lag for c, lag in facts.weights if c == channel]
+            if any(self._fits(version, u, lag) for lag in lags for u in to_come):
+                return True
+            if channel in facts.fixed and to_come:
+                return True
+        return False
 
     def _send(self, command: Send) -> None:
         arenas = self.arenas[command.channel][command.replica]

@@ -82,6 +82,26 @@ class Rest(History):
         return has and self._load(replica.name) < replica.capacity
 
     def _could_start(self, facts: Facts, ordinal: int) -> bool:
+        """May a group start on some replica, which does not leave it to others?"""
+        if not self._ready(facts, ordinal):
+            return False
+        able = [r for r in self._replicas(facts) if self._admitted(facts, ordinal, r.name)]
+        if facts.source:
+            return bool(able)
+        return any(self._load(r.name) < r.capacity and not self._leaves(facts, r.name) for r in able)
+
+    def _leaves(self, facts: Facts, replica: str) -> bool:
+        """Has a replica its share of a node's groups, while others wait for weights that are on their way?"""
+        names = [r.name for r in self._replicas(facts)]
+        arenas = [(channel, self.arenas[channel]) for channel, _ in facts.weights]
+        if not any(held[name].live < self.published.get(channel, -1) for channel, held in arenas for name in names):
+            return False
+        groups = [g for g, fate in self.books.fates.items() if fate == "pending" and self._ready(facts, g)]
+        waiting = sum(any(self._admitted(facts, g, name) for name in names) for g in groups)
+        return self._load(replica) * (len(names) - 1) >= waiting
+
+    def _ready(self, facts: Facts, ordinal: int) -> bool:
+        """Has a group all that a node reads of it, and still to start there?"""
         made = self.books.made[ordinal]
         if facts.name in made or not facts.groups <= made.keys() or not self._its_turn(facts, ordinal):
             return False
@@ -93,10 +113,7 @@ class Rest(History):
             ahead = (g for g, fate in self.books.fates.items() if g < ordinal and fate == "pending")
             if any(facts.name not in self.books.made[g] for g in ahead):
                 return False
-        return any(
-            (facts.source or self._load(r.name) < r.capacity) and self._admitted(facts, ordinal, r.name)
-            for r in self._replicas(facts)
-        )
+        return True
 
     def _its_turn(self, facts: Facts, ordinal: int) -> bool:
         """In a bounded cycle: is it this node's half of the group's turn?"""

@@ -1,5 +1,6 @@
 """Slower clocks: steps and broadcasts that take part in some updates only, and steps that trail behind them."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -130,6 +131,52 @@ def test_two_broadcasts_to_a_pool_share_its_channel() -> None:
     )
     made = graph("shared", {"policy": "update"}, ["prompts"], nodes)
     assert compile_tables(made, place(made)).channels["policy>generator"].every == 2
+
+
+@pytest.mark.parametrize(("lag", "every", "sent"), [(0, 1, range(8)), (0, 3, [2, 5]), (1, 4, [2, 3, 6, 7]), (0, 9, [])])
+def test_only_versions_that_a_step_fires_with_are_sent_to_its_pool(lag: int, every: int, sent: Sequence[int]) -> None:
+    made = world(watched(lag, every), Rules(batch=1, end=8))
+    assert finish(made) == Finish("done")
+    assert set(indices(fired(made, "policy>evaluator"))) <= set(sent)
+    assert len(fired(made, "policy>evaluator")) >= len(fired(made, "watch")) == 8 // every
+    assert indices(fired(made, "policy>generator")) == list(range(8))
+
+
+def test_a_pool_of_several_steps_is_sent_what_any_of_them_fires_with() -> None:
+    nodes = (
+        *watched(lag=0, every=2).nodes,
+        broadcast("older", "policy", 1, "evaluator"),
+        call("check", ["older"], "evaluator", "update", every=5),
+    )
+    made = world(graph("both", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=10))
+    assert finish(made) == Finish("done")
+    assert set(indices(fired(made, "policy>evaluator"))) <= {1, 3, 4, 5, 7, 8, 9}
+    assert {1, 3, 5, 7, 9} <= set(indices(fired(made, "policy>evaluator")))
+
+
+def test_a_resumed_run_sends_its_first_version_only_to_who_is_behind_or_due() -> None:
+    made = begun(watched(lag=0, every=4), Rules(batch=1, end=12))
+    run_until(made, is_fire("update", 5), but=["watch"])
+    made.feed(Checkpoint(final=True))
+    run_until(made, lambda c: isinstance(c, Commit), but=["watch"])
+    behind = made.resumed()
+    assert finish(behind) == Finish("done")
+    assert indices(fired(behind, "policy>evaluator")) == [6, 7, 11]
+    made = begun(watched(lag=0, every=4), Rules(batch=1, end=12))
+    run_until(made, is_fire("update", 5))
+    made.feed(Checkpoint(final=True))
+    finish(made)
+    on_time = made.resumed()
+    assert finish(on_time) == Finish("done")
+    assert indices(fired(on_time, "policy>evaluator")) == [7, 11]
+
+
+def test_a_pool_whose_first_weights_are_not_due_waits_for_data_and_not_for_its_start() -> None:
+    made = begun(watched(lag=0, every=3), Rules(batch=1, end=6))
+    assert made.scheduler.cause("evaluator/0") == "data"
+    assert made.scheduler.cause("generator/0") == "start"
+    run_until(made, is_fire("policy>evaluator", 2))
+    assert made.scheduler.cause("evaluator/0") == "start"
 
 
 # Trailing ---------------------------------------------------------------------------------------------------

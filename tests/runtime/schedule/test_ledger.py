@@ -9,7 +9,9 @@ from penstock.runtime.schedule.ledger import Ledger
 def opened(count: int, finished: bool = True) -> Ledger:
     ledger = Ledger()
     for _ in range(count):
-        ledger.open().finished = finished
+        group = ledger.open()
+        if finished:
+            ledger.finish(group)
     return ledger
 
 
@@ -48,7 +50,7 @@ def test_lost_groups_below_the_last_consumed_one_are_only_counted() -> None:
     rng = Random(1)
     ledger, lost = Ledger(), []
     for ordinal in range(400):
-        ledger.open().finished = True
+        ledger.finish(ledger.open())
         if rng.random() < 0.4:
             ledger.lose(ordinal, "dropped")
             lost.append(ordinal)

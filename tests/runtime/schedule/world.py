@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.events import (
@@ -95,7 +97,7 @@ class World:
         if isinstance(event, Done):
             drops, again = (shares.get(event.firing.node, 0) for shares in (self.setting.drops, self.setting.again))
             verdicts = Random(f"{event.firing}")
-            event = replace(event, dropped=verdicts.random() < drops, again=verdicts.random() < again)
+            event = structs.replace(event, dropped=verdicts.random() < drops, again=verdicts.random() < again)
         return self.feed(event)
 
     def find(self, node: str, index: int, turn: int = 0) -> int:
@@ -107,7 +109,7 @@ class World:
         """Let the rank at `index` drop its group."""
         event = self.pending.pop(index)
         assert isinstance(event, Done)
-        return self.feed(replace(event, dropped=True))
+        return self.feed(structs.replace(event, dropped=True))
 
     def random_answer(self, rng: Random) -> list[Command]:
         """Let any rank answer; it may fail, or drop its group."""

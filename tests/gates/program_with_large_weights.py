@@ -1,0 +1,112 @@
+"""A program whose policy has 16 MiB of weights beside the fake one's, and ways to trouble their journey.
+
+`way` "messages" makes every rank think that it is alone on its host, and "no room" leaves the generator no files
+larger than the limit, so no segment for its arena. With a `mark`, the sender stops in the middle of version `at`: half
+of the bytes are through when it makes that file, and it goes on once there is a second one, `mark`.go.
+"""
+
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from penstock.graph import broadcast, node, program
+from penstock.graph.types import Carried, Context, Prompts, Rollouts, Weights
+from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.runtime.tensor import bridge, put
+from penstock.runtime.tensor.group import Group
+
+PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
+PATIENCE_S = 60.0
+COPY, SEND = put.copy_elements, Group.send  # type: ignore[attr-defined]
+
+
+class LargePolicy(FakePolicy):
+    """The fake policy, and large tensors of which each version changes one element in a hundred."""
+
+    maker: ClassVar[str] = f"{__file__}:make_large_policy"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.large = {f"large.{index}": torch.zeros(PART_BYTES // 4) for index in range(PARTS)}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        for tensor in self.large.values():
+            tensor[self.version % 100 :: 100] = self.version
+        return {**super().weights(), **self.large}
+
+
+class Halfway:
+    """Stops at the middle of a version: called for each piece that is sent."""
+
+    def __init__(self, mark: Path, at: int) -> None:
+        self.mark, self.last = mark, at * PARTS + PARTS // 2
+        self.count, self.works = 0, list[Work]()
+
+    def __call__(self, nbytes: int) -> None:
+        self.count += nbytes == PART_BYTES
+        if nbytes != PART_BYTES or self.count != self.last + 1:
+            return
+        for work in self.works:
+            work.wait()
+        self.mark.touch()
+        until = monotonic() + PATIENCE_S
+        while not self.mark.with_suffix(".go").exists() and monotonic() < until:
+            sleep(0.01)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self(source.nbytes)
+        COPY(target, source)
+
+    def send(self, group: Group, buffer: Tensor, peer: int, tag: int) -> Work:
+        self(buffer.nbytes)
+        work = SEND(group, buffer, peer, tag)
+        if buffer.nbytes == PART_BYTES and self.count > self.last - PARTS // 2:
+            self.works.append(work)  # of this version
+        return work
+
+
+def make_large_policy(context: Context) -> Carried:
+    options: dict[str, Any] = context.options
+    on_a_host_of_its_own(options["way"])
+    if options["mark"]:
+        halfway = Halfway(Path(options["mark"]), options["at"])
+        put.copy_elements = halfway.copy  # type: ignore[attr-defined]
+        Group.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
+    return LargePolicy(context)
+
+
+def on_a_host_of_its_own(way: str) -> None:
+    if way == "messages":
+        bridge._host = os.getpid
+
+
+def make_engine(context: Context, *, samples: int, ms: float) -> FakeEngine:
+    on_a_host_of_its_own(context.options["way"])
+    if context.options["way"] == "no room":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return FakeEngine(samples, ms)
+
+
+@node(pool="generator", init=make_engine)
+def generate_with_large_weights(
+    engine: FakeEngine, prompts: Prompts, behaviour: Weights, *, samples: int = 4, ms: float = 1.0
+) -> tuple[FakeEngine, Rollouts]:
+    """`fake_generate` where large weights arrive."""
+    made: tuple[FakeEngine, Rollouts] = fake_generate.fn(engine, prompts, behaviour, samples=samples)
+    return made
+
+
+@program
+def large(
+    policy: LargePolicy, prompts: FakePrompts, *, lag: int = 4, way: str = "", mark: str = "", at: int = 2
+) -> FakePolicy:
+    """The toy program with these weights."""
+    rollouts = generate_with_large_weights(prompts, broadcast(policy, lag=lag))
+    return fake_update(policy, rollouts, fake_score(rollouts), ms=10.0)
