@@ -15,13 +15,15 @@ from penstock.graph.ir import Firing
 from penstock.graph.sharding import Sharded
 from penstock.graph.types import Carried
 from penstock.runtime.tensor.codec import decode, encode
-from penstock.runtime.tensor.files import StateFile, save_state
+from penstock.runtime.tensor.files import StateError, StateFile, save_state
 from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.pieces import assemble
 
 T = TypeVar("T")
+FORMAT = 2
+"""What is in the facts of a part. The first one knew nothing of ranks and layouts."""
 
 
 def part_path(folder: Path, replica: str, rank: int) -> Path:
@@ -51,6 +53,7 @@ def write_part(
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {
+        "format": FORMAT,
         "ranks": ranks,
         "carried": {},
         "layouts": {},
@@ -91,6 +94,9 @@ class Part:
     def __init__(self, folder: Path, replica: str, rank: int) -> None:
         self.rank = rank
         first = StateFile.open(part_path(folder, replica, 0))
+        if (given := first.facts.get("format", 1)) != FORMAT:
+            needed = f"{FORMAT}: go on with the Penstock that wrote it, or start from its exported model (--model)"
+            raise StateError(f"{first.path}: given a checkpoint of format {given}, needed {needed}")
         others = [StateFile.open(part_path(folder, replica, k)) for k in range(1, first.facts["ranks"])]
         self._files = [first, *others]
         # The same on all ranks but for what a layout says.
@@ -117,5 +123,5 @@ class Part:
 
 
 def read_part(folder: Path, replica: str, rank: int) -> Part:
-    """Raises StateError for a file that is missing or no state."""
+    """Raises StateError for a file that is missing, no state, or of another format than is written now."""
     return Part(folder, replica, rank)

@@ -10,6 +10,7 @@ more copy of what crosses, on a source for each replica that it sends to. The so
 copy and the update of it, the receiver's one copy of all bytes beside the changed elements.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ class _Kept:
 
 
 class DeltaTransport:
-    """One rank of a bridge; of any `every` syncs in a row with one peer, at least one is full."""
+    """One rank of a bridge; of any `every` syncs in a row with one peer, at least one is full. `counts` are those that
+    were sent, "full" or as a "delta", one for each peer, and the "bytes" that deltas had of the "whole" ones."""
 
     def __init__(self, crossing: Crossing, path: Path, every: int) -> None:
         self._crossing = crossing
@@ -48,6 +50,7 @@ class DeltaTransport:
         self._post = Post()
         self._chain = Chain(every)
         self._kept: dict[int, _Kept] = {}
+        self.counts: Counter[str] = Counter()
 
     def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         crossing, group = self._crossing, self._crossing.group(version)
@@ -101,6 +104,7 @@ class DeltaTransport:
         crossing, group = self._crossing, self._crossing.group(version)
         held = int(word[1])
         predecessor = self._predecessor(version, peer, held)
+        self.counts["full" if predecessor == NONE else "delta"] += 1
         with crossing.naming(version, peer, HEADER):
             work = group.send(_answer(version, predecessor, own), peer, _ANSWER)
         crossing.wait(work, version, peer, HEADER)
@@ -112,6 +116,8 @@ class DeltaTransport:
             before = None if predecessor == NONE else self._kept[peer].buffers[index]
             delta = encode(before, parcel.buffer, _itemsize(parcel), version, predecessor)
             headers.append(delta.header())
+            if predecessor != NONE:
+                self.counts.update(bytes=delta.payload.nbytes, whole=parcel.buffer.nbytes)
             messages.append((named(parcel.copies), delta.payload))
         return [(HEADER, torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)), *messages]
 

@@ -5,6 +5,7 @@ A sender that may write straight into a receiver's shadow needs no receiver on t
 
 import ctypes
 import logging
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,14 +32,17 @@ class Place(NamedTuple):
 class SharedMemory:
     """Segments of shared memory that belong to one rank: `owner` names it, once in a run.
 
-    Where there is no room for a segment, the memory is the process's own, a warning says so with the numbers, and
+    Where there is no room for a segment, the memory is the process's own, `warn` is told so with the numbers, and
     `shared` is false: weights must then come as messages.
     """
 
-    def __init__(self, run: str, owner: str, folders: Sequence[Path] = (SHM,)) -> None:
+    def __init__(
+        self, run: str, owner: str, folders: Sequence[Path] = (SHM,), warn: Callable[[str], object] = _log.warning
+    ) -> None:
         self._run = run
         self._owner = owner
         self._folders = tuple(folders)
+        self._warn = warn
         self._segments: list[tuple[Segment, Tensor]] = []
         self.refused = ""
 
@@ -53,8 +57,8 @@ class SharedMemory:
             segment = create_segment(name, max(nbytes, 1), self._folders)
         except SegmentError as error:
             self.refused = str(error)
-            _log.warning("%s: %s; weights come as messages instead of into shared memory", self._owner, error)
-            return torch.zeros(nbytes, dtype=torch.uint8)
+            self._warn(f"{self._owner}: {error}; weights come as messages, which is slower")
+            return large_pages(nbytes)
         buffer = torch.frombuffer(segment.view, dtype=torch.uint8)
         self._segments.append((segment, buffer))
         return buffer[:nbytes]
@@ -71,6 +75,15 @@ class SharedMemory:
         """Remove the names; the memory stays for the tensors that lie in it. May be repeated."""
         for segment, _ in self._segments:
             segment.unlink()
+
+
+def large_pages(nbytes: int) -> Tensor:
+    """Zeroed memory of this process, all of it touched, in large pages where the kernel has them: sockets and digests
+    go through all of it, and would look up each small one."""
+    area = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)[:nbytes].zero_()
 
 
 class MappedMemory:

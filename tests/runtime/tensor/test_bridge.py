@@ -147,10 +147,8 @@ def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
         publisher.send(0, transport)
 
 
-def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monkeypatch: Any) -> None:
-    peer, transport = peers("destination")
-    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
-    peer.tell(**publisher.publish(0))
+def kill_after_the_header(monkeypatch: Any, transport: Any, peer: Peer) -> None:
+    """The first wait is for that; what follows is under way by then."""
     group = transport._crossing._group
     wait = group.wait
 
@@ -158,7 +156,14 @@ def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monk
         wait(work)
         peer.process.kill()
 
-    monkeypatch.setattr(group, "wait", wait_then_kill)  # the first wait is for the header
+    monkeypatch.setattr(group, "wait", wait_then_kill)
+
+
+def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monkeypatch: Any) -> None:
+    peer, transport = peers("destination")
+    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    peer.tell(**publisher.publish(0))
+    kill_after_the_header(monkeypatch, transport, peer)
     with pytest.raises(TransportError, match=r"version 0: embed \[0:40000000\] to destination rank 0 failed"):
         publisher.send(0, transport)
 
@@ -190,17 +195,26 @@ def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(peers: Any) -> 
         publisher.send(0, transport)
 
 
-def test_a_replica_that_comes_back_gets_a_new_bridge(peers: Any) -> None:
-    first, broken = peers("destination")
-    first.process.kill()
-    publisher = Publisher(CHANNEL, Policy())
-    facts = publisher.publish(0)
-    with pytest.raises(TransportError):
-        publisher.send(0, broken)
-    second, transport = peers("destination")
-    second.tell(**facts)
-    publisher.send(0, transport)
-    assert second.read()["version"] == 0
+def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on_a_new_one(
+    peers: Any, monkeypatch: Any
+) -> None:
+    (first, broken), (second, sound) = peers("destination"), peers("destination")
+    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    first.tell(**publisher.publish(0))
+    publisher.send(0, broken)
+    assert first.read()["version"] == 0
+    facts = publisher.publish(1)
+    first.tell(**facts)
+    kill_after_the_header(monkeypatch, broken, first)
+    with pytest.raises(TransportError, match=r"version 1: embed \[0:40000000\] to destination rank 0 failed"):
+        publisher.send(1, broken)
+    third, rebuilt = peers("destination")
+    for peer, transport in ((second, sound), (third, rebuilt)):
+        peer.tell(**facts)
+        publisher.send(1, transport)
+        assert peer.read()["version"] == 1
+    with pytest.raises(TransportError, match="the bridge is broken"):
+        publisher.send(1, broken)
 
 
 def test_a_peer_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:

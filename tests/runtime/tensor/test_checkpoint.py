@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.graph.sharding import Axes, Sharding
 from penstock.runtime.tensor.checkpoint import layout_of, read_part, write_part
-from penstock.runtime.tensor.files import StateError
+from penstock.runtime.tensor.files import StateError, save_state
 from penstock.runtime.tensor.mesh import Mesh
 
 SHAPES = {"up.weight": (7, 6), "down.weight": (6, 7), "norm.weight": (5,)}
@@ -118,4 +118,12 @@ def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path:
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"trainer-0-0\.safetensors: not a readable state"):
+        read_part(tmp_path, "trainer/0", 0)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path: Path) -> None:
+    """Such as was written before there were ranks."""
+    path = tmp_path / "trainer-0-0.safetensors"
+    save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})
+    with pytest.raises(StateError, match=rf"{path}: given a checkpoint of format 1, needed 2: go on with"):
         read_part(tmp_path, "trainer/0", 0)

@@ -1,0 +1,85 @@
+"""Meshes that a model cannot take are refused by the command line, before any rank is there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import Graph, Program, load, trace
+from penstock.runtime.cli.mesh_check import MODELS, check_meshes, require_meshes
+from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.config import Flags
+from penstock.runtime.plan.cluster import ClusterError
+
+
+def graph(name: str, **options: Any) -> Graph:
+    found = load(name)
+    assert isinstance(found, Program)
+    return trace(found, options)
+
+
+def model_dir(folder: Path, **facts: Any) -> str:
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **heads, **facts}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("trainer=tp3", "tensor parallelism: given 4 attention heads, 2 key-value heads, .*needed numbers that tp 3"),
+        ("trainer=fsdp2xtp4", "given 2 key-value heads, needed numbers that tp 4 divides$"),
+        ("generator=tp8", "given 4 attention heads, needed numbers that tp 8 divides"),
+        ("generator=fsdp2", "given a mesh of fsdp 2, needed the axis tp alone: replicas are more of its pool"),
+        ("trainer=pp9", "pipeline: given 9 stages, needed 1 to 2, the number of layers"),
+    ],
+)
+def test_a_mesh_that_the_model_cannot_take_is_told_with_what_it_needs(mesh: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=rf"^--mesh {mesh}: .*{said}"):
+        check_meshes([graph("aipo")], Flags(mesh=(mesh,)))
+
+
+@pytest.mark.parametrize(
+    "meshes", [("trainer=fsdp7", "generator=tp4"), ("trainer=dp2xfsdp3xtp2",), ("trainer=pp2xtp2",), ("scorer=1",)]
+)
+def test_a_mesh_that_fits_is_not_refused(meshes: tuple[str, ...]) -> None:
+    check_meshes([graph("aipo"), graph("evaluate")], Flags(mesh=meshes))
+
+
+def test_the_shape_is_that_of_the_model_directory(tmp_path: Path) -> None:
+    folder = model_dir(tmp_path / "m")
+    check_meshes([graph("aipo")], Flags(model=folder, mesh=("trainer=tp3xpp3", "generator=tp3")))
+    with pytest.raises(ClusterError, match=r"trainer=tp2: .*given 3 key-value heads"):
+        check_meshes([graph("aipo")], Flags(model=folder, mesh=("trainer=tp2",)))
+    tied = model_dir(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(ClusterError, match="given tied embeddings over 3 stages"):
+        check_meshes([graph("aipo")], Flags(model=tied, mesh=("trainer=pp3",)))
+
+
+def test_a_teachers_own_shape_decides_for_its_pool(tmp_path: Path) -> None:
+    found = graph("distill", teacher_model=model_dir(tmp_path / "m"))
+    pool = next(a.pool for a in found.carried if MODELS.get(a.maker) == "teacher_model")
+    check_meshes([found], Flags(mesh=(f"{pool}=tp3",)))
+    with pytest.raises(ClusterError, match=f"{pool}=tp2: .*given 3 key-value heads"):
+        check_meshes([found], Flags(mesh=(f"{pool}=tp2",)))
+
+
+def test_the_makers_that_are_known_are_there() -> None:
+    for maker in MODELS:
+        assert callable(load(maker))
+
+
+def test_a_run_says_it_before_anything_starts() -> None:
+    found = answer("run", "aipo", ["--mesh", "generator=tp8"])
+    assert found["error"].startswith("--mesh generator=tp8: tensor parallelism: given 4 attention heads")
+    assert "mesh" in answer("run", "aipo", ["--mesh", "generator=tp2", "trainer=fsdp2xtp2"])["flags"]
+
+
+def test_a_command_without_torch_asks_a_child() -> None:
+    require_meshes([graph("toy")], Flags(mesh=("trainer=dp2",)))
+    with pytest.raises(CommandError, match=r"^--mesh trainer=tp3: tensor parallelism: given 4 attention heads"):
+        require_meshes([graph("aipo")], Flags(mesh=("trainer=tp3",)))
