@@ -4,19 +4,27 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from penstock.runtime.cli.checks import Finding, examine
+from penstock.runtime.cli.measuring import measure, profile_path
+from penstock.runtime.cli.traced import CommandError
 
 DESCRIPTION = """Say what this machine has and lacks for running Penstock, and what follows from it.
 
 Exit status 1 if something is lacking that a run needs.
 
-Example:
-  penstock doctor"""
+With --measure: how fast its cores and devices are, for plans. That takes about a minute; let nothing else run.
+
+Examples:
+  penstock doctor
+  penstock doctor --measure
+  penstock plan aipo --cluster this --model DIR"""
 
 MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "lack": ("✗", "bold red")}
 
@@ -25,13 +33,24 @@ MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "lack": ("✗", "bold
 class DoctorFlags:
     """Flags of doctor"""
 
+    measure: bool = False
+    """Measure this machine, for `penstock plan --cluster this`."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the cache)")] = ""
+    """Where to write what was measured, as a cluster file."""
     json: bool = False
-    """The findings as JSON."""
+    """The findings, or what was measured, as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
     config = (tyro.conf.FlagCreatePairsOff,)
     flags = tyro.cli(DoctorFlags, prog="penstock doctor", description=DESCRIPTION, args=argv, config=config)
+    if flags.out and not flags.measure:
+        raise CommandError(f"--out: given {flags.out!r} without --measure, needed both", 2)
+    if flags.measure:
+        path = Path(flags.out) if flags.out else profile_path()
+        facts = measure(path)
+        print(json.dumps({"path": str(path), **facts}) if flags.json else measured_text(facts, path))
+        return 0
     findings = []
     console = Console()
     for finding in examine():
@@ -46,6 +65,21 @@ def main(argv: Sequence[str]) -> int:
             f"\n{lacks} things are lacking." if lacks else "\nThis machine can run Penstock.", highlight=False
         )
     return 1 if lacks else 0
+
+
+def measured_text(facts: dict[str, Any], path: Path) -> str:
+    """The main figures of what was measured, for people."""
+    cpu = facts["cpus"]["this"]
+    lines = [f"measured in {facts['seconds']:.0f} s, kept in {path}", ""]
+    for way, words in (("turns", "all cores"), ("beside", "beside a trainer"), ("training", "training")):
+        for name, found in cpu[way].items():
+            best = max(rate for _, _, rate in found["products"]) / 1e9
+            thin = min(found["products"])[2] / 1e9
+            lines.append(f"{words:<17} {name}  products {thin:.0f} to {best:.0f} GFLOP/s, ")
+            lines[-1] += f"{found['launch_us']:.1f} us a launch, {found['element_gb_s']:.1f} GB/s between products"
+    lines.append(f"memory            read {cpu['read_gb_s']:.1f}, copy {cpu['copy_gb_s']:.1f} GB/s")
+    links = f"shared memory {cpu['shared_gb_s']:.1f}, loopback {cpu['gloo_gb_s']:.1f} GB/s, {cpu['latency_us']:.0f} us"
+    return "\n".join([*lines, f"links             {links}"])
 
 
 def _line(finding: Finding) -> Text:

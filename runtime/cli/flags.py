@@ -1,5 +1,7 @@
 """The flags that are no program's own, each with its help. A program's keyword arguments come beside them."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
@@ -15,6 +17,34 @@ POLICY_MAKERS = (
     "penstock.nodes.reward_model:make_preference_model",
 )
 """Who makes language models of `--model`."""
+
+LEAST: Mapping[str, int] = {
+    "updates": 0,
+    "max_tokens": 1,
+    "eval_groups": 0,
+    "slots": 1,
+    "checkpoint_every": 0,
+    "delta": 0,
+    "retries": 0,
+    "drops": 1,
+    "width": 0,
+}
+"""The least that a flag may be, where it is no matter of the graph or the plan, which say so themselves."""
+SECONDS = ("deadline", "startup_deadline")
+"""Flags that are more than no time, and less than for ever."""
+
+
+def check_numbers(flags: object) -> None:
+    """Raises ValueError with all numbers of a verb's flags that cannot be meant."""
+    given = {name: value for name, value in vars(flags).items() if name in LEAST or name in SECONDS}
+    needed = {
+        name: "more than 0 seconds, and a finite number" if name in SECONDS else f"at least {LEAST[name]}"
+        for name, value in given.items()
+        if not (0 < value < math.inf if name in SECONDS else value >= LEAST[name])
+    }
+    if needed:
+        said = (f"--{name.replace('_', '-')}: given {given[name]}, needed {what}" for name, what in needed.items())
+        raise ValueError("\n".join(said))
 
 
 def _text(metavar: str, hint: str = "") -> object:
@@ -127,49 +157,14 @@ class CheckFlags:
 
 
 @dataclass(frozen=True)
-class SimulateFlags:
-    """Flags of simulate"""
+class Planning:
+    """Flags of what is planned for"""
 
-    updates: int = 20
-    """Updates to simulate."""
-    batch: int = 8
-    """Fresh prompt groups per update."""
-    generators: int = 1
-    """Replicas of the generator."""
-    slots: int = 256
-    """Responses that a generator decodes at once."""
-    versions: Literal["free", "pinned"] = "free"
-    """Which versions groups may use."""
-    duration: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=S[~SIGMA] …", help_behavior_hint="")] = ()
-    """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
-    mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default."""
-    drop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=SHARE …", help_behavior_hint="")] = ()
-    """Share of the groups that a filter drops, such as keep=0.3; none by default."""
-    again: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=SHARE …", help_behavior_hint="")] = ()
-    """Share of the turns after which the node that answers asks for another one, such as answer=0.5; by default all,
-    up to the bound."""
-    width: int = 0
-    """Columns of the drawing; 0 for the terminal's."""
-    svg: Annotated[str, _text("FILE", "none")] = ""
-    """Draw the schedule into an SVG file."""
-    trace: Annotated[str, _text("FILE", "none")] = ""
-    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
-    config: Annotated[str, _text("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
-    json: bool = False
-    """The result as one JSON object."""
-
-
-@dataclass(frozen=True)
-class PlanFlags:
-    """Flags of plan"""
-
-    cluster: Annotated[str, _text("SPEC", "needed")] = ""
-    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file."""
-    model: Annotated[str, _text("NAME", "needed")] = ""
+    cluster: Annotated[str, _text("SPEC", "needed for a plan")] = ""
+    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file; or "this", the machine that
+    `penstock doctor --measure` has measured."""
+    model: Annotated[str, _text("NAME", "needed for a plan")] = ""
     """A shape such as llama-8b, llama-70b, qwen3-0.6b, or a model directory with its config.json."""
-    batch: int = 256
-    """Prompt groups per update."""
     lengths: Annotated[str, _text("MEAN,SIGMA|FILE|RUN")] = "1000,0.7"
     """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
     longest: int = 4096
@@ -180,10 +175,62 @@ class PlanFlags:
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: int = 256
     """Most responses that a generator decodes at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the model that computes, on a machine without GPUs; on GPUs it is bfloat16."""
     mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="")] = ()
     """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
     time_limit: float = 120.0
     """Seconds after which the search ends with the best that it has, and how much better a plan may be at most."""
+
+
+@dataclass(frozen=True)
+class SimulateFlags(Planning):
+    """Flags of simulate"""
+
+    plan: Annotated[str, _text("FILE", "none")] = ""
+    """A plan to simulate, as `penstock plan --json` printed it. With --cluster and --model one is made. With neither,
+    seconds are as given."""
+    updates: int = 20
+    """Updates to simulate."""
+    batch: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 8, or 256 with --cluster)")
+    ] = None
+    """Fresh prompt groups per update."""
+    generators: int = 1
+    """Replicas of the generator; a plan has its own."""
+    versions: Literal["free", "pinned"] = "free"
+    """Which versions groups may use."""
+    duration: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=S[~SIGMA] …", help_behavior_hint="")] = ()
+    """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
+    mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default. In
+    a plan, models and syncs have theirs, and other nodes take no time by default."""
+    drop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=SHARE …", help_behavior_hint="")] = ()
+    """Share of the groups that a filter drops, such as keep=0.3; none by default."""
+    again: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=SHARE …", help_behavior_hint="")] = ()
+    """Share of the turns after which the node that answers asks for another one, such as answer=0.5; by default all,
+    up to the bound."""
+    seed: int = 0
+    """Seed of the lengths of responses."""
+    width: int = 0
+    """Columns of the drawing; 0 for the terminal's."""
+    svg: Annotated[str, _text("FILE", "none")] = ""
+    """Draw the schedule into an SVG file; of a pool the first 8 replicas."""
+    html: Annotated[str, _text("FILE", "none")] = ""
+    """The same as a page to zoom in, which needs no network."""
+    trace: Annotated[str, _text("FILE", "none")] = ""
+    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
+    config: Annotated[str, _text("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+    json: bool = False
+    """The result as one JSON object."""
+
+
+@dataclass(frozen=True)
+class PlanFlags(Planning):
+    """Flags of plan"""
+
+    batch: int = 256
+    """Prompt groups per update."""
     config: Annotated[str, _text("FILE", "none")] = ""
     """Flags from a TOML file; those on the command line win."""
     json: bool = False
@@ -198,5 +245,6 @@ EXAMPLES = {
     "show": "penstock show {0}\n  penstock show {0} --format svg --out graph.svg",
     "check": "penstock check {0} --batch 16",
     "plan": "penstock plan {0} --cluster 32x8xH100 --model llama-70b --batch 256 --lengths 1000,0.7",
-    "simulate": "penstock simulate {0} --lag 2 --duration generate=0.05 score=0.005 --svg schedule.svg",
+    "simulate": "penstock simulate {0} --lag 2 --duration generate=0.05 score=0.005 --svg schedule.svg"
+    + "\n  penstock simulate {0} --lag 2 --cluster 32x8xH100 --model llama-70b --html schedule.html",
 }

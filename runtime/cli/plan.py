@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from penstock.graph.ir import Graph
-from penstock.runtime.cli.figures import figure, percent
-from penstock.runtime.cli.flags import PlanFlags
+from penstock.runtime.cli.figures import percent, seconds
+from penstock.runtime.cli.flags import PlanFlags, Planning
+from penstock.runtime.cli.local_text import local_text
+from penstock.runtime.cli.measuring import profile_path
 from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import CommandError, trace_program
-from penstock.runtime.plan.cluster import ClusterError
+from penstock.runtime.plan.cluster import Cluster, ClusterError
+from penstock.runtime.plan.gpus import Precision
 from penstock.runtime.plan.lengths import LengthError
+from penstock.runtime.plan.local_plan import MICRO_TOKENS, LocalPlan, local_plan
 from penstock.runtime.plan.meshes import read_meshes
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
 from penstock.runtime.plan.roles import roles_of
@@ -28,28 +32,58 @@ def main(argv: Sequence[str]) -> int:
     traced = trace_program("plan", argv)
     flags: PlanFlags = traced.flags
     graph = traced.sound()
+    local = _local(graph, flags)
+    if local is not None:
+        print(json.dumps(local.to_json()) if flags.json else local_text(local, flags.cluster))
+        return 0
+    found = search(graph, flags, flags.batch)
+    print(json.dumps(found.to_json()) if flags.json else text(found, flags.cluster))
+    return 0
+
+
+def search(graph: Graph, flags: Planning, batch: int) -> Planned:
+    """The plan that the flags ask for. Raises CommandError for those that cannot be understood, PlanError for what has
+    no plan."""
+    cluster, work = asked(graph, flags, batch)
+    try:
+        meshes = read_meshes(flags.mesh)
+    except ClusterError as error:
+        raise CommandError(str(error), 2) from None
+    return plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
+
+
+def asked(graph: Graph, flags: Planning, batch: int) -> tuple[Cluster, Workload]:
+    """The machines and the work that the flags name. Raises CommandError for those that cannot be understood."""
     for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
         if not getattr(flags, name):
             raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
     if not flags.time_limit > 0:
         raise CommandError(f"--time-limit: given {flags.time_limit:g}, needed more than 0 seconds", 2)
     try:
-        cluster, meshes = read_cluster(flags.cluster), read_meshes(flags.mesh)
-        work = workload(graph, flags)
+        return read_cluster(flags.cluster, profile_path()), workload(graph, flags, batch)
     except (ClusterError, LengthError, ShapeError) as error:
         raise CommandError(str(error), 2) from None
-    found = plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
-    print(json.dumps(found.to_json()) if flags.json else text(found, flags.cluster))
-    return 0
 
 
-def workload(graph: Graph, flags: PlanFlags) -> Workload:
+def _local(graph: Graph, flags: PlanFlags) -> LocalPlan | None:
+    """The plan on one machine's cores; None where the cluster has GPUs."""
+    cluster, work = asked(graph, flags, flags.batch)
+    if any(host.accelerators for host in cluster.hosts):
+        return None
+    if flags.mesh:
+        raise CommandError(f"--mesh: given {' '.join(flags.mesh)} on a machine without GPUs, needed none", 2)
+    precision: Precision = "bf16" if flags.dtype == "bfloat16" else "fp32"
+    micro_tokens = min(flags.micro_tokens, MICRO_TOKENS)
+    return local_plan(graph, cluster, work, slots=flags.slots, micro_tokens=micro_tokens, precision=precision)
+
+
+def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     """What the flags say, and the program of samples, epochs and minibatches."""
     roles = roles_of(graph)
     try:
         return Workload(
             read_shape(flags.model),
-            flags.batch,
+            batch,
             roles.samples,
             given_lengths(flags.lengths, flags.longest),
             flags.prompt_tokens,
@@ -70,7 +104,7 @@ def text(found: Planned, cluster: str) -> str:
     lines = [
         f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
         "",
-        *_line("period", f"{_seconds(found.best.period_s)} per update, {_sure(found)}", width),
+        *_line("period", f"{seconds(found.best.period_s)} per update, {_sure(found)}", width),
         *_line("bound", f"by {found.best.bound}", width),
         *_line("", _why(found), width),
         *_line("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
@@ -95,13 +129,13 @@ def _sure(found: Planned) -> str:
 def _why(found: Planned) -> str:
     """What a batch costs, stage by stage."""
     best = found.best
-    parts = [f"generation {_seconds(best.rollout_s)}", f"steps {_seconds(best.training.steps.seconds)}"]
+    parts = [f"generation {seconds(best.rollout_s)}", f"steps {seconds(best.training.steps.seconds)}"]
     if found.roles.reader:
         reads = (best.reading or best.training).reads
-        parts.append(f"the frozen model's pass {_seconds(reads.seconds)}")
-    parts.append(f"weight sync {_seconds(best.sync.seconds)}")
+        parts.append(f"the frozen model's pass {seconds(reads.seconds)}")
+    parts.append(f"weight sync {seconds(best.sync.seconds)}")
     if best.offloads:
-        parts.append(f"moments to the host and back {_seconds(best.switch.seconds)}")
+        parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
     generator = best.generating.generator
     steps = f"most of a step goes to {best.training.steps.bound}"
     rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
@@ -138,13 +172,9 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     split = other.found.split
     sizes = f"{split.trainer} shared" if split.shared else " + ".join(map(str, split.sizes))
     sure = "" if other.proved else " (best found)"
-    line = f"{_seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
+    line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
     return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
 
 
 def _line(label: str, words: str, width: int) -> list[str]:
     return wrap(words, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL)
-
-
-def _seconds(value: float) -> str:
-    return f"{figure(value, 4)} s" if value >= 1 else f"{figure(value * 1e3)} ms"

@@ -17,6 +17,8 @@ generator = "b"                # put a pool on a host; the others go to the firs
 [gpus.ours]                    # a kind of one's own: another one's figures but for these, or all of them
 like = "H100"
 memory_gib = 96
+
+`penstock doctor --measure` writes such a file of this machine, with what its CPU does in [cpus.this].
 """
 
 import os
@@ -30,6 +32,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from penstock.runtime.control.endpoints import ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.plan.gpus import GPUS, Gpu
+from penstock.runtime.plan.machine import Cpu
 from penstock.runtime.plan.names import explain, nearest
 
 
@@ -58,8 +61,8 @@ class ClusterError(ValueError):
 
 
 class Host(BaseModel):
-    """One machine. `cores` are for ranks; `devices` as torch names them, CUDA devices of the kind `gpu`. An "external"
-    agent is started by others.
+    """One machine. `cores` are for ranks, of the kind `cpu`; `devices` as torch names them, CUDA devices of the kind
+    `gpu`. An "external" agent is started by others.
 
     At `address` its ranks listen for those of other hosts, where those read values that are made here.
     """
@@ -70,6 +73,7 @@ class Host(BaseModel):
     cores: int = Field(ge=1)
     devices: tuple[Annotated[str, AfterValidator(_device)], ...] = ()
     gpu: str = ""
+    cpu: str = ""
     agent: Literal["local", "external"] = "local"
     address: Annotated[str, AfterValidator(_address)] = ""
 
@@ -79,8 +83,8 @@ class Host(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Hosts, where the controller listens, on which host each pool that is named runs, and kinds of GPUs beside those
-    of `plan.gpus`."""
+    """Hosts, where the controller listens, on which host each pool that is named runs, kinds of GPUs beside those of
+    `plan.gpus`, and kinds of CPUs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,6 +92,7 @@ class Cluster(BaseModel):
     bind: str = ""
     pools: dict[str, str] = Field(default_factory=dict)
     gpus: dict[str, Gpu] = Field(default_factory=dict)
+    cpus: dict[str, Cpu] = Field(default_factory=dict)
 
     @field_validator("gpus", mode="before")
     @classmethod
@@ -112,6 +117,8 @@ class Cluster(BaseModel):
         for own in self.hosts:
             if own.gpu and own.gpu not in {**GPUS, **self.gpus}:
                 raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
+            if own.cpu and own.cpu not in self.cpus:
+                raise ValueError(f"hosts: {own.name}: given cpu {own.cpu!r}; {nearest(own.cpu, self.cpus)}")
         lacking = [host.name for host in self.hosts if not host.address]
         if lacking and len(names) > 1 and self.bind and not is_loopback(self.bind):
             given = f"bind is {self.bind}, and hosts {', '.join(lacking)} have no `address`"

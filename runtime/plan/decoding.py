@@ -7,7 +7,8 @@ rows are left, costs what it costs; a mean length would hide it.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,16 +123,90 @@ class Generator:
         return 2 * self.shape.layers * reduce_s(self.gpu, tokens * self.shape.hidden * 2, self.mesh.tp)
 
 
-@dataclass
-class _Replica:
-    """Rows in work: when each ends, in steps of this replica, and their order; tokens in its cache."""
+class Slots:
+    """One replica's rows in work, from one event to the next: a response ends, or another takes its slot.
 
-    now: float = 0.0
-    steps: int = 0
-    context: int = 0
-    rows: list[tuple[int, int]] = field(default_factory=list)
-    work: float = 0.0
-    slot_s: float = 0.0
+    `now` is the end of the last step in seconds, `work` what of them was busy, `slot_s` the seconds of slots in use.
+    """
+
+    def __init__(self, generator: Generator, lines: dict[int, tuple[float, float]]) -> None:
+        """`lines` is shared by replicas that are alike: seconds of a step by rows, empty at first."""
+        self.generator = generator
+        self.now = self.work = self.slot_s = 0.0
+        self._lines = lines
+        self._steps = self._context = 0
+        self._rows: list[tuple[int, int, int]] = []
+
+    def __len__(self) -> int:
+        """Rows in work."""
+        return len(self._rows)
+
+    @property
+    def free(self) -> int:
+        return self.generator.slots - len(self._rows)
+
+    @property
+    def due(self) -> float:
+        """When the next row ends; infinity if none is in work."""
+        return self.now + self._until()[1] if self._rows else inf
+
+    def take(self, row: int, length: int, prompt: int, prefill_s: float) -> None:
+        """A response of `length` tokens takes a slot, once its prompt is computed: 0 s for a prompt that is there."""
+        self.now += prefill_s
+        self.work += prefill_s
+        heapq.heappush(self._rows, (self._steps + length, row, prompt + length))
+        self._context += prompt
+
+    def advance(self) -> list[int]:
+        """On to the next end of rows; those that have ended, in order."""
+        self._go(*self._until())
+        ended = []
+        while self._rows and self._rows[0][0] == self._steps:
+            _, row, held = heapq.heappop(self._rows)
+            self._context -= held
+            ended.append(row)
+        return ended
+
+    def reach(self, time: float) -> None:
+        """On to the end of the step that is in work at `time`, before which none of the rows ends: what comes at
+        `time` takes its slot between two steps."""
+        if not self._rows:
+            self.now = max(self.now, time)
+        elif time > self.now:
+            fixed, slope = self._line()
+            # The root of n * (fixed + slope * (context + rows * (n - 1) / 2)) = time - now, the seconds of n steps.
+            square = slope * len(self._rows) / 2
+            linear = fixed + slope * self._context - square
+            passed = time - self.now
+            steps = 2 * passed / (linear + sqrt(linear * linear + 4 * square * passed))
+            last = self._rows[0][0] - self._steps
+            self._go(*self._taking(min(last, max(1, ceil(steps - 1e-9)))))
+
+    def _until(self) -> tuple[int, float]:
+        """Steps and seconds to the next end of a row."""
+        return self._taking(self._rows[0][0] - self._steps)
+
+    def _taking(self, steps: int) -> tuple[int, float]:
+        """So many steps with the rows in work, and their seconds. A step's cost is linear in the context while the same
+        side of the roofline bounds it, so the middle step's is the mean."""
+        fixed, slope = self._line()
+        return steps, steps * (fixed + slope * (self._context + len(self._rows) * (steps - 1) / 2))
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds of a step with these rows and an empty cache, and per token in the cache."""
+        rows = len(self._rows)
+        if rows not in self._lines:
+            fixed = self.generator.step(rows, 0).seconds
+            self._lines[rows] = fixed, (self.generator.step(rows, 1e6).seconds - fixed) / 1e6
+        return self._lines[rows]
+
+    def _go(self, steps: int, seconds: float) -> None:
+        rows = len(self._rows)
+        self._steps += steps
+        self.now += seconds
+        self.work += seconds
+        self.slot_s += seconds * rows
+        self._context += steps * rows
 
 
 class _Queue:
@@ -143,67 +218,34 @@ class _Queue:
         self.generator, self.prompt, self.samples = generator, prompt_tokens, samples
         self.prefill_s = generator.prefill_s(prompt_tokens, prompt_tokens**2)
         self.lengths: Sequence[int] = responses.tolist()
-        self.replicas = [_Replica() for _ in range(replicas)]
+        lines: dict[int, tuple[float, float]] = {}
+        self.replicas = [Slots(generator, lines) for _ in range(replicas)]
         self.ends = np.zeros(len(self.lengths))
         self.next = 0
-        self._seconds: dict[int, tuple[float, float]] = {}
 
     def run(self) -> Rollout:
         """Fill the slots of all replicas evenly, then go from event to event."""
         for _ in range(self.generator.slots):
             for replica in self.replicas:
                 self._take(replica)
-        events = [(self._due(r), k) for k, r in enumerate(self.replicas) if r.rows]
+        events = [(replica.due, k) for k, replica in enumerate(self.replicas) if replica]
         heapq.heapify(events)
         while events:
             _, number = heapq.heappop(events)
             replica = self.replicas[number]
-            self._advance(replica)
-            if replica.rows:
-                heapq.heappush(events, (self._due(replica), number))
+            for row in replica.advance():
+                self.ends[row] = replica.now
+            while replica.free and self.next < len(self.lengths):
+                self._take(replica)
+            if replica:
+                heapq.heappush(events, (replica.due, number))
         work = tuple(replica.work for replica in self.replicas)
         slot_s = sum(replica.slot_s for replica in self.replicas)
         return Rollout(float(self.ends.max(initial=0.0)), self.ends, work, sum(self.lengths), slot_s)
 
-    def _take(self, replica: _Replica) -> None:
+    def _take(self, replica: Slots) -> None:
         """The next response that waits gets a slot; the first of its group brings the prompt."""
-        if self.next == len(self.lengths):
-            return
-        if self.next % self.samples == 0:
-            replica.now += self.prefill_s
-            replica.work += self.prefill_s
-        heapq.heappush(replica.rows, (replica.steps + self.lengths[self.next], self.next))
-        replica.context += self.prompt
-        self.next += 1
-
-    def _due(self, replica: _Replica) -> float:
-        return replica.now + self._until(replica)[1]
-
-    def _until(self, replica: _Replica) -> tuple[int, float]:
-        """Steps and seconds to the next end of a row. A step's cost is linear in the context while the same side of
-        the roofline bounds it, so the middle step's is the mean."""
-        rows, count = len(replica.rows), replica.rows[0][0] - replica.steps
-        fixed, slope = self._line(rows)
-        return count, count * (fixed + slope * (replica.context + rows * (count - 1) / 2))
-
-    def _line(self, rows: int) -> tuple[float, float]:
-        """Seconds of a step with this many rows and an empty cache, and per token in the cache."""
-        if rows not in self._seconds:
-            fixed = self.generator.step(rows, 0).seconds
-            self._seconds[rows] = fixed, (self.generator.step(rows, 1e6).seconds - fixed) / 1e6
-        return self._seconds[rows]
-
-    def _advance(self, replica: _Replica) -> None:
-        """To the next end of rows; those that wait take their slots."""
-        steps, seconds = self._until(replica)
-        rows = len(replica.rows)
-        replica.steps += steps
-        replica.now += seconds
-        replica.work += seconds
-        replica.slot_s += seconds * rows
-        replica.context += steps * rows
-        while replica.rows and replica.rows[0][0] == replica.steps:
-            _, number = heapq.heappop(replica.rows)
-            self.ends[number] = replica.now
-            replica.context -= self.prompt + self.lengths[number]
-            self._take(replica)
+        if self.next < len(self.lengths):
+            prefill_s = self.prefill_s if self.next % self.samples == 0 else 0.0
+            replica.take(self.next, self.lengths[self.next], self.prompt, prefill_s)
+            self.next += 1

@@ -45,10 +45,13 @@ class Lognormal:
         return (low + high) / 2
 
     def take(self, count: int) -> IntArray:
-        places = (np.arange(count) + 0.5) / count
-        normal = np.array([_NORMAL.inv_cdf(place) for place in places.tolist()])
+        return _mixed(self.at((np.arange(count) + 0.5) / count))
+
+    def at(self, shares: NDArray[np.float64]) -> IntArray:
+        """The quantiles of shares between 0 and 1."""
+        normal = np.array([_NORMAL.inv_cdf(share) for share in shares.tolist()])
         lengths = np.exp(self.location + self.sigma * normal)
-        return _mixed(np.clip(np.rint(lengths), 1, self.longest).astype(np.int64))
+        return np.clip(np.rint(lengths), 1, self.longest).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,15 @@ class Listed:
         return max(self.lengths)
 
     def take(self, count: int) -> IntArray:
-        places = (np.arange(count) + 0.5) / count * len(self.lengths)
-        return _mixed(np.sort(np.array(self.lengths, np.int64))[places.astype(np.int64)])
+        return _mixed(self.at((np.arange(count) + 0.5) / count))
+
+    def at(self, shares: NDArray[np.float64]) -> IntArray:
+        """The quantiles of shares between 0 and 1."""
+        return self._sorted[(shares * len(self.lengths)).astype(np.int64)]
+
+    @cached_property
+    def _sorted(self) -> IntArray:
+        return np.sort(np.array(self.lengths, np.int64))
 
 
 Lengths = Lognormal | Listed
@@ -116,12 +126,21 @@ def read_lengths(path: Path, longest: int | None = None) -> Listed:
     return Listed(tuple(min(int(line), longest or int(line)) for _, line in numbered))
 
 
+def draws(first: int, count: int, seed: int = 0) -> NDArray[np.float64]:
+    """[count]: numbers between 0 and 1, each keyed by `seed` and its place from `first` on alone."""
+    places = np.arange(first, first + count, dtype=np.uint64) + (np.uint64(seed) << np.uint64(40))
+    return ((_hash(places) >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
+
+
 def _mixed(values: IntArray) -> IntArray:
-    """In the order of splitmix64 (Steele et al., 2014) of their places: neighbours differ, without chance."""
-    places = np.arange(len(values), dtype=np.uint64) + np.uint64(1)
+    """In the order of a hash of their places: neighbours differ, without chance."""
+    return values[np.argsort(_hash(np.arange(len(values), dtype=np.uint64)), kind="stable")]
+
+
+def _hash(places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
-        z = places * np.uint64(0x9E3779B97F4A7C15)
+        z = (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return values[np.argsort(z, kind="stable")]
+        return z ^ (z >> np.uint64(31))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.graph.sharding import Axes
+from penstock.runtime.plan.table import html_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,16 @@ class Plan:
             ],
         }
 
+    def _repr_html_(self) -> str:
+        """The pools as a table, for notebooks."""
+        rows = [
+            (p.name, ", ".join(p.holds), len(p.replicas), len(r.ranks), r.capacity, ", ".join(_places(p)))
+            for p in self.pools
+            for r in p.replicas[:1]
+        ]
+        head = ("pool", "holds", "replicas", "ranks of each", "firings at once", "on")
+        return html_table(f"{len(self.replicas)} replicas in {len(self.pools)} pools", head, rows)
+
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
         if data.get("format") != 1:
@@ -91,3 +102,8 @@ class Plan:
                 for p in data["pools"]
             )
         )
+
+
+def _places(pool: Pool) -> list[str]:
+    """The hosts and devices of a pool, each once."""
+    return list(dict.fromkeys(f"{rank.host} {rank.device}" for replica in pool.replicas for rank in replica.ranks))

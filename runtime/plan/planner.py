@@ -16,6 +16,8 @@ from penstock.runtime.plan.refuse import check_pins, refuse
 from penstock.runtime.plan.roles import PlanError, Roles, roles_of
 from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.sides import Sides
+from penstock.runtime.plan.simulated_plan import KEY, Costed, costed
+from penstock.runtime.plan.table import html_table
 from penstock.runtime.plan.workload import Workload
 
 HEURISTIC_SHARE = 0.1
@@ -75,6 +77,11 @@ class Planned:
     def pools(self) -> tuple[PoolPlan, ...]:
         return pools_of(self.roles, self.best)
 
+    @property
+    def costed(self) -> Costed:
+        """What the simulator needs of it."""
+        return costed(self.roles.graph, self.work, self.lag, self.best, reads=bool(self.roles.reader))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "program": self.roles.graph,
@@ -92,7 +99,15 @@ class Planned:
             "opened": self.outcome.opened,
             "search_s": self.seconds,
             "search_cpu_s": self.cpu_s,
+            KEY: self.costed.to_json(),
         }
+
+    def _repr_html_(self) -> str:
+        """The pools as a table, for notebooks."""
+        sure = "optimal under the model" if self.optimal else "the best found"
+        caption = f"{self.roles.graph}, {self.work.shape.name}: {self.best.period_s:.4g} s per update, {sure}"
+        head = ("pool", "nodes", "GPUs", "replicas", "mesh", "precision", "memory of a rank")
+        return html_table(f"{caption}; bound by {self.best.bound}", head, [_row(pool) for pool in self.pools])
 
 
 def plan(
@@ -209,6 +224,14 @@ def _by_hand(search: Search, name: str, deadline: float) -> Alternative:
     outcome = search.run(deadline, second=False)
     why = "" if outcome.best else "out of time" if outcome.floor < float("inf") else "does not fit"
     return Alternative(name, outcome.best, outcome.proved, why)
+
+
+def _row(pool: PoolPlan) -> tuple[object, ...]:
+    if not pool.devices:
+        return (pool.name, ", ".join(pool.nodes), "on CPUs", "", "", "", "")
+    memory = f"{pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB"
+    gpus = f"{pool.devices} {pool.kind}" + (f" ({pool.shares})" if pool.shares else "")
+    return (pool.name, ", ".join(pool.nodes), gpus, pool.replicas, spelled(pool.mesh), pool.precision, memory)
 
 
 def _pool_json(pool: PoolPlan) -> dict[str, Any]:

@@ -146,14 +146,9 @@ class Sides:
                 memory = memory + frozen_memory(trainer)
             if memory.bytes <= island.gpu.memory_bytes:
                 passed = trainer.logprobs(work.sequence_tokens) if reads else Cost()
-                found.append(Training(trainer, self._steps(trainer), passed, memory))
+                steps = trainer.update(work.sequence_tokens, work.epochs, work.minibatches)
+                found.append(Training(trainer, steps, passed, memory))
         return sorted(found, key=lambda each: each.seconds)
-
-    def _steps(self, trainer: Trainer) -> Cost:
-        total = Cost()
-        for part in np.array_split(self.work.sequence_tokens, self.work.minibatches):
-            total = total + trainer.step(part)
-        return total * self.work.epochs
 
     def _reader(self, island: Island, gpus: int) -> Training | None:
         found = []

@@ -1,4 +1,5 @@
-"""A cluster in a word, `32x8xH100`: hosts × GPUs × kind; several kinds joined by `+`; or a file. Pure but for the file.
+"""A cluster in a word, `32x8xH100`: hosts × GPUs × kind; several kinds joined by `+`; or a file; or this machine. Pure
+but for the file.
 
 The hosts that such a word makes have a core for each GPU, and no addresses: it is for plans, not for runs.
 """
@@ -13,12 +14,21 @@ from penstock.runtime.plan.names import nearest
 _PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")
 
 
-def read_cluster(given: str) -> Cluster:
-    """The cluster that `--cluster` names. Raises ClusterError for a word or a file that is none, with what is needed.
+THIS = "this"
+"""The machine that was measured here."""
+
+
+def read_cluster(given: str, this: Path | None = None) -> Cluster:
+    """The cluster that `--cluster` names; "this" is that in the file `this`. Raises ClusterError for a word or a file
+    that is none, with what is needed.
 
     >>> len(read_cluster("2x8xH100+1x4xB200").hosts)
     3
     """
+    if given == THIS and this is not None:
+        if not this.exists():
+            raise ClusterError(f"--cluster {given}: {this} is not there; needed first: penstock doctor --measure")
+        return Cluster.read(this)
     # A path has a suffix or a folder; a word with an x in it that is neither was meant to be hosts × GPUs × kind.
     if Path(given).suffix or "/" in given or Path(given).exists():
         return Cluster.read(Path(given))

@@ -60,6 +60,13 @@ class Trainer:
         one = self._micro(tokens, squares, backward=True)
         return self._piped(one, micro) + self._once()
 
+    def update(self, sequences: IntArray, epochs: int = 1, minibatches: int = 1) -> Cost:
+        """Seconds of all steps on a batch: `epochs` times each of its `minibatches`."""
+        total = Cost()
+        for part in np.array_split(sequences, minibatches):
+            total = total + self.step(part)
+        return total * epochs
+
     def logprobs(self, sequences: IntArray) -> Cost:
         """Seconds of a forward pass over these sequences."""
         micro, tokens, squares = self._packed(sequences)

@@ -1,0 +1,113 @@
+"""Durations, verdicts and servers as the command line gives them, for `penstock simulate`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.plan.plan import Plan
+from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
+from penstock.runtime.schedule.verdicts import Verdicts
+
+SYNC = ("publish", "wire", "swap")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Durations as the simulator takes them, and their means by node, which the bound takes."""
+
+    durations: Durations
+    means: dict[str, float]
+
+
+def timing(graph: Graph, given: Sequence[str]) -> Timing:
+    """Seconds of each node: as given, else as a fake node's options say. Raises CommandError for a missing one."""
+    nodes: dict[str, Duration] = {}
+    means: dict[str, float] = {}
+    calls = [node for node in graph.nodes if node.fires]
+    for node in calls:
+        options = dict(node.options)
+        if "ms" in options:
+            low, jitter = options["ms"] / 1e3, options.get("jitter_ms", 0.0) / 1e3
+            nodes[node.name] = Uniform(low, jitter) if jitter else low
+            means[node.name] = low + jitter / 2
+        elif node.construct == "keep":
+            nodes[node.name] = means[node.name] = 0.0
+    sync = dict.fromkeys(SYNC, 0.0)
+    sync["publish"] = float(dict(graph.options).get("sync_ms", 0.0)) / 1e3
+    for word in given:
+        name, mean, sigma = duration(word, [*(n.name for n in calls), *SYNC])
+        if name in sync:
+            sync[name] = mean
+        else:
+            nodes[name], means[name] = Lognormal(mean, sigma) if sigma else mean, mean
+    if missing := [node.name for node in calls if node.name not in nodes]:
+        example = " ".join(f"{name}=0.05" for name in missing)
+        raise CommandError(f"no duration of {', '.join(missing)}; needed all, such as --duration {example}", 2)
+    means |= {node.name: sum(sync.values()) for node in graph.nodes if node.construct == "broadcast"}
+    return Timing(Durations(nodes, **sync), means)
+
+
+def deciding(graph: Graph, drop: Sequence[str], again: Sequence[str]) -> Verdicts:
+    """Shares as given. Raises CommandError for what is not NODE=SHARE of a filter, or of a node that answers."""
+    filters = [node.name for node in graph.nodes if node.construct == "keep"]
+    answers = [node.name for node in graph.nodes if node.answers]
+    return Verdicts(
+        dict(_share("--drop", word, filters, "filters (keep)") for word in drop),
+        dict(_share("--again", word, answers, "nodes that answer") for word in again),
+    )
+
+
+def _share(flag: str, word: str, names: Sequence[str], kind: str) -> tuple[str, float]:
+    name, _, rest = word.partition("=")
+    if name not in names:
+        needed = f"one of {', '.join(names)} before '='" if names else f"none, since the program has no {kind}"
+        raise CommandError(f"{flag}: given {word!r}, needed {needed}", 2)
+    try:
+        share = float(rest)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise CommandError(f"{flag}: given {word!r}, needed a share from 0 to 1, such as {name}=0.3", 2)
+    return name, share
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Seconds between `low` and `low` + `jitter`, keyed by node and index."""
+
+    low: float
+    jitter: float
+
+    def __call__(self, node: str, index: int) -> float:
+        key = blake2b(f"{node}/{index}".encode(), digest_size=8).digest()
+        return self.low + self.jitter * int.from_bytes(key, "big") / 2**64
+
+
+def duration(word: str, names: Sequence[str]) -> tuple[str, float, float]:
+    """Name, mean and sigma of NAME=SECONDS[~SIGMA]. Raises CommandError, also for a name that is not of `names`."""
+    name, _, rest = word.partition("=")
+    seconds, _, sigma = rest.partition("~")
+    if name not in names:
+        raise CommandError(f"--duration: given {word!r}, needed one of {', '.join(names) or 'none'} before '='", 2)
+    try:
+        values = float(seconds), float(sigma or 0.0)
+    except ValueError:
+        values = -1.0, 0.0
+    if not (min(values) >= 0 and max(values) < float("inf")):
+        raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5", 2)
+    return name, *values
+
+
+def servers(graph: Graph, plan: Plan) -> Plan:
+    """The plan with the number of firings that really are in work at once: a rank works on one at a time, but for
+    those of a stream (a generator, an environment)."""
+    streaming = {node.pool for node in graph.nodes if node.stream and node.clock == "group"}
+    pools = (
+        pool
+        if pool.name in streaming
+        else replace(pool, replicas=tuple(replace(replica, capacity=1) for replica in pool.replicas))
+        for pool in plan.pools
+    )
+    return Plan(tuple(pools))

@@ -1,0 +1,89 @@
+"""What the simulator needs of a plan: a value, and a part of what `penstock plan --json` prints. Reads such a file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.found import Found
+from penstock.runtime.plan.roles import PlanError
+from penstock.runtime.plan.training import Trainer
+from penstock.runtime.plan.workload import Workload
+
+KEY = "costed"
+"""Of the JSON of a plan."""
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A plan with all that its seconds follow from. `lag` is the one that it was made for, `period_s` and `bound` what
+    the planner says of it.
+
+    reader: what runs a frozen model's passes: GPUs of its own, or with `reads_apart` false the trainer's. None where
+    there is no frozen model. shared: the generator has the trainer's GPUs, and they take turns. `leaves_s` and
+    `returns_s` are of the trainer's moments, to the host before decoding and back after it.
+    """
+
+    program: str
+    work: Workload
+    lag: int
+    gpus: int
+    trainer: Trainer
+    generator: Generator
+    replicas: int
+    reader: Trainer | None
+    reads_apart: bool
+    shared: bool
+    sync_s: float
+    leaves_s: float
+    returns_s: float
+    period_s: float
+    bound: str
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        return data
+
+
+def costed(program: str, work: Workload, lag: int, found: Found, *, reads: bool) -> Costed:
+    """Of what the planner found; `reads`: the program has a frozen model."""
+    reading = found.reading or (found.training if reads else None)
+    return Costed(
+        program=program,
+        work=work,
+        lag=lag,
+        gpus=found.split.gpus,
+        trainer=found.training.trainer,
+        generator=found.generating.generator,
+        replicas=found.generating.replicas,
+        reader=reading.trainer if reading else None,
+        reads_apart=found.reading is not None,
+        shared=found.split.shared,
+        sync_s=found.sync.seconds,
+        leaves_s=found.switch.parts["to the host"],
+        returns_s=found.switch.parts["from the host"],
+        period_s=found.period_s,
+        bound=found.bound,
+    )
+
+
+def read_costed(path: Path, program: str) -> Costed:
+    """The plan in a file that `penstock plan PROGRAM --json` wrote. Raises PlanError for any other file."""
+    needed = f"what `penstock plan {program} --json` prints"
+    try:
+        data = json.loads(path.read_text())
+        found = _adapter().validate_python(data[KEY])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        where = ".".join(map(str, (KEY, *first["loc"]))) + f": {first['msg']}" if first else f"{error!r:.200}"
+        raise PlanError(f"--plan {path}: given {where}, needed {needed}") from error
+    if found.program != program:
+        raise PlanError(f"--plan {path}: given a plan of {found.program}, needed {needed}")
+    return found
+
+
+def _adapter() -> TypeAdapter[Costed]:
+    return TypeAdapter(Costed)
