@@ -126,6 +126,24 @@ def test_the_summary_reads_well() -> None:
     ]
 
 
+def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
+    processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that the stand-in for the processes leaves has no log; and a fault of our own is no reason either."""
+    assert run.main(["toy", "--out", str(tmp_path / "one")]) == 0
+    assert "report     " in capsys.readouterr().out
+    assert (tmp_path / "one" / "report.html").is_file()
+
+    def broken(folder: RunFolder) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr("penstock.runtime.report.write.read_facts", broken)
+    assert run.main(["toy", "--out", str(tmp_path / "two"), "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert last["status"] == "done"
+
+
 def test_faults_stop_a_run_before_it_has_a_folder(processes: Processes, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(CommandError, match=r"(?s)given   -1.*1 fault"):

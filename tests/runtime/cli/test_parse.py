@@ -102,6 +102,24 @@ def test_help_explains_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -
         assert needed in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--delta", "-1"), "^--delta: given -1, needed at least 0$"),
+        (
+            ("--slots", "0", "--drops", "0"),
+            "^--slots: given 0, needed at least 1\n--drops: given 0, needed",
+        ),
+        (("--max-tokens", "-5"), "^--max-tokens: given -5, needed at least 1$"),
+        (("--deadline", "nan"), "^--deadline: given nan, needed more than 0 seconds, and a finite number$"),
+        (("--startup-deadline", "0"), "^--startup-deadline: given 0.0, needed more than 0 seconds"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused_at_once(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read(*words)
+
+
 def config(tmp_path: Path, text: str) -> str:
     (tmp_path / "c.toml").write_text(text)
     return str(tmp_path / "c.toml")

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cli import replay
-from penstock.runtime.cli.simulate import servers, timing
+from penstock.runtime.cli.simulate_given import servers, timing
 from penstock.runtime.control.records import record_bytes
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place

@@ -34,6 +34,31 @@ def raising(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
 thing = 3
 """
 
+OWN = """
+from penstock.graph import Rewards, broadcast, node, program, requires
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score
+
+def look(context):
+    if context.options["shelf"] == "none":
+        raise ValueError(f"shelf: given 'none', needed one that is there: {context.node}")
+
+@requires(look)
+def make(context):
+    raise AssertionError("it is made by the ranks")
+
+class Shelved(FakePolicy):
+    maker = f"{__file__}:make"
+
+@node(pool="trainer", clock="update")
+def step(policy: Shelved, rewards: Rewards) -> Shelved:
+    return policy
+
+@program
+def mine(first: Shelved, second: Shelved, prompts: FakePrompts, *, shelf: str = ""):
+    rewards = fake_score(fake_generate(prompts, broadcast(first)))
+    return {"first": step(first, rewards), "second": step(second, rewards)}
+"""
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
@@ -104,6 +129,31 @@ def test_a_model_directory_that_does_not_fit_is_told_before_anything_starts(tmp_
     assert "config.json" in answer("run", "aipo", ["--model", str(tmp_path)])["error"]
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     assert "needed one of: llama" in answer("run", "aipo", ["--model", str(tmp_path)])["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["distill"], "teacher_model: given no directory, needed a model directory with the policy's tokenizer: --te"),
+        (["distill", "--teacher-model", "/nowhere"], "/nowhere/config.json: cannot be read"),
+        (["rlhf"], "reward_model: given no directory, needed a directory that a run of the program reward_model"),
+        (["rlhf", "--reward-model", "/nowhere"], "/nowhere: given no weights"),
+        (["ppo", "--model", "/nowhere"], "/nowhere/config.json: cannot be read"),
+        (["reward_model", "--model", "/nowhere"], "/nowhere/config.json: cannot be read"),
+    ],
+)
+def test_a_model_that_a_program_lacks_is_told_before_anything_starts(words: list[str], said: str) -> None:
+    found = answer("run", words[0], words[1:])
+    assert said in found["error"]
+    assert not found["usage"]
+    assert "Traceback" not in found["error"]
+
+
+def test_what_a_maker_of_ones_own_requires_is_looked_at_once_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    found = answer("run", f"{tmp_path}/own.py:mine", ["--shelf", "none"])
+    assert found["error"] == "shelf: given 'none', needed one that is there: first"
+    assert "error" not in answer("run", f"{tmp_path}/own.py:mine", ["--shelf", "there"])
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", "cpu:"])

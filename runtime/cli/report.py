@@ -1,0 +1,50 @@
+"""`penstock report DIR`: what a run folder says, as one HTML file."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.report.report import figures
+from penstock.runtime.report.write import REPORT, write_report
+
+DESCRIPTION = """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
+went, how stale the samples were, what it learnt, and what another lag or split would have made of it.
+
+The page is one HTML file that loads nothing. A folder that is incomplete is drawn as far as it goes.
+
+Examples:
+  penstock report runs/aipo-20250304-050607
+  penstock report runs/aipo-20250304-050607 --json"""
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """Flags of report"""
+
+    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: DIR/report.html)")] = ""
+    """Where the page goes."""
+    json: bool = False
+    """Print the figures as JSON, and where the page is."""
+
+
+def main(argv: Sequence[str]) -> int:
+    config = (tyro.conf.FlagCreatePairsOff,)
+    flags = tyro.cli(ReportFlags, prog="penstock report", description=DESCRIPTION, args=argv, config=config)
+    folder = RunFolder.open(flags.dir)
+    path = Path(flags.out).absolute() if flags.out else folder.path / REPORT
+    report = write_report(folder, path)
+    if flags.json:
+        print(json.dumps({**figures(report), "report": str(path)}))
+        return 0
+    print(report.verdict)
+    for note in report.facts.notes:
+        print(f"note: {note}")
+    print(f"report {path}")
+    return 0

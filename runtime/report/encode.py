@@ -1,0 +1,193 @@
+"""Lanes of bars as compact columns for a page: numbers of a fixed meaning, deflated, in base64. Pure.
+
+Times are whole microseconds, starts and indices as differences to the bar before, names and causes as numbers into
+tables. A long run's bars are merged (`thin`): a page stays small however many there are, and says so.
+"""
+
+import base64
+import heapq
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.runtime.report.follow import Work
+
+US = 1_000
+"""Nanoseconds of a microsecond."""
+
+MOST_BARS = 72_000
+"""Bars that a page may have; beyond them those in the middle of the run are merged."""
+
+SYNCS = ("publish", "send", "swap", "save")
+"""Kinds of work that are drawn beside the rank's own work, in a strip."""
+
+OUTCOMES = ("", "failed", "dropped", "unanswered")
+
+
+@dataclass
+class Strip:
+    """Bars that are drawn together: tracks of work, and a strip of syncs under them. `swaps` are (time, version)."""
+
+    work: list[Work]
+    swaps: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """A rank's lane: what it really did, and what was predicted if anything was."""
+
+    name: str
+    pool: str
+    real: Strip
+    predicted: Strip | None = None
+
+
+@dataclass
+class Chart:
+    """What a schedule's picture is made of. `ends`: (update, time) of updates that were over; `stages`: (name, begin,
+    end); `lives`: where a resume began. Times are nanoseconds."""
+
+    rows: list[Row]
+    ends: list[tuple[int, int]]
+    stages: list[tuple[str, int, int]] = field(default_factory=list)
+    lives: list[int] = field(default_factory=list)
+    end: int = 0
+
+
+@dataclass
+class Merged(Work):
+    """Several firings of a node as one bar: `index` is the first of them, `last` the last."""
+
+    count: int = 1
+    last: int = 0
+
+
+@dataclass
+class _Tables:
+    names: dict[tuple[str, str], int] = field(default_factory=dict)
+    causes: dict[str, int] = field(default_factory=dict)
+
+
+def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
+    """The chart's text for the page, and how many bars were merged into others."""
+    strips = [s for row in chart.rows for s in (row.real, row.predicted) if s is not None]
+    merged = thin(strips, most)
+    tables = _Tables()
+    rows = [
+        {
+            "name": row.name,
+            "pool": row.pool,
+            "real": _strip(row.real, tables),
+            "predicted": _strip(row.predicted, tables) if row.predicted else None,
+        }
+        for row in chart.rows
+    ]
+    data = {
+        "rows": rows,
+        "names": [list(name) for name in tables.names],
+        "causes": list(tables.causes),
+        "ends": [[update, time // US] for update, time in chart.ends],
+        "stages": [[name, begin // US, end // US] for name, begin, end in chart.stages],
+        "lives": [time // US for time in chart.lives],
+        "end": chart.end // US,
+        "merged": merged,
+    }
+    packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
+    return base64.b64encode(packed).decode(), merged
+
+
+def thin(strips: Sequence[Strip], most: int) -> int:
+    """Merge bars of the middle of the run by node and version, until there are about `most`; how many were."""
+    total = sum(len(strip.work) for strip in strips)
+    if total <= most:
+        return 0
+    starts = sorted(work.start for strip in strips for work in strip.work)
+    kept = most // 3
+    begin, end = starts[kept], starts[-kept]
+    gone = 0
+    for strip in strips:
+        before = len(strip.work)
+        strip.work = _merge(strip.work, begin, end)
+        gone += before - len(strip.work)
+    return gone
+
+
+def _merge(work: Iterable[Work], begin: int, end: int) -> list[Work]:
+    found: list[Work] = []
+    groups: dict[tuple[str, str, int | None], Merged] = {}
+    for item in work:
+        if not begin < item.start < end or item.kind != "group" or item.outcome == "failed":
+            found.append(item)
+            continue
+        key = (item.kind, item.node, item.version)
+        known = groups.get(key)
+        if known is None:
+            groups[key] = Merged(
+                item.lane, item.node, item.index, 0, item.start, item.end, item.kind, item.version, ("", 0), "", 1,
+                item.index,
+            )  # fmt: skip
+        else:
+            known.start, known.end = min(known.start, item.start), max(known.end, item.end)
+            known.index, known.last = min(known.index, item.index), max(known.last, item.index)
+            known.count += 1
+    return found + list(groups.values())
+
+
+def _strip(strip: Strip, tables: _Tables) -> dict[str, Any]:
+    work = sorted(strip.work, key=lambda w: (w.start, w.end, w.index))
+    main = [item for item in work if item.kind not in SYNCS]
+    syncs = [item for item in work if item.kind in SYNCS]
+    tracks, num = place(main)
+    sync_tracks, num_syncs = place(syncs)
+    return {
+        "tracks": num,
+        "main": _columns(main, tracks, tables),
+        "syncTracks": num_syncs,
+        "sync": _columns(syncs, sync_tracks, tables),
+        "swaps": [[time // US, version] for time, version in strip.swaps],
+    }
+
+
+def place(work: Sequence[Work]) -> tuple[list[int], int]:
+    """The lowest track that is free for each bar, in order of their starts; and how many tracks there are."""
+    free: list[int] = []
+    ends: list[tuple[int, int]] = []
+    tracks: list[int] = []
+    for item in work:
+        while ends and ends[0][0] <= item.start:
+            heapq.heappush(free, heapq.heappop(ends)[1])
+        track = heapq.heappop(free) if free else len(ends)
+        tracks.append(track)
+        heapq.heappush(ends, (item.end, track))
+    return tracks, max(tracks, default=-1) + 1
+
+
+def _columns(work: Sequence[Work], tracks: Sequence[int], tables: _Tables) -> dict[str, Any]:
+    """num bars; s start, d duration, n name, i index, u turn, v version, c cause, x the cause's number, k track, o
+    outcome, g firings, l last index. Columns that are all 0 are left out."""
+    columns: dict[str, list[int]] = {letter: [] for letter in "sdniuvcxkogl"}
+    start = index = 0
+    for item, track in zip(work, tracks, strict=True):
+        begin = item.start // US
+        text, number = item.cause
+        count, last = (item.count, item.last) if isinstance(item, Merged) else (0, 0)
+        values = (
+            begin - start,
+            item.end // US - begin,
+            tables.names.setdefault((item.node, item.kind), len(tables.names)),
+            item.index - index,
+            item.turn,
+            -1 if item.version is None else item.version,
+            tables.causes.setdefault(text, len(tables.causes)),
+            number - item.index,
+            track,
+            OUTCOMES.index(item.outcome),
+            count,
+            last - item.index if count else 0,
+        )
+        for letter, value in zip(columns, values, strict=True):
+            columns[letter].append(value)
+        start, index = begin, item.index
+    return {"num": len(work), **{letter: column for letter, column in columns.items() if any(column)}}

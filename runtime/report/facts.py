@@ -1,0 +1,254 @@
+"""What a run folder says, read once: its stages followed event by event, its rows, its end. Pure but for reading.
+
+A folder may be incomplete: a run that was killed has no summary and no end in its log, and half a frame there. What is
+missing is said in `notes`; the rest is as good as ever.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.records import read_record
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.log import Segment, StageLog, read_whole
+from penstock.runtime.record.metrics import Row, read_rows
+from penstock.runtime.report.follow import NS, Follow, Followed, Lane, lanes, streams
+from penstock.runtime.report.idle import Account, accounts
+from penstock.runtime.report.reasons import reason
+from penstock.runtime.schedule.events import Done, Event
+from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.scheduler import Scheduler
+from penstock.runtime.schedule.tables import Tables, compile_tables
+
+SAMPLES = 400
+"""Points of a stage's queue depths."""
+
+
+class ReportError(RecordError):
+    """A run folder that no report can be made of: what was found and what is needed."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What lay in queues at a time: groups finished and not consumed, groups that wait for `step`, firings in work by
+    pool."""
+
+    time: int
+    finished: int
+    ready: dict[str, int]
+    in_work: dict[str, int]
+
+
+@dataclass
+class Stage:
+    """One scheduler's life, from `begin` to `end` on the report's clock."""
+
+    name: str
+    life: int
+    origin: Origin
+    tables: Tables
+    begin: int
+    end: int
+    followed: Followed
+    accounts: dict[Lane, Account] = field(default_factory=dict)
+    depths: list[Depth] = field(default_factory=list)
+
+
+@dataclass
+class Life:
+    """A run, or what a resume added: `starting` until its first stage begins. `ended` is None after a kill."""
+
+    begin: int
+    end: int
+    stages: list[Stage]
+    starting: int
+    ended: dict[str, Any] | None
+    cut: int | None
+
+
+@dataclass
+class Facts:
+    """All that the page is made of. Times are nanoseconds since the run began, pauses between lives left out."""
+
+    folder: str
+    config: RunConfig
+    asked: Mapping[str, Any]
+    summary: Mapping[str, Any] | None
+    rows: list[Row]
+    lives: list[Life]
+    notes: list[str]
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [stage for life in self.lives for stage in life.stages]
+
+    @property
+    def training(self) -> list[Stage]:
+        return [stage for stage in self.stages if stage.name == "train"]
+
+    @property
+    def end(self) -> int:
+        return self.lives[-1].end if self.lives else 0
+
+
+def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
+    """Raises RecordError for a folder without its configuration, or one that a newer version wrote. Of a run that is
+    `alive`, what is not written yet is no fault, and an end of an earlier life is none."""
+    notes: list[str] = []
+    asked = folder.read_json("config.json").get("asked", {})
+    config = _config(folder, asked)
+    rows = _rows(folder, notes, alive)
+    lives = _lives(folder, notes, alive)
+    summary = _so_far(rows) if alive else _summary(folder, notes)
+    return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
+
+
+def _config(folder: RunFolder, asked: Mapping[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.load(folder)
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, RecordError):
+            raise
+        by = f", written by penstock {asked['penstock']}" if "penstock" in asked else ""
+        given = f"{folder.path}: given a run folder of another format{by} ({error})"
+        raise ReportError(f"{given}; needed one of format 1, or a newer penstock to read it") from None
+
+
+def _rows(folder: RunFolder, notes: list[str], alive: bool) -> list[Row]:
+    try:
+        rows = read_rows(folder.metrics)
+    except RecordError as error:
+        notes.append(f"metrics.jsonl cannot be read, so that nothing is said of learning: {error}")
+        return []
+    if not rows and not alive:
+        notes.append("There are no rows in metrics.jsonl: no update was completed, or the file is gone.")
+    return rows
+
+
+def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
+    try:
+        summary: Mapping[str, Any] = folder.read_json("summary.json")
+    except RecordError:
+        notes.append("There is no summary.json: the run is still going on, or nothing was left to write one.")
+        return None
+    return summary
+
+
+def _so_far(rows: list[Row]) -> Mapping[str, Any]:
+    return {"status": "running", "groups": sum(row["groups"] for row in rows)}
+
+
+def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
+    if not folder.events.exists():
+        if not alive:
+            notes.append("There is no events.log: no schedule can be shown.")
+        return []
+    segments, damage = read_whole(folder.events)
+    if damage is not None:
+        notes.append(f"The event log is damaged; what comes before the damage is shown. {damage}")
+    lives: list[Life] = []
+    for number, segment in enumerate(segments):
+        lives.append(_life(number, segment, lives[-1].end if lives else 0, notes))
+        last = number == len(segments) - 1
+        if segment.ended is None and damage is None and not (alive and last):
+            part = "The event log" if len(segments) == 1 else f"Part {number + 1} of the event log"
+            notes.append(f"{part} has no end: {'the run goes on, or ' if last else ''}its process was killed.")
+    return lives
+
+
+def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
+    stages: list[Stage] = []
+    begins = [begin + round(log.steps[0].time * NS) for log in segment.stages if log.steps]
+    last = max((log.steps[-1].time for log in segment.stages if log.steps), default=0.0)
+    end = max(begin + round(last * NS), *begins, begin)
+    logs = [log for log in segment.stages if log.steps]
+    for place, log in enumerate(logs):
+        until = begins[place + 1] if place + 1 < len(logs) else end
+        stages.append(_stage(number, log, begin, until, notes))
+    starting = (begins[0] if begins else end) - begin
+    return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"))
+
+
+def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> Stage:
+    try:
+        origin = Origin.from_json(log.facts)
+    except ValueError as error:
+        raise ReportError(f"events.log: given a stage of another format ({error}); needed format 1") from None
+    tables = compile_tables(origin.graph, origin.plan)
+    begin = zero + round(log.steps[0].time * NS)
+    watch = _Watch(origin, tables, begin, end)
+    for step in log.steps:
+        event = cast(Event, read_record(step.event))
+        try:
+            watch.step(zero + round(step.time * NS), event)
+        except ValueError as error:
+            notes.append(
+                f"Stage {origin.stage!r} is shown up to record {step.record} of the event log: the scheduler of this "
+                f"version decides otherwise than the one that wrote it ({error})."
+            )
+            break
+    followed = watch.follow.close(watch.time if watch.broken else end)
+    found = accounts(followed.work, watch.reasons, begin, end)
+    return Stage(origin.stage, life, origin, tables, begin, end, followed, found, watch.depths)
+
+
+class _Watch:
+    """The scheduler of a stage, run again: what its ranks did, why they were idle, what lay in queues."""
+
+    def __init__(self, origin: Origin, tables: Tables, begin: int, end: int) -> None:
+        self.scheduler = Scheduler(tables, origin.rules, origin.cut, origin.live)
+        self.follow = Follow(tables, streams(origin.graph), origin.live)
+        self.lanes: list[Lane] = lanes(tables)
+        self.reasons: dict[Lane, list[tuple[int, str]]] = {lane: [] for lane in self.lanes}
+        self.depths: list[Depth] = []
+        self.time, self.broken = begin, True
+        self._finished = {g.ordinal for g in self.scheduler.ledger.groups.values() if g.finished}
+        self._every, self._next = max((end - begin) // SAMPLES, 1), begin
+
+    def step(self, time: int, event: Event) -> None:
+        self.broken = True
+        update = self.scheduler.update
+        commands = self.scheduler.handle(event)
+        self.broken = False
+        self.time = max(time, self.time)
+        self.follow.step(self.time, event, commands)
+        self._count(event, update)
+        self._note(self.time)
+        if self.time >= self._next:
+            self._sample()
+            self._next = self.time - (self.time - self._next) % self._every + self._every
+
+    def _count(self, event: Event, update: int) -> None:
+        groups = self.scheduler.ledger.groups
+        if isinstance(event, Done):
+            group = groups.get(event.firing.index)
+            if group is not None and group.finished:
+                self._finished.add(group.ordinal)
+        if self.scheduler.update != update:
+            self._finished &= groups.keys()
+
+    def _note(self, time: int) -> None:
+        """Of each rank without work, why."""
+        found: dict[str, str] = {}
+        for lane in self.lanes:
+            if self.follow.in_work[lane]:
+                continue
+            replica = lane[0]
+            if replica not in found:
+                loaded = self.scheduler.load[replica] > 0
+                found[replica] = "straggler" if loaded else reason(self.scheduler, replica, len(self._finished))
+            changes = self.reasons[lane]
+            if not changes or changes[-1][1] != found[replica]:
+                changes.append((time, found[replica]))
+
+    def _sample(self) -> None:
+        first: Sequence[Lane] = [lane for lane in self.lanes if lane[1] == 0]
+        in_work: dict[str, int] = {}
+        for lane in first:
+            pool = self.scheduler.tables.pool_of[lane[0]]
+            in_work[pool] = in_work.get(pool, 0) + self.follow.in_work[lane]
+        steps = self.scheduler.tables.steps.values()
+        ready = {s.name: len(self.scheduler.ready[s.name]) for s in steps if not s.per_update and not s.source}
+        self.depths.append(Depth(self.time, len(self._finished), ready, in_work))

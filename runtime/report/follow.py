@@ -1,0 +1,207 @@
+"""What ranks did and when, followed event by event: of a run's log, or of a simulation. Pure.
+
+Times are whole nanoseconds on one clock, so that sums are exact. A command is asked of every rank of a replica and
+answered by each. A rank does one thing after the other, but for a stream, which works on several firings at once: so
+work that is no stream's began when it was asked for, or when the rank was done with what it had before.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.record.timeline import Kind
+from penstock.runtime.schedule.events import (
+    Arrived,
+    Begin,
+    Command,
+    Done,
+    Event,
+    Failed,
+    Fire,
+    Save,
+    Saved,
+    Send,
+    Swap,
+    Swapped,
+)
+from penstock.runtime.schedule.tables import Step, Tables
+
+NS = 1_000_000_000
+"""Nanoseconds of a second."""
+
+Cause = tuple[str, int]
+"""What made work start, as a text in which # stands for the number: ("fake_score[#] was done", 12)."""
+
+Lane = tuple[str, int]
+"""A rank: its replica and its number in it."""
+
+
+@dataclass(slots=True)
+class Work:
+    """One thing that a rank did. `node` is a node's name, or a channel's for what moves weights.
+
+    `version`: of the weights that were live when it began; of an update or a sync the one that it is about. `outcome`
+    is "" for work that was done, "failed", "dropped" (a filter's verdict), or "unanswered" where the log ends.
+    """
+
+    lane: Lane
+    node: str
+    index: int
+    turn: int
+    start: int
+    end: int
+    kind: Kind
+    version: int | None
+    cause: Cause
+    outcome: str = ""
+
+
+@dataclass
+class Followed:
+    """What came of it, in the order in which it ended.
+
+    swaps: when which version went live on a rank. ends: when each update was over. lags: groups consumed by update
+    less version. batches: the groups of each update. again: firings after which a group took another turn.
+    """
+
+    work: list[Work] = field(default_factory=list)
+    swaps: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    lags: Counter[int] = field(default_factory=Counter)
+    batches: dict[int, int] = field(default_factory=dict)
+    again: set[Firing] = field(default_factory=set)
+    dropped: set[Firing] = field(default_factory=set)
+
+
+def lanes(tables: Tables) -> list[Lane]:
+    return [(name, rank) for name, replica in tables.replicas.items() for rank in range(len(replica.ranks))]
+
+
+def streams(graph: Graph) -> frozenset[str]:
+    """The nodes that work on several firings at once."""
+    return frozenset(node.name for node in graph.nodes if node.stream)
+
+
+class Follow:
+    """`step` hears of an event and the commands that followed it, at a time. `in_work` counts each rank's firings."""
+
+    def __init__(self, tables: Tables, streaming: Collection[str], live: Mapping[tuple[str, str], int]) -> None:
+        self.tables, self.streaming = tables, streaming
+        self.found = Followed(swaps={lane: [] for lane in lanes(tables)})
+        self.in_work = dict.fromkeys(lanes(tables), 0)
+        self._live = dict(live)
+        self._open: dict[tuple[object, ...], Work] = {}
+        self._free = dict.fromkeys(lanes(tables), 0)
+        self._versions: dict[int, int] = {}
+
+    def step(self, time: int, event: Event, commands: Sequence[Command]) -> None:
+        self._hear(time, event)
+        cause = cause_of(event)
+        for command in commands:
+            match command:
+                case Fire():
+                    self._fire(time, command, cause)
+                case Send(channel, version, _, replica):
+                    self._ask(time, replica, channel, version, "send", cause)
+                case Swap(channel, version, replica):
+                    self._ask(time, replica, channel, version, "swap", cause)
+                case Save(update, replica):
+                    self._ask(time, replica, "checkpoint", update, "save", cause)
+
+    def close(self, time: int) -> Followed:
+        """The log ends: what has no answer was in work until now, or waited behind what was."""
+        for work in sorted(self._open.values(), key=lambda w: w.start):
+            work.end, work.outcome = time, "unanswered"
+            self._queued(work)
+            self.found.work.append(work)
+        self._open.clear()
+        return self.found
+
+    # What was answered ------------------------------------------------------------------------------------
+
+    def _hear(self, time: int, event: Event) -> None:
+        match event:
+            case Done(firing, replica, rank):
+                self._over(time, ("fire", firing, replica, rank), "dropped" if event.dropped else "")
+                if event.again:
+                    self.found.again.add(firing)
+                if event.dropped:
+                    self.found.dropped.add(firing)
+            case Failed(firing, replica, rank):
+                self._over(time, ("fire", firing, replica, rank), "failed")
+            case Arrived(channel, version, replica, rank):
+                self._over(time, ("send", channel, version, replica, rank), "")
+            case Swapped(channel, version, replica, rank):
+                self._over(time, ("swap", channel, version, replica, rank), "")
+                self._live[channel, replica] = version
+                self.found.swaps[replica, rank].append((time, version))
+            case Saved(update, replica, rank):
+                self._over(time, ("save", "checkpoint", update, replica, rank), "")
+
+    def _over(self, time: int, key: tuple[object, ...], outcome: str) -> None:
+        work = self._open.pop(key, None)
+        if work is None:  # a source: read ahead, and free of charge
+            return
+        work.end, work.outcome = time, outcome
+        if work.kind in ("group", "update", "publish"):
+            self.in_work[work.lane] -= 1
+        self._queued(work)
+        self.found.work.append(work)
+        step = self.tables.steps.get(work.node)
+        if work.kind == "update" and step is not None and not step.trails and not outcome:
+            self.found.ends[work.index] = max(time, self.found.ends.get(work.index, time))
+
+    def _queued(self, work: Work) -> None:
+        """Work that is no stream's waited for what its rank was at."""
+        if work.kind != "send" and work.node not in self.streaming:
+            work.start = max(work.start, min(self._free[work.lane], work.end))
+            self._free[work.lane] = work.end
+
+    # What was asked ---------------------------------------------------------------------------------------
+
+    def _fire(self, time: int, fire: Fire, cause: Cause) -> None:
+        firing, step = fire.firing, self.tables.steps.get(fire.firing.node)
+        if step is not None and step.source:
+            return
+        version: int | None = firing.index
+        if step is not None and not step.per_update:
+            version = self._version(step, firing, fire.replica)
+        elif step is not None and fire.groups and firing.index not in self.found.batches:
+            self.found.batches[firing.index] = len(fire.groups)
+            self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
+        kind: Kind = "publish" if step is None else "update" if step.per_update else "group"
+        for rank in range(len(self.tables.replicas[fire.replica].ranks)):
+            lane = (fire.replica, rank)
+            work = Work(lane, firing.node, firing.index, firing.turn, time, time, kind, version, cause)
+            self._open["fire", firing, fire.replica, rank] = work
+            self.in_work[lane] += 1
+
+    def _version(self, step: Step, firing: Firing, replica: str) -> int | None:
+        """The oldest weights that the firing reads."""
+        channels = (*(channel for channel, _ in step.weights), *step.fixed)
+        version = min((self._live.get((channel, replica), 0) for channel in channels), default=None)
+        if version is not None and step.weights:
+            self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
+        return version
+
+    def _ask(self, time: int, replica: str, name: str, version: int, kind: Kind, cause: Cause) -> None:
+        for rank in range(len(self.tables.replicas[replica].ranks)):
+            work = Work((replica, rank), name, version, 0, time, time, kind, version, cause)
+            self._open[kind, name, version, replica, rank] = work
+
+
+def cause_of(event: Event) -> Cause:
+    match event:
+        case Done(firing, _):
+            channel = ">" in firing.node
+            return (f"version # of {firing.node} was published" if channel else f"{firing.node}[#] was done"), firing[1]
+        case Failed(firing, _):
+            return f"{firing.node}[#] had failed", firing[1]
+        case Arrived(_, version, replica):
+            return f"version # had arrived on {replica}", version
+        case Swapped(_, version, replica):
+            return f"version # went live on {replica}", version
+        case Begin():
+            return "the stage began", 0
+    return "a checkpoint was due", 0

@@ -1,0 +1,283 @@
+"""The report as one HTML file: everything that the template shows, in words and numbers. Pure but for the templates."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from penstock import __version__
+from penstock.runtime.report.charts import percent
+from penstock.runtime.report.drawing import graph_svg
+from penstock.runtime.report.encode import Chart, Row, Strip, encode
+from penstock.runtime.report.follow import NS, Followed, Lane
+from penstock.runtime.report.idle import Account
+from penstock.runtime.report.learning import groups
+from penstock.runtime.report.reasons import CAUSES
+from penstock.runtime.report.report import (
+    NodeTime,
+    Report,
+    lags,
+    node_times,
+    occupancy,
+    rank_accounts,
+    rank_name,
+    sync_parts,
+    whole_accounts,
+)
+from penstock.runtime.report.schedule import render
+from penstock.runtime.report.whatif import Case, Table
+
+STATES = {"busy": "busy", **CAUSES}
+SHORT = {"admission": "admission bound", "compiling": "starting", "rest": "nothing due", "done": "nothing left"}
+"""Heads of columns, where they are not the state's own name."""
+
+
+def page(report: Report, template: str = "report.html.j2") -> str:
+    """The complete file."""
+    facts = report.facts
+    nodes = node_times(report)
+    chart = make_chart(report)
+    data, merged = encode(chart) if chart.rows else ("", 0)
+    charts = groups(report)
+    training, whole = rank_accounts(facts.training), whole_accounts(facts)
+    table = _what_if(report.table) if report.table and report.table.cases else None
+    contents = [("graph", "Graph"), *([("schedule", "Schedule"), ("idle", "Busy and idle")] if data else [])]
+    contents += [("what-if", "What if")] if table else []
+    return render(
+        template,
+        program=facts.config.graph.name,
+        command=f"penstock run {' '.join(facts.asked.get('command', ()))}",
+        verdict=report.verdict,
+        facts=_head(report),
+        notes=facts.notes,
+        error=(facts.summary or {}).get("error", ""),
+        contents=contents + [(group.anchor, group.title) for group in charts],
+        graph=_graph(report, nodes),
+        graph_said=_graph_said(report),
+        nodes=[_node(node) for node in nodes],
+        data=data,
+        merged=merged,
+        predicted=any(row.predicted for row in chart.rows),
+        schedule_said=_schedule_said(report),
+        syncs=[
+            {"channel": channel, "part": part, "count": count, "median": seconds(middle), "longest": seconds(most)}
+            for channel, part, count, middle, most in sync_parts(facts.training)
+        ],
+        key=[(state, name) for state, name in STATES.items() if any(state in a for a in whole.values())],
+        idle=_idle("While training", training, whole),
+        idle_said=_occupied(report),
+        whole=_idle("The whole run", whole, whole),
+        what_if=table,
+        what_if_said=_what_if_said(report.table) if report.table else "",
+        groups=charts,
+        footer=f"Written by penstock {__version__} from {facts.folder}. One file: it loads nothing and sends nothing.",
+    )
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    size = abs(value)
+    number, unit = (value, "s") if size >= 1 else (value * 1e3, "ms") if size >= 1e-3 else (value * 1e6, "µs")
+    return f"{f'{number:#.3g}'.rstrip('.')} {unit}" if 0 < size < 1000 else f"{number:.0f} s"
+
+
+# The head -----------------------------------------------------------------------------------------------------
+
+
+def _head(report: Report) -> list[dict[str, str]]:
+    facts, prediction = report.facts, report.prediction
+    summary = facts.summary or {}
+    found = [
+        ("status", summary.get("status") or "unknown", ""),
+        ("updates", f"{_done(report)}", f"of {facts.config.flags.updates}"),
+    ]
+    if prediction and prediction.measured_s:
+        found.append(
+            ("time per update", seconds(prediction.measured_s), f"predicted {seconds(prediction.predicted_s)}")
+        )
+    if report.bound and prediction and prediction.measured_s:
+        share = report.bound.seconds / prediction.measured_s
+        found.append(("lower bound", seconds(report.bound.seconds), f"{percent(share)} of it"))
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    if before is not None and after is not None:
+        found.append(("accuracy", f"{100 * after:.1f} %", f"from {100 * before:.1f} %"))
+    if facts.rows and (reward := facts.rows[-1].get("reward_mean")) is not None:
+        found.append(("reward", f"{reward:.3g}", f"from {facts.rows[0].get('reward_mean') or 0:.3g}"))
+    if found_lags := lags(report):
+        mean = sum(lag * count for lag, count in found_lags.items()) / found_lags.total()
+        found.append(("mean lag", f"{mean:.2f}", f"at most {report.stage.tables.max_lag if report.stage else 0}"))
+    fates = summary.get("fates") or {}
+    lost = [f"{fates[fate]} {fate}" for fate in ("dropped", "failed") if fates.get(fate)]
+    if summary:
+        found.append(("prompt groups", f"{summary.get('groups', 0):,}", ", ".join(lost)))
+    found.append(("wall time", seconds(facts.end / NS), f"in {len(facts.lives)} parts" if len(facts.lives) > 1 else ""))
+    return [{"name": name, "value": value, "more": more} for name, value, more in found]
+
+
+def _done(report: Report) -> int:
+    return len({update for stage in report.facts.training for update in stage.followed.ends})
+
+
+# The graph ----------------------------------------------------------------------------------------------------
+
+
+def _graph(report: Report, nodes: Iterable[NodeTime]) -> str:
+    known = {n.node: n for n in nodes}
+    notes = {n.node: f"{seconds(n.median_s)} · {percent(n.share)} of the time" for n in known.values() if n.firings}
+    shares = {n.node: n.share for n in known.values()}
+    found = report.bound
+    labels = {node.pool for node in report.graph.nodes if node.fires and known.get(node.name) and found
+              and known[node.name].pool == found.pool}  # fmt: skip
+    return graph_svg(report.graph, notes, shares, found, labels)
+
+
+def _graph_said(report: Report) -> str:
+    if report.bound is None or report.prediction is None or not report.prediction.measured_s:
+        return "Each node in its pool."
+    share = report.bound.seconds / report.prediction.measured_s
+    return (
+        "Each node with its median time and the share of training in which its pool had it in work, which is how far "
+        f"its box is filled. With these times no schedule needs less than {seconds(report.bound.seconds)} per update "
+        f"({percent(share)} of what the run took), because of {report.bound.cause}."
+    )
+
+
+def _node(node: NodeTime) -> dict[str, Any]:
+    values = {"median": seconds(node.median_s), "share": percent(node.share), "bounds": node.bounds}
+    return {"node": node.node, "pool": node.pool, "clock": node.clock, "firings": f"{node.firings:,}", **values}
+
+
+# The schedule -------------------------------------------------------------------------------------------------
+
+
+def make_chart(report: Report) -> Chart:
+    """All lanes of the run, with what was predicted under what was."""
+    facts = report.facts
+    lanes = dict.fromkeys(lane for stage in facts.stages for lane in stage.accounts)
+    order = {pool: place for place, pool in enumerate(dict.fromkeys(n.pool for n in node_times(report)))}
+    rows: dict[Lane, Row] = {}
+    for lane in sorted(lanes, key=lambda known: order.get(known[0].rpartition("/")[0], len(order))):
+        name = rank_name(lane, lanes)
+        rows[lane] = Row(name, lane[0].rpartition("/")[0], Strip([]))
+    for stage in facts.stages:
+        _add({lane: row.real for lane, row in rows.items()}, stage.followed)
+    if any(report.predictions):
+        for row in rows.values():
+            row.predicted = Strip([])
+        for prediction in filter(None, report.predictions):
+            _add({lane: row.predicted for lane, row in rows.items() if row.predicted}, prediction.followed)
+    stages = [("starting", life.begin, life.begin + life.starting) for life in facts.lives]
+    stages += [(stage.name, stage.begin, stage.end) for stage in facts.stages]
+    ends = [end for stage in facts.training for end in stage.followed.ends.items()]
+    last = [w.end for p in filter(None, report.predictions) for w in p.followed.work]
+    return Chart(list(rows.values()), ends, stages, [life.begin for life in facts.lives[1:]], max([facts.end, *last]))
+
+
+def _add(strips: Mapping[Lane, Strip], followed: Followed) -> None:
+    for work in followed.work:
+        if work.lane in strips:
+            strips[work.lane].work.append(work)
+    for lane, swaps in followed.swaps.items():
+        if lane in strips:
+            strips[lane].swaps += swaps
+
+
+def _schedule_said(report: Report) -> str:
+    prediction = report.prediction
+    if prediction is None or prediction.error is None:
+        return "One lane for each rank. There is no prediction: not every node was done at least once."
+    error = prediction.error
+    updates = sum(p.updates for p in report.predictions if p)
+    first = f" for the first {updates} updates" if updates < _done(report) else ""
+    way = "as long as" if abs(error) < 0.0005 else f"{percent(abs(error))} {'longer' if error > 0 else 'shorter'} than"
+    return (
+        f"One lane for each rank, and under it what the simulator predicts{first}: the run's own scheduler on a "
+        f"virtual clock, each firing as long as it was in the run. Its period is {way} the one measured; what is left "
+        "out is the time that orders and answers take, and that work on one machine slows other work down."
+    )
+
+
+# Idle time ----------------------------------------------------------------------------------------------------
+
+
+def _idle(caption: str, accounts: Mapping[Lane, Account], known: Iterable[Lane]) -> dict[str, Any]:
+    known = list(known)
+    present = [state for state in STATES if any(account.get(state) for account in accounts.values())]
+    rows = []
+    for lane, account in accounts.items():
+        wall = sum(account.values())
+        shares = [(state, account.get(state, 0)) for state in present]
+        said = [(state, f"{STATES[state]} {percent(time / max(wall, 1))}") for state, time in shares if time]
+        parts = [
+            {"state": state, "flex": round(account[state] / max(wall, 1), 5), "said": words} for state, words in said
+        ]
+        cells = [{"state": state, "ns": time, "text": f"{time / NS:.3f}" if time else "0"} for state, time in shares]
+        name = rank_name(lane, known)
+        rows.append(
+            {"name": name, "wall": wall, "total": f"{wall / NS:.3f}", "parts": parts, "cells": cells,
+             "said": f"{name}: {', '.join(words for _, words in said)}"}
+        )  # fmt: skip
+    return {"caption": caption, "names": [SHORT.get(state, state) for state in present], "rows": rows}
+
+
+def _occupied(report: Report) -> str:
+    found = occupancy(report.stage) if report.stage else {}
+    full = [f"{pool} {percent(share)}" for pool, share in found.items()]
+    return f"Slots in use while busy (occupancy, no idle time): {', '.join(full)}." if full else ""
+
+
+# What if ------------------------------------------------------------------------------------------------------
+
+
+def _what_if(table: Table) -> dict[str, Any]:
+    lags_ = sorted({case.lag for case in table.cases})
+    sizes = sorted({case.replicas for case in table.cases})
+
+    def cell(lag: int, size: int) -> dict[str, Any]:
+        case = table.case(lag, size)
+        text = seconds(case.period_s) if case else "–"
+        return {"case": f"{lag}.{size}", "text": text, "now": (lag, size) == (table.lag, table.replicas)}
+
+    value = {
+        "lag": table.lag,
+        "replicas": table.replicas,
+        "cases": [_case(case) for case in table.cases],
+    }
+    return {
+        "pool": table.pool,
+        "lag": table.lag,
+        "replicas": table.replicas,
+        "lags": lags_,
+        "sizes": sizes,
+        "lag_at": lags_.index(table.lag) if table.lag in lags_ else 0,
+        "size_at": sizes.index(table.replicas) if table.replicas in sizes else 0,
+        "rows": [{"size": size, "cells": [cell(lag, size) for lag in lags_]} for size in sizes],
+        "json": json.dumps(value).replace("<", "\\u003c"),
+    }
+
+
+def _case(case: Case) -> dict[str, Any]:
+    return {
+        "lag": case.lag,
+        "replicas": case.replicas,
+        "period_s": case.period_s,
+        "lag_mean": case.lag_mean,
+        "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()},
+    }
+
+
+def _what_if_said(table: Table) -> str:
+    said = (
+        f"The simulator's answers for {table.updates} updates each, with the times of this run: a firing takes as long "
+        "as it did here."
+    )
+    if table.crowding >= 0.005:
+        said += (
+            f" In this run {percent(table.crowding)} of a group's time was due to groups decoded beside it (a fit): "
+            "with more replicas that part shrinks."
+        )
+    else:
+        said += (
+            " That groups decode faster with fewer of them on a replica is not counted: the run does not tell how much."
+        )
+    return said if table.complete else said + " Time ran out before the table was complete."

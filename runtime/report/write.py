@@ -1,0 +1,44 @@
+"""The report into its file: asked for by a verb, or at the end of a run, which a report must never change."""
+
+import os
+import time
+from pathlib import Path
+
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder, write_atomic
+from penstock.runtime.report.facts import read_facts
+from penstock.runtime.report.page import page
+from penstock.runtime.report.report import Report, make_report
+
+REPORT = "report.html"
+SIMULATING_S = 6.0
+"""Seconds after which no further case of the what-if table is begun, where the report is all that is wanted."""
+SHARE_OF_RUN, LEAST_S, MOST_S = 0.05, 0.5, 3.0
+"""The same at the end of a run: a share of the run's seconds between two limits."""
+LARGE_LOG = 3 << 20
+"""Bytes of an event log that takes some seconds to read: more than somebody has who has pressed Ctrl-C."""
+
+
+def write_report(folder: RunFolder, path: Path, limit_s: float = SIMULATING_S) -> Report:
+    """Raises RecordError for a folder that cannot be read, or a file that cannot be written."""
+    began = time.monotonic()
+    report = make_report(read_facts(folder), lambda: time.monotonic() - began > limit_s)
+    write_atomic(path, page(report).encode())
+    return report
+
+
+def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple[Path | None, str]:
+    """The report of a run that has ended, or why there is none. Never raises: what a run has learnt matters more. A
+    signal ends the drawing, and so does the size of the log of a run that was `stopped`: somebody waits."""
+    path = folder.path / REPORT
+    try:
+        if stopped and os.path.getsize(folder.events) > LARGE_LOG:
+            return None, "not drawn yet: the run is long"
+        write_report(folder, path, LEAST_S if stopped else min(max(SHARE_OF_RUN * wall_s, LEAST_S), MOST_S))
+    except (RecordError, OSError) as error:
+        return None, str(error)
+    except KeyboardInterrupt:
+        return None, "interrupted"
+    except Exception as error:  # ours, and no reason for a run to fail
+        return None, f"{type(error).__name__}: {error}"
+    return path, ""

@@ -1,0 +1,65 @@
+"""Busy and idle by cause add up to the wall time, whatever was in work."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.runtime.record.timeline import Kind
+from penstock.runtime.report.facts import read_facts
+from penstock.runtime.report.follow import Work
+from penstock.runtime.report.idle import account, union
+from penstock.runtime.report.report import rank_accounts, whole_accounts
+
+from .runs import Made
+
+
+def work(start: int, end: int, kind: Kind = "group", outcome: str = "") -> Work:
+    return Work(("pool/0", 0), "node", 0, 0, start, end, kind, None, ("", 0), outcome)
+
+
+def test_time_is_busy_where_anything_is_in_work_and_idle_by_its_cause_elsewhere() -> None:
+    done = [work(10, 30), work(20, 40), work(50, 60, "publish"), work(70, 80, outcome="failed")]
+    reasons = [(0, "data"), (40, "admission"), (60, "syncing"), (80, "done")]
+    spent = account(done, reasons, 0, 100)
+    assert spent == {"data": 10, "busy": 30, "admission": 10, "syncing": 20, "failed": 10, "done": 20}
+
+
+def test_work_beside_failed_work_is_busy_and_transfers_are_no_work() -> None:
+    assert account([work(0, 10, outcome="failed"), work(5, 10), work(0, 20, "send")], [(0, "data")], 0, 20) == {
+        "failed": 5, "busy": 5, "data": 10}  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-50, 1000),
+            st.integers(0, 300),
+            st.sampled_from(["group", "update", "publish", "send", "swap"]),
+            st.sampled_from(["", "failed", "unanswered"]),
+        ),
+        max_size=20,
+    ),
+    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from(["data", "weights", "done"])), max_size=8),
+    st.integers(0, 400),
+    st.integers(0, 700),
+)
+def test_the_parts_add_up_to_the_wall_time_exactly(
+    items: list[tuple[int, int, Kind, str]], changes: list[tuple[int, str]], begin: int, length: int
+) -> None:
+    done = [work(start, start + took, kind, outcome) for start, took, kind, outcome in items]
+    spent = account(done, sorted(changes), begin, begin + length)
+    assert sum(spent.values()) == length
+    assert all(time > 0 for time in spent.values())
+
+
+def test_the_ranks_of_a_run_add_up_in_every_stage_and_all_in_all(made: Made) -> None:
+    facts = read_facts(made.folder)
+    for stage in facts.stages:
+        assert len(stage.accounts) == 6
+        assert {sum(spent.values()) for spent in stage.accounts.values()} == {stage.end - stage.begin}
+    assert {sum(spent.values()) for spent in whole_accounts(facts).values()} == {facts.end}
+    busy = {lane[0]: spent.get("busy", 0) for lane, spent in rank_accounts(facts.training).items()}
+    assert abs(busy["scorer/0"] / 1e9 - made.simulation.busy["scorer/0"]) < 1e-6
+
+
+def test_a_union_counts_time_once() -> None:
+    assert union([work(0, 10), work(5, 20), work(30, 40), work(31, 32)]) == 30
