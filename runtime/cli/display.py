@@ -56,11 +56,12 @@ class Display(Protocol):
     ) -> None: ...
 
 
-def open_display(program: str, updates: int, folder: str, *, plain: bool) -> Display:
+def open_display(program: str, updates: int, folder: str, *, plain: bool, seconds: float = 0.0) -> Display:
+    """`seconds` is how long it has been going on."""
     progress = Progress(program, updates)
     if plain or not sys.stdout.isatty():
         return PlainDisplay(progress, lambda text: print(text, flush=True))
-    return LiveDisplay(progress, folder, Console())
+    return LiveDisplay(progress, folder, Console(), seconds)
 
 
 class PlainDisplay:
@@ -111,9 +112,9 @@ class PlainDisplay:
 class LiveDisplay:
     """A dashboard that redraws itself a few times a second."""
 
-    def __init__(self, progress: Progress, folder: str, console: Console) -> None:
+    def __init__(self, progress: Progress, folder: str, console: Console, seconds: float = 0.0) -> None:
         self.progress, self.folder, self.console = progress, folder, console
-        self.began = monotonic()
+        self.began = monotonic() - seconds
         self._lock = Lock()
         self.live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -225,6 +226,9 @@ def _pools(seen: Progress) -> Table:
     table.add_column(no_wrap=True, justify="right")
     for color, (name, pool) in zip(POOL_COLORS * 9, seen.pools.items(), strict=False):
         table.add_row(Text(name, style=f"bold {color}"), _gauge(pool, color), _doing(pool), _version(pool))
+        if pool.idle:
+            causes = ", ".join(f"{cause} {percent(share)}" for cause, share in pool.idle.items())
+            table.add_row("", Text("idle", style="dim", justify="right"), Text(causes, style="dim"), "")
     return table
 
 

@@ -29,6 +29,11 @@ def many(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def seconds(value: float) -> str:
+    """1.234 s, 12.3 ms."""
+    return f"{figure(value, 4)} s" if value >= 1 else f"{figure(value * 1e3)} ms"
+
+
 def clock(seconds: float) -> str:
     """45.2 s, 2:03 min, 1:02:03 h."""
     if seconds < 100:

@@ -111,11 +111,22 @@ def go(
             status = launch_here(folder) if look.in_process else launch(folder, cluster, display.tell)
             errors = display.progress.errors
             summary = finish(folder, status, errors, monotonic() - look.began, earlier)
+    drawn = draw(folder, summary)
     with suppress(OSError):  # nobody reads it any more, and `main` sees to the exit status
         for error in errors:
             print(f"penstock: {error}", file=sys.stderr)
-        print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path)))
+        print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path), drawn))
     return status
+
+
+def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
+    """Write `report.html`; where it is, or how to have it. Whatever comes of it, the run has ended as it has."""
+    from penstock.runtime.report.write import end_with_report  # templates and networkx, which a start can do without
+
+    path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=summary["status"] == "stopped")
+    if path is not None:
+        return relative(path)
+    return f"{' '.join(reason.split())} (penstock report {relative(folder.path)})"
 
 
 def require_processes(config: RunConfig, look: Look) -> None:
@@ -170,6 +181,7 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
         "wall_s": round(seconds, 3),
         "reward_mean": rows[-1].get("reward_mean") if rows else None,
         "dropped_frames": {},
+        "warnings": [],
         "error": "",
         "folder": str(folder.path),
     }
@@ -181,7 +193,7 @@ def resumes_at(folder: RunFolder) -> int:
     return saved.update if saved else 0
 
 
-def summary_text(summary: Mapping[str, Any], updates: int, folder: str) -> str:
+def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "") -> str:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
@@ -189,6 +201,8 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str) -> str:
     rows.append(("updates", f"{summary['updates']} of {updates}, {summary['groups']} prompt groups"))
     rows.append(("time", clock(summary["command_s"])))
     rows.append(("folder", folder))
+    if report:
+        rows.append(("report", report))
     if summary["status"] == "stopped" or (summary["status"] == "failed" and summary["checkpoint"]):
         rows.append(("to go on", f"penstock resume {folder}, {_goes_on(summary)}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)

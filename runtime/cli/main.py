@@ -32,6 +32,8 @@ VERBS = {
     "check": Verb("PROGRAM", "all faults of a program; nothing is started"),
     "plan": Verb("PROGRAM", "which GPUs do what, what fits, and what bounds an update"),
     "simulate": Verb("PROGRAM", "its schedule on a virtual clock, as text, SVG and trace"),
+    "report": Verb("DIR", "a run as one HTML page: predicted against real, idle time by cause"),
+    "watch": Verb("DIR", "a run in progress: its report as a live page, or in the terminal"),
     "replay": Verb("DIR", "a run's recorded events through the scheduler again"),
     "agent": Verb("", "join the controller of a run on another machine"),
     "doctor": Verb("", "what this machine has and lacks"),

@@ -18,7 +18,7 @@ from penstock.graph.build import Flag, Program
 from penstock.graph.faults import nearest
 from penstock.graph.interface import REQUIRED
 from penstock.graph.paths import path_of
-from penstock.runtime.cli.flags import EXAMPLES, VERBS
+from penstock.runtime.cli.flags import EXAMPLES, VERBS, check_numbers
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
@@ -54,6 +54,10 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
             print(f"The config file stands for: {' '.join(config)}", file=sys.stderr)
         raise
     given, flags = getattr(parsed, title), getattr(parsed, verb)
+    try:
+        check_numbers(flags)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return {o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags
 
 

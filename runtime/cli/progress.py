@@ -4,7 +4,7 @@ A line is a dict with a `kind`: "stage", "status", "row", "accuracy", "note", "e
 "summary". `runtime.control.recorder` makes most of them; unknown kinds are passed over.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,12 @@ RECENT = 10
 
 @dataclass
 class Pool:
-    """What a pool's replicas are doing, the share of the last rows' time that they were busy, and their weights."""
+    """What a pool's replicas are doing, the share of the last rows' time that they were busy, and that they were idle by
+    cause, and their weights."""
 
     doing: tuple[str, ...] = ()
     busy: float | None = None
+    idle: dict[str, float] = field(default_factory=dict)
     version: int | None = None
 
 
@@ -97,10 +99,13 @@ class Progress:
         if row.get("reward_mean") is not None:
             self.rewards.append(float(row["reward_mean"]))
         for name, states in (row.get("pools") or {}).items():
-            busy = sum(r["pools"].get(name, {}).get("busy", 0.0) for r in self.rows)
-            seconds = sum(sum(r["pools"].get(name, {}).values()) for r in self.rows)
+            spent: Counter[str] = Counter()
+            for recent in self.rows:
+                spent.update(recent["pools"].get(name, {}))
             if states:
-                self.pools.setdefault(name, Pool()).busy = busy / seconds if seconds else None
+                pool, seconds = self.pools.setdefault(name, Pool()), spent.total()
+                pool.busy = spent["busy"] / seconds if seconds else None
+                pool.idle = {state: s / seconds for state, s in spent.items() if state != "busy" and s > 0}
 
     def _error(self, text: str) -> None:
         if text and text not in self.errors:

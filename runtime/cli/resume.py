@@ -10,6 +10,7 @@ import tyro
 
 from penstock.runtime.cli.inputs import require_inputs
 from penstock.runtime.cli.launching import Look, go, placed
+from penstock.runtime.cli.mesh_check import require_meshes
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED
@@ -100,7 +101,9 @@ def _with_meshes(config: RunConfig, cluster: Cluster, words: Sequence[str]) -> R
         return config
     meshes = read_meshes(config.flags.mesh) | read_meshes(words)
     flags = dataclasses.replace(config.flags, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
-    return dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
+    changed = dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
+    require_meshes(config.graphs, flags)
+    return changed
 
 
 def _finished(folder: RunFolder) -> bool:

@@ -12,20 +12,17 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Argument, Graph
+from penstock.graph.requirement import Check, requirement
 from penstock.graph.types import Context
-from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
+from penstock.runtime.cli.flags import NEW, RunFlags
+from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.parse import UsageError, parse
 from penstock.runtime.control.config import EVALUATION
-
-OPEN_MODEL = "penstock.nodes.base:open_model"
-SMALL = 1 << 30
-"""Bytes of weights up to which a model directory is opened before the run starts, to see that it fits."""
 
 
 def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -63,18 +60,24 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def try_inputs(graphs: Sequence[Graph], flags: RunFlags) -> dict[str, Any]:
-    """Make what the program reads, and read a little, so that bad data is told before any process starts.
+    """Make what the program reads, and read a little, and look at what the makers of the other values require, so that
+    bad data and missing models are told before any process starts.
 
     The flags with the device chosen, or an error.
     """
-    arguments = [argument for graph in graphs for argument in graph.arguments]
     try:
         device = _device(flags.device)
-        for argument in arguments:
-            if argument.kind == "source":
-                load(argument.maker)(_context(argument, flags)).read(0)
-        if any(a.maker in POLICY_MAKERS for a in arguments) and 0 < _weights_bytes(flags.model) < SMALL:
-            load(OPEN_MODEL)(Context(model=flags.model, device="meta", dtype=flags.dtype))
+        checks: dict[Check, Context] = {}
+        for graph in graphs:
+            for argument in graph.arguments:
+                maker, context = load(argument.maker), _context(argument, graph, flags)
+                if argument.kind == "source":
+                    maker(context).read(0)
+                elif (check := requirement(maker)) is not None:
+                    checks.setdefault(check, context)
+        for check, context in checks.items():
+            check(context)
+        check_meshes(graphs, flags.control(flags.model))
     except ValueError as error:
         return _error(str(error))
     except Exception:
@@ -82,11 +85,21 @@ def try_inputs(graphs: Sequence[Graph], flags: RunFlags) -> dict[str, Any]:
     return {"flags": dataclasses.asdict(dataclasses.replace(flags, device=device))}
 
 
-def _context(argument: Argument, flags: RunFlags) -> Context:
+def _context(argument: Argument, graph: Graph, flags: RunFlags) -> Context:
     held_out = argument.name.startswith(EVALUATION)
-    data = flags.eval_data or flags.data if held_out else flags.data
-    split = "evaluate" if held_out else "train"
-    return Context(argument.name, flags.seed, flags.model, data, batch=flags.batch, split=split)
+    return Context(
+        node=argument.name,
+        seed=flags.seed,
+        model="" if flags.model == NEW else flags.model,
+        data=flags.eval_data or flags.data if held_out else flags.data,
+        dtype=flags.dtype,
+        max_tokens=flags.max_tokens,
+        batch=flags.batch,
+        updates=flags.updates,
+        slots=flags.slots,
+        split="evaluate" if held_out else "train",
+        options=dict(graph.options),
+    )
 
 
 def _device(name: str) -> str:
@@ -101,13 +114,6 @@ def _device(name: str) -> str:
     if kind == "cuda" and int(index or 0) >= num_gpus:
         raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")
     return name
-
-
-def _weights_bytes(model: str) -> int:
-    """The size of a model directory's weights; 1 where there are none, so that opening it says so."""
-    if model in ("", NEW):
-        return 0
-    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) or 1
 
 
 def _error(text: str, *, usage: bool = False) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""What a run folder says of a run, as the lines that its controller would say: for the same display.
+
+The event log has events without what was decided; so they go through the scheduler again, each once, and what it
+commands says what each pool is at.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from penstock.runtime.cli.progress import Line
+from penstock.runtime.control.records import read_record
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.log import Mark, new_records
+from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.schedule.events import Done, Event, Failed, Fire, Swapped
+from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.scheduler import Scheduler
+
+
+class Watched:
+    """`lines` are those since it was asked last. `seconds` is how long the run has been going on, by its log."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.stage = ""
+        self._mark: Mark | None = None
+        self._broken = False
+        self._scheduler: Scheduler | None = None
+        self._work: dict[str, dict[str, None]] = {}
+        self._live: dict[str, int] = {}
+        self._rows = 0
+        self._before, self._now = 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + self._now
+
+    def lines(self) -> Iterator[Line]:
+        yield from self._followed()
+        yield from self._new_rows()
+        yield {"kind": "status", "stage": self.stage, "accuracy": self._accuracy(), "pools": self._pools()}
+
+    def summary(self) -> Line | None:
+        """How the run ended; None where nothing was left to say it."""
+        try:
+            found: Line = self.folder.read_json("summary.json")
+        except RecordError:
+            return None
+        return found
+
+    def _new_rows(self) -> Iterator[Line]:
+        rows = read_rows(self.folder.metrics)
+        self._rows = min(self._rows, len(rows))  # a resume drops those that it does again
+        for row in rows[self._rows :]:
+            yield {"kind": "row", "row": row}
+        self._rows = len(rows)
+
+    def _accuracy(self) -> dict[str, float | None]:
+        """As the last checkpoint or the summary says: nothing else in the folder has it."""
+        saved, end = latest_checkpoint(self.folder), self.summary() or {}
+        known = dict(saved.accuracy) if saved else {}
+        return known | {
+            when: end[name] for when in ("before", "after") if end.get(name := f"accuracy_{when}") is not None
+        }
+
+    # The event log ----------------------------------------------------------------------------------------
+
+    def _followed(self) -> Iterator[Line]:
+        if self._broken or not self.folder.events.exists() or not self.folder.events.stat().st_size:
+            return
+        try:
+            for record, self._mark in new_records(self.folder.events, self._mark):
+                self._take(*record)
+        except ValueError as error:
+            self._broken = True
+            self._work.clear()
+            yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
+
+    def _take(self, kind: str, *rest: Any) -> None:
+        if kind == "segment":
+            self._before, self._now = self.seconds, 0.0
+        elif kind == "stage":
+            origin = Origin.from_json(rest[0])
+            self.stage, self._scheduler = origin.stage, origin.scheduler()
+            self._work = {replica: {} for replica in self._scheduler.tables.replicas}
+        elif kind == "event" and self._scheduler is not None:
+            self._now = rest[0]
+            self._step(self._scheduler, cast(Event, read_record(rest[1])))
+
+    def _step(self, scheduler: Scheduler, event: Event) -> None:
+        if isinstance(event, Done | Failed) and not getattr(event, "rank", 0):
+            self._work[event.replica].pop(str(event.firing), None)
+        elif isinstance(event, Swapped):
+            self._live[event.replica] = event.version
+        for command in scheduler.handle(event):
+            if isinstance(command, Fire) and not self._is_source(scheduler, command.firing.node):
+                self._work[command.replica][str(command.firing)] = None
+
+    def _is_source(self, scheduler: Scheduler, node: str) -> bool:
+        step = scheduler.tables.steps.get(node)
+        return step is not None and step.source
+
+    def _pools(self) -> dict[str, Any]:
+        pools: dict[str, Any] = {}
+        if self._scheduler is None:
+            return pools
+        for replica, work in self._work.items():
+            pool = pools.setdefault(self._scheduler.tables.pool_of[replica], {"doing": [], "version": None})
+            pool["doing"].append(next(reversed(work), None) or self._scheduler.cause(replica))
+            pool["version"] = self._live.get(replica, pool["version"])
+        return pools
