@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.layout import Box, Layout, LayoutError, TensorLayout
-from penstock.runtime.tensor.memory import Allocate, copy_elements, large_pages
+from penstock.runtime.tensor.memory import Allocate, copy_elements
 
 _ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
 
@@ -128,9 +128,7 @@ def parts_of(layout: Layout, rank: int, buffer: Tensor) -> Parts:
 
 def touched(nbytes: int, device: Device) -> Tensor:
     """Memory written at once: a page's first touch costs many times the copy into it, and would be paid in a sync."""
-    if torch.device(device).type == "cpu":
-        return large_pages(nbytes)
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
 def _held(layout: Layout, rank: int) -> list[tuple[TensorLayout, Box, int]]:

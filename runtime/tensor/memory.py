@@ -5,7 +5,6 @@ A sender that may write straight into a receiver's shadow needs no receiver on t
 
 import ctypes
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +57,7 @@ class SharedMemory:
         except SegmentError as error:
             self.refused = str(error)
             self._warn(f"{self._owner}: {error}; weights come as messages, which is slower")
-            return large_pages(nbytes)
+            return torch.zeros(nbytes, dtype=torch.uint8)
         buffer = torch.frombuffer(segment.view, dtype=torch.uint8)
         self._segments.append((segment, buffer))
         return buffer[:nbytes]
@@ -75,15 +74,6 @@ class SharedMemory:
         """Remove the names; the memory stays for the tensors that lie in it. May be repeated."""
         for segment, _ in self._segments:
             segment.unlink()
-
-
-def large_pages(nbytes: int) -> Tensor:
-    """Zeroed memory of this process, all of it touched, in large pages where the kernel has them: sockets and digests
-    go through all of it, and would look up each small one."""
-    area = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)[:nbytes].zero_()
 
 
 class MappedMemory:
