@@ -27,8 +27,8 @@ RECENT = 10
 
 @dataclass
 class Pool:
-    """What a pool's replicas are doing, the share of the last rows' time that they were busy, and that they were idle by
-    cause, and their weights."""
+    """What a pool's replicas are doing; of the last rows' time, the share that they were busy, and idle by cause; and
+    their weights."""
 
     doing: tuple[str, ...] = ()
     busy: float | None = None

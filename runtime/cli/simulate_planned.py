@@ -89,7 +89,7 @@ class Planned:
         plan, scene = self.found.scene.plan, self.found.scene
         if not plan.shared and plan.lag != scene.lag:
             return f"the plan is for lag {plan.lag}"
-        above = self.result.steady_s / plan.period_s - 1
+        above = 1 - plan.period_s / self.result.steady_s
         return f"the planner says {seconds(plan.period_s)}, {percent(abs(above))} {'less' if above >= 0 else 'more'}"
 
     def _effects(self, width: int) -> list[str]:

@@ -1,8 +1,8 @@
 """The page of a run as a server on loopback: who may read it, and the stream that says when there is more.
 
 Every request needs the token of this start, in the address or in the cookie that the first answer sets, and a `Host`
-that is this machine, so that no page of another site can read anything by a name that it made point here. Nothing can be
-changed by a request.
+that is this machine, so that no page of another site can read anything by a name that it made point here. A request
+changes nothing.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ def _inline(name: str) -> str:
 HEADERS = {
     "Content-Security-Policy": "; ".join((
         "default-src 'none'", f"script-src 'self' {_inline('page.js')}", f"style-src-elem {_inline('style.css')}",
-        "style-src-attr 'unsafe-inline'", "img-src data:", "connect-src 'self'", "base-uri 'none'", "form-action 'none'",
-        "frame-ancestors 'none'",
+        "style-src-attr 'unsafe-inline'", "img-src data:", "connect-src 'self'", "base-uri 'none'",
+        "form-action 'none'", "frame-ancestors 'none'",
     )),
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",

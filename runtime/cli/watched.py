@@ -71,7 +71,8 @@ class Watched:
         if self._broken or not self.folder.events.exists() or not self.folder.events.stat().st_size:
             return
         try:
-            for record, self._mark in new_records(self.folder.events, self._mark):
+            for record, mark in new_records(self.folder.events, self._mark):
+                self._mark = mark
                 self._take(*record)
         except ValueError as error:
             self._broken = True

@@ -200,9 +200,8 @@ def _walk(path: Path) -> tuple[int, bytes, int]:
 def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any], Mark]]:
     """The records of a log that is still being written, each with a mark; those after `mark` if one is given. Raises
     LogError."""
-    number, end, chain = mark or Mark(0, len(MAGIC), _first())
-    for payload, chain, end in _frames(path, Mark(number, end, chain)):
-        number += 1
+    before = mark.records if mark else 0
+    for number, (payload, chain, end) in enumerate(_frames(path, mark), before + 1):
         yield msgpack.decode(payload), Mark(number, end, chain)
 
 

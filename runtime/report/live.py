@@ -7,6 +7,7 @@ machine is the run's: the drawing takes a tenth of one core at most.
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.runtime.record.faults import RecordError
@@ -85,6 +86,8 @@ class Live:
         try:
             facts = read_facts(self.folder, alive=not ended)
             report = make_report(facts, lambda: not ended or time.monotonic() - began > SIMULATING_S)
+            if not ended and not facts.rows:
+                report = replace(report, verdict="No update is done yet.")
             return page(report, "live.html.j2")
         except RecordError as error:
             return self._waiting(str(error))

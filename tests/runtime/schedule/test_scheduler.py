@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from penstock.runtime.schedule.events import Begin, Checkpoint, Finish
+from penstock.runtime.schedule.events import Begin, Checkpoint, Finish, Fire
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
@@ -16,6 +16,25 @@ def test_lag_zero_is_synchronous() -> None:
     made = world(aipo(lag=0), Rules(batch=2, end=3))
     finish(made)
     assert versions(made) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+
+
+def test_the_first_replica_with_new_weights_leaves_the_others_their_share() -> None:
+    made = world(aipo(lag=0), Rules(batch=12, end=3), replicas=3, capacity=20)
+    made.feed(Begin())
+    for update in range(3):
+        run_until(made, is_fire("generate", 12 * update), but=["generator/1", "generator/2"])
+        first = [c.replica for c in made.told[-1] if isinstance(c, Fire) and c.firing.node == "generate"]
+        assert first == ["generator/0"] * 4
+        run_until(made, is_fire("update", update))
+    assert finish(made).status == "done"
+
+
+def test_what_others_are_left_is_taken_when_they_do_not_come() -> None:
+    made = world(aipo(lag=0), Rules(batch=12, end=1), replicas=2, capacity=20)
+    made.feed(Begin())
+    exhaust(made, "generator/1")
+    assert {c.replica for c in fired(made, "generate")} == {"generator/0"}
+    assert len(fired(made, "update")) == 1
 
 
 def test_lag_one_generates_the_next_batch_during_an_update() -> None:
