@@ -64,7 +64,7 @@ ENTRIES: Mapping[str, Entry] = {
 }
 TRAINED: Mapping[str, tuple[str, str, Entry]] = {
     "teacher": ("aipo", "policy", Entry({"lr": 2e-4, "lag": 0}, {"updates": 40, "batch": 16})),
-    "preferences": ("reward_model", "reward_model", Entry({}, {"updates": 100, "batch": 2})),
+    "preferences": ("reward_model", "reward_model", Entry({}, {"updates": 300, "batch": 4})),
     "caller": ("tool_sft", "policy", Entry({}, {"model": "", "updates": 800, "batch": 2, "data": "calculator"})),
 }
 """What some need: the program that makes it, which of its carried values it is, and how that is run."""

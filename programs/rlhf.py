@@ -34,7 +34,7 @@ def rlhf(
     reward_model: str = "",
     samples: int = 8,
     lag: int = 0,
-    kl: float = 0.02,
+    kl: float = 0.1,
     lr: float = 1e-4,
     critic_lr: float = 3e-4,
 ) -> dict[str, Policy | Critic | RewardModel]:

@@ -50,7 +50,7 @@ class Mark(NamedTuple):
     """Where a reader of a log is: records read, bytes, and the chain there."""
 
     records: int
-    bytes: int
+    nbytes: int
     chain: bytes
 
 
