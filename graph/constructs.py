@@ -39,7 +39,7 @@ def keep(value: A, /, *, when: Callable[[A], bool]) -> A: ...
 def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]: ...
 @overload
 def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
-def keep(*values: Any, when: Callable[..., bool]) -> Any:
+def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
     """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
     take their place: an update consumes its `batch` kept ones, in order."""
     return _recorder("keep").keep(values, when)
@@ -55,6 +55,10 @@ def alternate(
     is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. Whoever reads
     their outputs gets those of the last turn. `options` go to the one that has them.
     """
+    for role, node in (("speaks", speak), ("answers", answer)):
+        if not isinstance(node, NodeDef):
+            needed = "a function with @node or, for an environment, @environment"
+            raise fault(f"alternate: the node that {role}", repr(node), needed)
     return cast(tuple[A, B], _recorder("alternate").alternate(speak, answer, inputs, turns, options))
 
 

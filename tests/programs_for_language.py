@@ -21,7 +21,8 @@ from penstock.graph import (
     program,
 )
 from penstock.graph.types import Carried, Prompts
-from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
+from penstock.nodes.generate.converse import converse
 
 # A filter -------------------------------------------------------------------------------------------------
 
@@ -242,6 +243,28 @@ def talking(
     behaviour = broadcast(policy, lag=lag)
     talk, answer = alternate(speak, reply, prompts, behaviour, turns=turns, stubborn=stubborn, raise_at=raise_at)
     return learn(policy, grade(talk, answer))
+
+
+@program
+def boundless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """A conversation without a bound."""
+    rollouts, _ = converse(prompts, broadcast(policy), environment=fake_environment)
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+@program
+def answered_by_a_function(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """The one that answers has no @node."""
+    behaviour = broadcast(policy)
+    talk, answer = alternate(speak, reply.fn, prompts, behaviour, turns=2)  # type: ignore[arg-type, var-annotated]
+    return learn(policy, grade(talk, answer))
+
+
+@program
+def keeps_by_nothing(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """A filter that nobody has said."""
+    rollouts = fake_generate(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, keep(fake_score(rollouts)))  # type: ignore[call-overload]
 
 
 @program

@@ -147,6 +147,11 @@ def test_a_filter_needs_a_predicate_that_other_processes_can_import() -> None:
 # Clocks ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_filter_says_by_what() -> None:
+    with pytest.raises(GraphError, match=r"option 'when'\n.*None\n.*a function of the values"):
+        graph("keeps_by_nothing")
+
+
 def test_a_slower_clock_is_printed() -> None:
     text = str(graph("clocks", every=4, look=5))
     assert "# trainer, every 4 updates" in text
@@ -334,10 +339,17 @@ def test_turns_are_printed_as_one_call() -> None:
 
 
 def test_turns_need_a_bound() -> None:
-    said = faults("endless")
-    assert "speak: turns" in said
-    assert "given   no bound" in said
-    assert "needed  turns=k" in said
+    for program, node in (("endless", "speak"), ("boundless", "generate")):
+        said = faults(program)
+        assert f"{node}: turns" in said
+        assert "given   no bound" in said
+        assert "needed  turns=k" in said
+
+
+def test_those_who_take_turns_are_nodes() -> None:
+    with pytest.raises(GraphError, match=r"the node that answers\n.*function reply.*\n.*@environment") as refused:
+        graph("answered_by_a_function")
+    assert FILE in str(refused.value)
 
 
 def test_a_node_that_cannot_go_on_with_a_conversation_takes_no_turns() -> None:

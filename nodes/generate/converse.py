@@ -15,7 +15,7 @@ def converse(
     behaviour: Weights,
     *,
     environment: NodeDef[..., Replied],
-    turns: int,
+    turns: int | None = None,
     samples: int = 8,
     **options: Any,
 ) -> tuple[Rollouts, Replied]:

@@ -5,13 +5,13 @@ Plain lines on standard output; a debugger stops where the user wants it to. Exi
 
 import signal
 import sys
-import traceback
 
 from penstock.runtime.cli.display import PlainDisplay
 from penstock.runtime.cli.progress import Progress
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.raised import told
 from penstock.runtime.control.stops import interrupt, on_stop, while_heard
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -30,8 +30,8 @@ def main() -> None:
     except RecordError as fault:
         print(f"penstock: {fault}", file=sys.stderr)
         sys.exit(FAILED)
-    except Exception:
-        traceback.print_exc()
+    except Exception as raised:
+        print(f"penstock: {told(raised)}", end="", file=sys.stderr)
         sys.exit(FAILED)
     for error in display.progress.errors:
         print(f"penstock: {error}", file=sys.stderr)

@@ -31,6 +31,8 @@ from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.schedule.pinned import check_rules
+from penstock.runtime.schedule.tables import compile_tables
 
 STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
@@ -46,12 +48,17 @@ class Look:
 
 
 def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
-    """The run of a traced program on a cluster. Raises CommandError for its faults, ClusterError for pools or
-    devices that the cluster lacks."""
+    """The run of a traced program on a cluster. Raises CommandError for its faults and for flags that it does not
+    allow, ClusterError for pools or devices that the cluster lacks."""
     flags = traced.flags.control(model)
     graphs = [traced.sound()] + ([traced.evaluation] if traced.evaluation is not None else [])
     plan = placed(graphs, cluster, flags)
-    return RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
+    config = RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
+    try:
+        check_rules(compile_tables(config.graph, plan), config.rules(0))
+    except ValueError as error:
+        raise CommandError(str(error), 2) from None
+    return config
 
 
 def placed(graphs: Sequence[Graph], cluster: Cluster, flags: Flags) -> Plan:

@@ -123,8 +123,8 @@ def _error(text: str, *, usage: bool = False) -> dict[str, Any]:
 def _own_frames() -> str:
     """The traceback of the exception under way, from the first frame that is the user's."""
     kind, error, whole = sys.exc_info()
-    tb = whole
-    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith(("penstock.", "importlib")):
+    tb, own = whole, ("penstock.", "importlib", "__main__")  # the last is this file's name in the child
+    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith(own):
         tb = tb.tb_next
     return "".join(traceback.format_exception(kind, error, tb or whole)).rstrip()
 

@@ -70,7 +70,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 new = dict(HEADERS)
                 if given and not fault:
-                    new["Set-Cookie"] = f"{self.cookie}={given}; HttpOnly; SameSite=Strict; Path=/"
+                    new["Set-Cookie"] = f"{self.cookie}={self.token.decode()}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"] = [*message["headers"], *((k.lower().encode(), v.encode()) for k, v in new.items())]
             await send(message)
 

@@ -59,8 +59,8 @@ def _wait_for_config(folder: RunFolder) -> None:
 def _end(display: Display, watched: Watched, alive: bool) -> None:
     if alive:
         return
-    summary = watched.summary()
-    display.tell({"kind": "summary", **(summary or {"status": "failed", "error": "the run has no end: it was killed"})})
+    killed = {"status": "failed", "error": "the run has no end: it was killed"}
+    display.tell({"kind": "summary", **(watched.summary() or watched.ended or killed)})
 
 
 def _tell_end(folder: RunFolder, display: Display, watched: Watched, updates: int, alive: bool) -> None:

@@ -20,11 +20,13 @@ from penstock.runtime.schedule.scheduler import Scheduler
 
 
 class Watched:
-    """`lines` are those since it was asked last. `seconds` is how long the run has been going on, by its log."""
+    """`lines` are those since it was asked last. `seconds` is how long the run has been going on, and `ended` how its
+    last life ended, by its log; None of one that goes on or was killed."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.stage = ""
+        self.ended: Line | None = None
         self._mark: Mark | None = None
         self._broken = False
         self._scheduler: Scheduler | None = None
@@ -81,7 +83,7 @@ class Watched:
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "segment":
-            self._before, self._now = self.seconds, 0.0
+            self._before, self._now, self.ended = self.seconds, 0.0, None
         elif kind == "stage":
             origin = Origin.from_json(rest[0])
             self.stage, self._scheduler = origin.stage, origin.scheduler()
@@ -89,6 +91,8 @@ class Watched:
         elif kind == "event" and self._scheduler is not None:
             self._now = rest[0]
             self._step(self._scheduler, cast(Event, read_record(rest[1])))
+        elif kind == "end":
+            self.ended = rest[0]
 
     def _step(self, scheduler: Scheduler, event: Event) -> None:
         if isinstance(event, Done | Failed) and not getattr(event, "rank", 0):

@@ -2,12 +2,11 @@
 
 One executor per rank, with no socket of its own: the worker drives it with messages, the in-process driver calls
 it. A node is a function, a function with state, or a `Stream` that works on several firings at once. An exception
-of a node becomes a `Failed` event with its traceback; nothing else is caught.
+of a node becomes a `Failed` event that says what was raised (see `raised.py`); nothing else is caught.
 
 What a rank holds is in `holdings.py`, how values move in `values.py`, its part of a checkpoint in `part.py`.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from typing import Any
@@ -17,6 +16,7 @@ from penstock.graph.ir import Firing, Node
 from penstock.runtime.control import part
 from penstock.runtime.control.holdings import Held, Holdings
 from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.raised import told
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.values import Key, Values
 from penstock.runtime.control.weights import Ways
@@ -188,10 +188,9 @@ class Executor:
         return Result(done, outputs, figures, began, monotonic())
 
     def _failure(self, firing: Firing, began: float, error: BaseException) -> Result:
-        said = "".join(traceback.format_exception(error))
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
-        text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{said}"
+        text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"
         return Result(Failed(firing, self.setup.replica, self.setup.rank, text), began=began, ended=monotonic())
 
 

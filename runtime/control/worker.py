@@ -6,7 +6,6 @@ The heartbeat starts before torch is imported. Then one loop: take orders, carry
 import json
 import os
 import sys
-import traceback
 from collections import deque
 from pathlib import Path
 from time import monotonic
@@ -18,6 +17,7 @@ from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.raised import told
 from penstock.runtime.control.wire import SILENCE, Client
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
         config = RunConfig.from_json(json.loads(setup.config))
         rank = make_rank(config, replica, index, Path(join.folder), setup.restore, join, client.wake)
-    except Exception:
-        client.send(Note("error", f"{replica} rank {index} could not start:\n{traceback.format_exc()}"))
+    except Exception as error:
+        client.send(Note("error", f"{replica} rank {index} could not start:\n{told(error)}"))
         return 1
     pulse.doing = lambda: rank.executor.doing
     try:

@@ -25,6 +25,7 @@ import os
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -77,6 +78,13 @@ class Host(BaseModel):
     agent: Literal["local", "external"] = "local"
     address: Annotated[str, AfterValidator(_address)] = ""
 
+    @field_validator("devices")
+    @classmethod
+    def _check_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted(name for name, count in Counter(devices).items() if count > 1 and name != "cpu"):
+            raise ValueError(f"{', '.join(twice)} is there twice; each CUDA device once is needed")
+        return devices
+
     @property
     def accelerators(self) -> tuple[str, ...]:
         return tuple(d for d in self.devices if d != "cpu")
@@ -109,7 +117,7 @@ class Cluster(BaseModel):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         names = [host.name for host in self.hosts]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(f"hosts: {', '.join(twice)} is there twice; names must differ")
         for pool, host in self.pools.items():
             if host not in names:

@@ -6,7 +6,7 @@ their places says: two calls agree, and no length is averaged away.
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import exp, inf, log
+from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
 
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 _NORMAL = NormalDist()
+WIDEST = 5.0
+"""The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses."""
 
 
 class LengthError(ValueError):
@@ -31,9 +33,9 @@ class Lognormal:
     longest: int
 
     def __post_init__(self) -> None:
-        if not (1 <= self.mean <= self.longest and 0 <= self.sigma < inf):
+        if not (1 <= self.mean <= self.longest and 0 <= self.sigma <= WIDEST):
             given = f"a mean of {self.mean:g} tokens, sigma {self.sigma:g}, longest {self.longest}"
-            raise LengthError(f"lengths: given {given}; needed 1 <= mean <= longest and sigma of 0 or more")
+            raise LengthError(f"lengths: given {given}; needed 1 <= mean <= longest and a sigma from 0 to {WIDEST:g}")
 
     @cached_property
     def location(self) -> float:
@@ -102,7 +104,7 @@ def fitted(mean: float, finished: float, longest: int, sigma: float = 0.7) -> Lo
     if not 0 < finished < 1 or mean >= longest:
         return Lognormal(min(mean, longest), sigma, longest)
     quantile = _NORMAL.inv_cdf(finished)
-    low, high = 1e-3, 5.0
+    low, high = 1e-3, WIDEST
     for _ in range(60):
         middle = (low + high) / 2
         # More spread with the same share above the cut moves the rest down.

@@ -77,12 +77,22 @@ def read_costed(path: Path, program: str) -> Costed:
         data = json.loads(path.read_text())
         found = _adapter().validate_python(data[KEY])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        where = ".".join(map(str, (KEY, *first["loc"]))) + f": {first['msg']}" if first else f"{error!r:.200}"
-        raise PlanError(f"--plan {path}: given {where}, needed {needed}") from error
+        raise PlanError(f"--plan {path}: given {_fault(error)}, needed {needed}") from error
     if found.program != program:
         raise PlanError(f"--plan {path}: given a plan of {found.program}, needed {needed}")
     return found
+
+
+def _fault(error: Exception) -> str:
+    """What was found in place of a plan."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return ".".join(map(str, (KEY, *first["loc"]))) + f": {first['msg']}"
+    if isinstance(error, OSError):
+        return f"a file that cannot be read ({error.strerror})"
+    if isinstance(error, KeyError | TypeError):
+        return f"JSON without {KEY!r}"
+    return f"something that is not JSON ({error!s:.200})"
 
 
 def _adapter() -> TypeAdapter[Costed]:

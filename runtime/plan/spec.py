@@ -17,6 +17,9 @@ _PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")
 THIS = "this"
 """The machine that was measured here."""
 
+MOST_GPUS = 100_000
+"""Of one kind: more than there are in one place, and more than a word with a digit too many should make."""
+
 
 def read_cluster(given: str, this: Path | None = None) -> Cluster:
     """The cluster that `--cluster` names; "this" is that in the file `this`. Raises ClusterError for a word or a file
@@ -46,6 +49,8 @@ def _hosts(given: str, part: str, first: int) -> list[Host]:
     count, gpus, kind = int(match[1]), int(match[2]), match[3]
     if not (count and gpus):
         raise ClusterError(f"--cluster {given}: given {count} hosts of {gpus} GPUs, needed at least 1 of each")
+    if count * gpus > MOST_GPUS:
+        raise ClusterError(f"--cluster {given}: given {count * gpus} GPUs in {part}, needed at most {MOST_GPUS}")
     if kind not in GPUS:
         raise ClusterError(f"--cluster {given}: given GPUs of kind {kind!r}; {nearest(kind, GPUS)}")
     devices = tuple(f"cuda:{index}" for index in range(gpus))

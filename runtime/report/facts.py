@@ -141,9 +141,10 @@ def _so_far(rows: list[Row]) -> Mapping[str, Any]:
 
 
 def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
-    if not folder.events.exists():
+    if not folder.events.exists() or not folder.events.stat().st_size:
         if not alive:
-            notes.append("There is no events.log: no schedule can be shown.")
+            what = "Nothing was written into events.log" if folder.events.exists() else "There is no events.log"
+            notes.append(f"{what}: no schedule can be shown.")
         return []
     segments, damage = read_whole(folder.events)
     if damage is not None:

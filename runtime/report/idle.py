@@ -60,6 +60,15 @@ def union(work: Iterable[Work]) -> int:
     return total
 
 
+def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
+    """Slots in use times nanoseconds, on one replica, by work that has so many rows each; rows beyond `slots` wait."""
+    total, now, held = 0, 0, 0
+    for time, change in sorted(edge for item, rows in work for edge in ((item.start, rows), (item.end, -rows))):
+        total += min(held, slots) * (time - now)
+        now, held = time, held + change
+    return total
+
+
 def _state(item: Work) -> str:
     if item.kind in ("group", "update"):
         return "failed" if item.outcome == "failed" else "busy"

@@ -11,6 +11,7 @@ from penstock.runtime.report.encode import Chart, Row, Strip, encode
 from penstock.runtime.report.follow import NS, Followed, Lane
 from penstock.runtime.report.idle import Account
 from penstock.runtime.report.learning import groups
+from penstock.runtime.report.predicted import Prediction
 from penstock.runtime.report.reasons import CAUSES
 from penstock.runtime.report.report import (
     NodeTime,
@@ -67,7 +68,7 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         idle_said=_occupied(report),
         whole=_idle("The whole run", whole, whole),
         what_if=table,
-        what_if_said=_what_if_said(report.table) if report.table else "",
+        what_if_said=_what_if_said(report.table, report.prediction) if report.table else "",
         groups=charts,
         footer=f"Written by penstock {__version__} from {facts.folder}. One file: it loads nothing and sends nothing.",
     )
@@ -221,9 +222,9 @@ def _idle(caption: str, accounts: Mapping[Lane, Account], known: Iterable[Lane])
 
 
 def _occupied(report: Report) -> str:
-    found = occupancy(report.stage) if report.stage else {}
-    full = [f"{pool} {percent(share)}" for pool, share in found.items()]
-    return f"Slots in use while busy (occupancy, no idle time): {', '.join(full)}." if full else ""
+    full = [f"{pool} {percent(share)}" for pool, share in occupancy(report).items()]
+    held = "occupancy, no idle time; a response counts until its group is done"
+    return f"Slots in use while busy ({held}): {', '.join(full)}." if full else ""
 
 
 # What if ------------------------------------------------------------------------------------------------------
@@ -266,11 +267,13 @@ def _case(case: Case) -> dict[str, Any]:
     }
 
 
-def _what_if_said(table: Table) -> str:
+def _what_if_said(table: Table, prediction: Prediction | None) -> str:
     said = (
         f"The simulator's answers for {table.updates} updates each, with the times of this run: a firing takes as long "
         "as it did here."
     )
+    if prediction and prediction.measured_s:
+        said += f" Compare them with each other: the run itself took {seconds(prediction.measured_s)} per update."
     if table.crowding >= 0.005:
         said += (
             f" In this run {percent(table.crowding)} of a group's time was due to groups decoded beside it (a fit): "

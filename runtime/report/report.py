@@ -11,9 +11,10 @@ from typing import Any
 
 from penstock.graph.ir import Graph
 from penstock.graph.passes import Bound
+from penstock.runtime.plan.place import decodes, samples_of
 from penstock.runtime.report.facts import Facts, Stage
 from penstock.runtime.report.follow import NS, Lane, Work
-from penstock.runtime.report.idle import Account, union
+from penstock.runtime.report.idle import Account, slot_time, union
 from penstock.runtime.report.predicted import SYNC, Fit, Prediction, bound, fit, predict
 from penstock.runtime.report.verdict import cycle_nodes, verdict
 from penstock.runtime.report.whatif import Table, what_if
@@ -113,16 +114,25 @@ def pool_shares(facts: Facts) -> dict[str, dict[str, float]]:
     }
 
 
-def occupancy(stage: Stage) -> dict[str, float]:
-    """Of each pool that works on several firings at once: how full its slots were while it was busy, from 0 to 1."""
-    found: dict[str, float] = {}
-    streaming = {node.name for node in stage.origin.graph.nodes if node.stream and node.clock == "group"}
+def occupancy(report: Report) -> dict[str, float]:
+    """Of each pool that works on several firings at once: how full its slots were while it was busy, from 0 to 1. A
+    group that is decoded has a slot for each of its samples; a response that has ended counts until its group is done.
+    """
+    stage, found = report.stage, dict[str, float]()
+    if stage is None:
+        return found
+    graph = stage.origin.graph
+    streaming = {node.name: node for node in graph.nodes if node.stream and node.clock == "group"}
+    rows = {name: samples_of(node) if decodes(graph, node) else 0 for name, node in streaming.items()}
     for pool, replicas in stage.tables.by_pool.items():
         lanes = {(replica.name, 0) for replica in replicas}
         work = [w for w in stage.followed.work if w.lane in lanes and w.node in streaming]
-        busy = sum(union(w for w in work if w.lane == lane) for lane in lanes)
+        slots = report.facts.config.flags.slots if any(rows[w.node] for w in work) else replicas[0].capacity
+        by_lane = [[w for w in work if w.lane == lane] for lane in lanes]
+        busy = sum(map(union, by_lane))
         if busy:
-            found[pool] = sum(w.end - w.start for w in work) / (busy * replicas[0].capacity)
+            used = sum(slot_time([(w, rows[w.node] or 1) for w in items], slots) for items in by_lane)
+            found[pool] = used / (busy * slots)
     return found
 
 
@@ -222,7 +232,7 @@ def figures(report: Report) -> dict[str, Any]:
             for lane, account in whole.items()
         ],
         "pools": pool_shares(facts),
-        "occupancy": occupancy(report.stage) if report.stage else {},
+        "occupancy": occupancy(report),
         "syncs": [
             {"channel": channel, "part": part, "syncs": count, "median_s": middle, "max_s": most}
             for channel, part, count, middle, most in sync_parts(facts.training)

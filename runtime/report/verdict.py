@@ -50,7 +50,8 @@ def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, floa
         most = f", the busiest of them {role(graph, pool)} ({_percent(busy[pool])})" if pool else ""
         return f"No pool and no cycle alone bounds this run{most}"
     if bound.pool:
-        return f"{role(graph, bound.pool).capitalize()} bounds this run"
+        name = role(graph, bound.pool)
+        return f"{name[:1].upper()}{name[1:]} bounds this run"
     names = " → ".join(cycle_nodes(graph, bound))
     return f"The cycle {names} bounds this run" + (f", {bound.span} updates at a time" if bound.span > 1 else "")
 

@@ -98,9 +98,9 @@ class Simulation:
     @property
     def steady(self) -> tuple[int, int] | None:
         """The first and the last update of those between the filling of the pipeline and its end, which has no
-        generation beside it; None of a run too short to have them."""
+        generation beside it; None of a run too short to have as many as a cycle spans, which may come all at once."""
         first, last = self.max_lag + 1, len(self.ends) - 1 - (self.max_lag + 1)
-        return (first, last) if last > first else None
+        return (first, last) if last - first > self.max_lag else None
 
     @property
     def steady_s(self) -> float:

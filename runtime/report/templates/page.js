@@ -111,7 +111,7 @@ class Schedule {
       if (strip.hidden) continue;
       if (strip.row !== row) y += row ? 12 : 6;
       row = strip.row;
-      strip.step = strip.tracks > 1 ? clamp(84 / strip.tracks, 1.5, 12) : 18;
+      strip.step = strip.tracks > 1 ? Math.min(84 / strip.tracks, 12) : 18;
       if (guess && strip.tracks <= 1) strip.step = 12;
       strip.top = y;
       strip.height = Math.max(strip.tracks, 1) * strip.step;
@@ -528,7 +528,7 @@ function whatIf(root) {
       return;
     }
     const gain = now.period_s / found.period_s - 1, same = l === table.lag && s === table.replicas;
-    const change = same ? "the run as it was" : Math.abs(gain) < 0.005 ? "no faster and no slower than the run"
+    const change = same ? "the lag and replicas of the run, simulated" : Math.abs(gain) < 0.005 ? "no faster and no slower than the run's"
       : `<b>${(100 * Math.abs(gain)).toFixed(gain > 1 ? 0 : 1)} % ${gain > 0 ? "more" : "fewer"} updates per hour</b>`;
     const busy = Object.entries(found.busy).map(([pool, share]) => `${escape(pool)} ${(100 * share).toFixed(0)} %`);
     said.innerHTML = `<span class="big">${duration(found.period_s * 1e6)}</span> per update: ${change}. ` +

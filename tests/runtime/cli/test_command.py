@@ -83,6 +83,34 @@ def test_what_the_user_can_mend_is_said_in_a_line(tmp_path: Path) -> None:
     assert "--updates" in done.stderr
 
 
+def test_a_program_that_raises_shows_the_users_lines_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from penstock.graph import program\n\n@program\ndef own(policy):\n    return {}[0]\n"
+    )
+    done = penstock("check", "own.py:own", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "return {}[0]" in done.stderr
+    assert "trace_child" not in done.stderr
+    assert "graph/build.py" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("dapo --versions pinned", 'versions="pinned": given the filter keep'),
+        ("curriculum --on-failure replace", 'on_failure="replace": given choose'),
+    ],
+)
+def test_a_flag_that_a_program_does_not_allow_is_told_before_anything_starts(
+    words: str, said: str, tmp_path: Path
+) -> None:
+    done = penstock("run", *words.split(), "--model", "new", cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_leaves_a_folder_that_replays(tmp_path: Path) -> None:
     words = "run toy --updates 4 --batch 3 --generate-ms 5 --update-ms 5 --out here --json"
     done = penstock(*words.split(), cwd=tmp_path)

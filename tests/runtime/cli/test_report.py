@@ -80,6 +80,11 @@ def test_a_log_that_a_crash_cut_off_is_drawn_as_far_as_it_goes(folder: Path, cap
     assert all(sum(rank["whole_ns"].values()) == found["wall_ns"] for rank in found["ranks"])
 
 
+def test_a_log_that_nothing_was_written_into_is_as_none(folder: Path, capsys: Output) -> None:
+    (folder / "events.log").write_bytes(b"")
+    assert figures(folder, capsys)["notes"] == ["Nothing was written into events.log: no schedule can be shown."]
+
+
 def test_a_damaged_log_is_drawn_up_to_the_damage(folder: Path, capsys: Output) -> None:
     log = bytearray((folder / "events.log").read_bytes())
     log[len(log) * 3 // 4] ^= 1

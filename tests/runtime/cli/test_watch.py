@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from penstock.runtime.cli.watch_terminal import watch_in_terminal
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.facts import read_facts
@@ -85,7 +86,9 @@ def test_the_cookie_stands_for_the_token_and_every_answer_has_its_headers(watchi
     with httpx.Client() as client:
         first = client.get(watching.url)
         assert {"HttpOnly", "SameSite=Strict"} <= set(first.headers["set-cookie"].split("; "))
+        stale = client.get(watching.bare, params={"token": "of an earlier start"})
         again = client.get(watching.bare)
+    assert stale.status_code == 200
     for answer in (first, again, httpx.get(watching.bare)):
         assert answer.headers["cache-control"] == "no-store"
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -150,6 +153,19 @@ def test_one_picture_and_plain_lines_of_a_finished_run(finished: Path) -> None:
     lines = subprocess.run([*PENSTOCK, "watch", str(finished), "--plain"], capture_output=True, text=True, timeout=60)
     assert lines.returncode == 0, lines.stderr
     assert "update 4/4" in lines.stdout
+
+
+def test_a_finished_run_without_its_summary_was_not_killed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(finished, tmp_path / "run")
+    (copy / "summary.json").unlink()
+    assert watch_in_terminal(RunFolder(copy), plain=True, once=False) == 0
+    assert "killed" not in capsys.readouterr().err
+    log = copy / "events.log"
+    log.write_bytes(log.read_bytes()[:-1])
+    assert watch_in_terminal(RunFolder(copy), plain=True, once=False) == 0
+    assert "it was killed" in capsys.readouterr().err
 
 
 def test_only_the_page_imports_a_server() -> None:

@@ -50,6 +50,7 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         ("cores = 16", "", "hosts.0.cores: missing"),
         ("cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
         ('"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
+        ('"cuda:0"', '"cuda:0", "cuda:0"', "hosts.0.devices: cuda:0 is there twice"),
         ('"external"', '"extern"', "hosts.1.agent: given 'extern'"),
         ('name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
         ('name = "b"', 'name = "a"', "hosts: a is there twice"),

@@ -52,6 +52,7 @@ def test_kinds_are_mixed_with_a_plus_and_names_differ() -> None:
         ("8xH100", "given '8xH100', needed hosts x GPUs x kind such as 32x8xH100"),
         ("0x8xH100", "given 0 hosts of 8 GPUs, needed at least 1 of each"),
         ("2x0xH100", "given 2 hosts of 0 GPUs"),
+        ("9999999x8xH100", "given 79999992 GPUs in 9999999x8xH100, needed at most 100000"),
         ("none.toml", "none.toml: cannot be read"),
     ],
 )

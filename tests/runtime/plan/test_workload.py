@@ -22,6 +22,13 @@ def test_a_cut_lognormal_keeps_its_mean_and_its_longest(mean: float, sigma: floa
     assert lengths.max() <= longest
 
 
+@pytest.mark.parametrize("sigma", [-0.1, 5.1, 99.0, float("inf"), float("nan")])
+def test_a_spread_that_no_lengths_have_is_refused(sigma: float) -> None:
+    with pytest.raises(LengthError, match="needed 1 <= mean <= longest and a sigma from 0 to 5"):
+        Lognormal(1000, sigma, 4096)
+    assert Lognormal(1000, 5.0, 4096).take(4096).mean() == pytest.approx(1000, rel=0.01)
+
+
 def test_taking_twice_gives_the_same_and_not_in_order() -> None:
     lengths = Lognormal(1000, 0.7, 4096)
     first, second = lengths.take(1000), lengths.take(1000)

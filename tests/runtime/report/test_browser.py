@@ -206,7 +206,7 @@ def test_syncs_are_split_into_pause_wire_and_apply(page: "Page") -> None:
 
 def test_the_sliders_answer_from_the_table(page: "Page") -> None:
     before = page.inner_text("output.answer")
-    assert "the run as it was" in before
+    assert "the lag and replicas of the run" in before
     page.focus("input[name=lag]")
     page.keyboard.press("Home")
     after = page.inner_text("output.answer")

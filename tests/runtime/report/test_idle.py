@@ -1,15 +1,18 @@
 """Busy and idle by cause add up to the wall time, whatever was in work."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.record.timeline import Kind
 from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.follow import Work
-from penstock.runtime.report.idle import account, union
-from penstock.runtime.report.report import rank_accounts, whole_accounts
+from penstock.runtime.report.idle import account, slot_time, union
+from penstock.runtime.report.report import make_report, occupancy, rank_accounts, whole_accounts
+from penstock.runtime.schedule.durations import Durations
 
-from .runs import Made
+from .runs import Made, simulated_run
 
 
 def work(start: int, end: int, kind: Kind = "group", outcome: str = "") -> Work:
@@ -63,3 +66,15 @@ def test_the_ranks_of_a_run_add_up_in_every_stage_and_all_in_all(made: Made) -> 
 
 def test_a_union_counts_time_once() -> None:
     assert union([work(0, 10), work(5, 20), work(30, 40), work(31, 32)]) == 30
+
+
+def test_slots_in_use_are_rows_and_never_more_than_there_are() -> None:
+    assert slot_time([(work(0, 10), 4), (work(5, 20), 4)], 6) == 4 * 5 + 6 * 5 + 4 * 10
+    assert slot_time([], 6) == 0
+
+
+def test_occupancy_counts_a_slot_for_each_sample_of_a_group(tmp_path: Path) -> None:
+    seconds = Durations({"fake_generate": 1.0, "fake_score": 0.0, "fake_update": 0.0})
+    report = make_report(read_facts(simulated_run(tmp_path / "run", batch=4, durations=seconds).folder), lambda: True)
+    # The groups of two updates begin together, with four samples each, on a replica of 64 slots and room for 18 groups.
+    assert occupancy(report)["generator"] == 2 * 4 * 4 / 64

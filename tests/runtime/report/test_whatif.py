@@ -66,6 +66,18 @@ def test_lags_and_replicas_are_changed_in_copies_of_graph_and_plan(made: Made) -
     assert generators(stage.tables) == "generator"
 
 
+def test_a_lag_too_small_for_how_seldom_weights_travel_has_no_period(tmp_path: Path) -> None:
+    program = f"{Path(__file__).parents[2] / 'programs_for_language.py'}:seldom"
+    durations = Durations({"fake_generate": 0.1, "fake_score": 0.0, "fake_update": 0.1})
+    made = simulated_run(tmp_path / "r", program=program, options={"lag": 3, "every": 3}, durations=durations)
+    (stage,) = read_facts(made.folder).training
+    fitted = fit(stage)
+    assert fitted is not None
+    table = what_if(stage, fitted, lambda: False)
+    assert table is not None
+    assert {lag for lag, period in periods(table).items() if period is None} == {0, 1}
+
+
 def firing(index: int, start: int, end: int) -> Work:
     return Work(("generator/0", 0), "generate", index, 0, start, end, "group", 0, ("", 0))
 

@@ -65,6 +65,12 @@ def test_a_run_too_short_to_be_steady_tells_its_mean() -> None:
     assert result.period_s == pytest.approx(result.wall_s / 4)
 
 
+def test_a_steady_part_is_at_least_as_long_as_a_cycle() -> None:
+    plan = place(aipo(), capacity={"generator": 16})
+    for updates, steady in ((6, None), (7, (2, 4)), (8, (2, 5))):
+        assert simulated(aipo(1), plan, Rules(4, updates), SECONDS).steady == steady
+
+
 def test_the_simulated_scheduler_keeps_its_invariants() -> None:
     for seed in range(40):
         rng = Random(seed)
