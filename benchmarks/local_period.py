@@ -40,7 +40,7 @@ def measured(model: Path, data: Path, lag: int, updates: int, folder: Path) -> d
 def predicted(machine: Path, model: Path, lag: int, folder: Path) -> dict[str, Any]:
     command = [*COMMAND, "plan", "aipo", "--json", f"--lag={lag}", "--cluster", str(machine), "--model", str(model)]
     command += [f"--batch={PROMPTS}", f"--samples={SAMPLES}", f"--slots={PROMPTS * SAMPLES}"]
-    command += ["--lengths", str(folder), f"--longest={TOKENS}", f"--prompt-tokens={PROMPT_TOKENS}"]
+    command += ["--lengths", str(folder), f"--max-tokens={TOKENS}", f"--prompt-tokens={PROMPT_TOKENS}"]
     out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return found

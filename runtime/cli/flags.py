@@ -167,7 +167,7 @@ class Planning:
     """A shape such as llama-8b, llama-70b, qwen3-0.6b, or a model directory with its config.json."""
     lengths: Annotated[str, _text("MEAN,SIGMA|FILE|RUN", "1000,0.7")] = "1000,0.7"
     """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
-    longest: int = 4096
+    max_tokens: int = 4096
     """Tokens at which a response is cut."""
     prompt_tokens: int = 128
     """Tokens of a prompt."""

@@ -85,7 +85,7 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
             read_shape(flags.model),
             batch,
             roles.samples,
-            given_lengths(flags.lengths, flags.longest),
+            given_lengths(flags.lengths, flags.max_tokens),
             flags.prompt_tokens,
             roles.epochs,
             roles.minibatches,

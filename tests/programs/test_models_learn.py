@@ -62,7 +62,7 @@ def test_rlhf_finds_right_answers_by_the_reward_model_alone(
     tmp_path: Path, base: str, reward_model: tuple[Path, list[Row]]
 ) -> None:
     options = {"reward_model": str(reward_model[0]), "lr": 3e-4, "critic_lr": 1e-3}
-    figures = rows(run(tmp_path / "r", "rlhf", options, base, 14, batch=16))
+    figures = rows(run(tmp_path / "r", "rlhf", options, base, 20, batch=16))
     assert gain(figures, "learned_reward") > 1.0
     assert gain(figures, "accuracy") > 0.1
 

@@ -13,7 +13,7 @@ from penstock.runtime.plan.roles import PlanError
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]
-WORK = ("--cluster", "1x8xH100", "--model", "qwen3-4b", "--batch", "8", "--lengths", "200,0.7", "--longest", "1024")
+WORK = ("--cluster", "1x8xH100", "--model", "qwen3-4b", "--batch", "8", "--lengths", "200,0.7", "--max-tokens", "1024")
 SMALL = ("aipo", *WORK, "--updates", "8", "--width", "100")
 
 
@@ -73,7 +73,7 @@ def test_small_work_takes_the_seconds_that_are_given(capsys: Output) -> None:
         (("--cluster", "1x8xH10", "--model", "llama-8b"), "did you mean 'H100'"),
         (("--cluster", "1x8xH100"), "--model: given nothing"),
         (("--model", "llama-8b"), "--model: given without a plan; needed --cluster with it"),
-        (("--plan", "plan.json", "--longest", "99"), "--longest: given beside --plan"),
+        (("--plan", "plan.json", "--max-tokens", "99"), "--max-tokens: given beside --plan"),
         (("--plan", "plan.json", "--batch", "9"), "--batch: given beside --plan"),
         ((*WORK, "--generators", "2"), "--generators: given with a plan"),
         ((*WORK, "--duration", "generate=1"), "needed one of score, group_advantage before '='"),
