@@ -98,6 +98,7 @@ def test_a_construct_runs_at_any_lag_and_replays(tmp_path: Path, name: str, lag:
     assert [one.finish.status for one in replayed(folder) if one.finish] == ["done", "stopped"]  # and saved at the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_construct_at_lag_zero_is_the_same_bits_in_processes(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"every": 1} if name == "seldom" else {}
