@@ -1,6 +1,7 @@
 """`penstock watch DIR`: a run in progress, as its report's page on this machine, or in the terminal."""
 
 import importlib
+import signal
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         RunFolder.open(flags.dir)
         if not folder.alive:
             read_facts(folder)  # what cannot be shown is better said here than on a page
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     if flags.tui or flags.plain or flags.once:
         return watch_in_terminal(folder, plain=flags.plain, once=flags.once)
     server = importlib.import_module("penstock.runtime.cli.watch_server").PageServer(folder, flags.port)
