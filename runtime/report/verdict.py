@@ -57,27 +57,33 @@ def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, floa
 
 
 def _lag(table: Table) -> list[str]:
-    now = table.case(table.lag, table.replicas)
     cases = [c for c in table.cases if c.replicas == table.replicas and c.period_s]
-    if now is None or not now.period_s or len(cases) < 2:
+    now = _now(table, cases)
+    if now is None:
         return []
     best = _best(cases, key=lambda c: c.lag)
-    gain = now.period_s / (best.period_s or now.period_s) - 1
+    gain = now / (best.period_s or now) - 1
     if best.lag != table.lag and gain >= GAIN:
         return [f"lag {best.lag} would gain {_percent(gain)}"]
-    smaller = [c.lag for c in cases if c.lag < table.lag and (c.period_s or 0) <= now.period_s * (1 + SAME)]
+    smaller = [c.lag for c in cases if c.lag < table.lag and (c.period_s or 0) <= now * (1 + SAME)]
     return [f"lag {min(smaller)} would do as well" if smaller else "another lag would gain nothing"]
 
 
 def _split(table: Table) -> list[str]:
-    now = table.case(table.lag, table.replicas)
     cases = [c for c in table.cases if c.lag == table.lag and c.period_s]
-    if now is None or not now.period_s or len(cases) < 2:
+    now = _now(table, cases)
+    if now is None:
         return []
     best = _best(cases, key=lambda c: c.replicas)
-    gain = now.period_s / (best.period_s or now.period_s) - 1
+    gain = now / (best.period_s or now) - 1
     many = "1 generator" if best.replicas == 1 else f"{best.replicas} generators"
     return [f"{many} would gain {_percent(gain)}"] if best.replicas != table.replicas and gain >= GAIN else []
+
+
+def _now(table: Table, cases: list[Case]) -> float | None:
+    """The simulated period of the run as it was; None where `cases` has no other to compare it with."""
+    now = table.case(table.lag, table.replicas)
+    return now.period_s or None if now is not None and len(cases) > 1 else None
 
 
 def _best(cases: list[Case], key: Callable[[Case], int]) -> Case:

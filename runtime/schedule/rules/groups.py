@@ -66,8 +66,7 @@ def _leaves_some(state: State, step: Step, ordinal: int, replica: str) -> bool:
     if not any(state.ways[channel].awaited for channel, _ in step.weights):
         return True
     before = state.ledger.before(ordinal)
-    admitted = min((state.ways[channel].newest + lag + 1) * state.rules.batch for channel, lag in step.weights)
-    waiting = min(admitted - before, len(state.ready[step.name]))
+    waiting = min(_admitted(state, step) - before, len(state.ready[step.name]))
     return state.load[replica] * (len(state.tables.by_pool[step.pool]) - 1) < waiting
 
 
@@ -79,12 +78,17 @@ def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
         return False
     if any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
         return False
-    if any(before >= (state.ways[channel].newest + lag + 1) * state.rules.batch for channel, lag in step.weights):
+    if step.weights and before >= _admitted(state, step):
         return False
     if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
         return False
     resting = state.stopping or (state.cutting is not None and step.stateful)
     return not resting or (not state.saving and state.perishing(ordinal))
+
+
+def _admitted(state: State, step: Step) -> int:
+    """Groups before this many may start on the replica with the newest weights, of a step that reads weights."""
+    return min((state.ways[channel].newest + lag + 1) * state.rules.batch for channel, lag in step.weights)
 
 
 def _fresh(state: State, step: Step, ordinal: int, replica: str) -> bool:
