@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := graph nodes runtime programs src/penstock/__init__.py tests benchmarks docs
+# Two tests at a time, those of a file one after the other, for they may share what the file made for them.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 .PHONY: help demo test slow lint format clean
 
@@ -21,10 +22,10 @@ demo: .venv/installed  ## a small model learns arithmetic by asynchronous RL, on
 	$(BIN)/penstock run aipo
 
 test: .venv/developing  ## the test suite, without what is marked slow
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 slow: .venv/developing  ## the tests that are marked slow
-	$(BIN)/python -m pytest -q -m slow
+	$(PYTEST) -m slow
 
 lint: .venv/developing  ## linter, formatter and type checker
 	$(BIN)/ruff check .

@@ -8,7 +8,8 @@ ranks, each into a new tensor, as `full_tensor` and the weight updates of curren
 copied. `gather_broadcast_kept_ms` is the same with every buffer kept and all gathers begun at once. Against it `gloo`
 and `shm` move each shard straight to where it belongs. A time is from the last rank's start to the last rank's end;
 with the proof, what hashing adds to the sender's copy aside is added. That copy itself (`snapshot_ms`) is in no
-figure, since the base makes none. Each process has one thread. Medians.
+figure, since the base makes none. `rebuild` is a bridge given up and made anew by its four ranks. Each process has one
+thread. Medians.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from ddma_ranks import RANKS, SHAPES
 from report import publish
 
 REPEATS = {"base": 7, "base kept": 7, "gloo full": 15, "gloo off": 15, "shm full": 50, "shm off": 15, "shm sampled": 15}
+REBUILT, REBUILDS = ("gloo full", "shm full"), 15
 
 
 class Ranks:
@@ -77,6 +79,13 @@ def sync(phase: str, version: int, sources: Ranks, destinations: Ranks) -> dict[
     return {"ms": span([*arrived, *sources.answers()]), "publish": published, **times}
 
 
+def rebuild(phase: str, epoch: int, sources: Ranks, destinations: Ranks) -> dict[str, float]:
+    """A bridge given up and made anew by all its ranks, in milliseconds."""
+    for side in (destinations, sources):
+        side.tell(do="rebuild", phase=phase, epoch=epoch)
+    return {"ms": span([*destinations.answers(), *sources.answers()])}
+
+
 def memmove_gb_per_s(nbytes: int) -> float:
     """One thread, between two buffers of this size; the best of five."""
     a, b = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
@@ -101,6 +110,9 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
             for phase, repeats in REPEATS.items():
                 if turn < repeats:
                     found[phase].append(sync(phase, turn + 3, sources, destinations))
+        for phase in REBUILT:
+            found[f"rebuild {phase}"] = [rebuild(phase, n, sources, destinations) for n in range(1, 1 + REBUILDS)]
+            sync(phase, turn + 4, sources, destinations)  # what was rebuilt carries weights
         return found
     finally:
         sources.end()
@@ -112,7 +124,8 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
         return statistics.median(entry[key] for entry in found[phase])
 
     snapshot = statistics.median(entry["publish"] for way in ("gloo", "shm") for entry in found[f"{way} off"])
-    hashing = {phase: max(0.0, middle(phase, "publish") - snapshot) for phase in found if "base" not in phase}
+    proved = [phase for phase in REPEATS if "base" not in phase]
+    hashing = {phase: max(0.0, middle(phase, "publish") - snapshot) for phase in proved}
     base, swaps = middle("base"), sorted(entry["swap"] for entry in found["shm full"])
     times = {
         f"{way}{suffix}": middle(f"{way} {proof}") + (hashing[f"{way} {proof}"] if proof != "off" else 0.0)
@@ -140,13 +153,14 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
         **shares,
         "snapshot_ms": snapshot,
         **{f"{way}_wire_ms": middle(f"{way} off", "wire") for way in ("gloo", "shm")},
+        **{f"{way}_rebuild_ms": middle(f"rebuild {way} full") for way in ("gloo", "shm")},
     }
     # Each of the two receivers needs half of the bytes.
     into = {name: round(nbytes / 2 / value / 1e6, 2) for name, value in times.items()}
     pause = {"p50": round(swaps[len(swaps) // 2], 4), "p95": round(swaps[int(len(swaps) * 0.95)], 4)}
     rounded = {key: round(value, 3) for key, value in exact.items()}
-    syncs = {phase: len(entries) for phase, entries in found.items()}
-    return {"bytes": nbytes, **rounded, "gb_per_s_into_one_receiver": into, "pause_ms": pause, "syncs": syncs}
+    counts = {phase: len(entries) for phase, entries in found.items()}
+    return {"bytes": nbytes, **rounded, "gb_per_s_into_one_receiver": into, "pause_ms": pause, "repeats": counts}
 
 
 def main() -> None:

@@ -125,6 +125,13 @@ class Source:
             self.publishers[phase].send(version, self.ways[phase], mesh=REPLICA)
         return {"start": started, "end": perf_counter()}
 
+    def rebuild(self, phase: str, epoch: int) -> dict[str, Any]:
+        """Give the bridge up and make another."""
+        started = perf_counter()
+        self.ways[phase].close()
+        self.ways[phase] = _bridge(self.folder, phase, epoch).open("source", self.rank)
+        return {"start": started, "end": perf_counter()}
+
     def close(self) -> None:
         for way in self.ways.values():
             way.close()
@@ -134,11 +141,18 @@ class _Opened:
     """Opens the bridge when the arena is there."""
 
     def __init__(self, bridge: Bridge, rank: int, memory: SharedMemory | None) -> None:
-        self.open, self.way = lambda: bridge.open("destination", rank, memory), None
+        self.rank, self.memory = rank, memory
+        self.bridge, self.way = bridge, None
 
     def receive(self, *facts: Any) -> int:
-        self.way = self.way or self.open()
+        if self.way is None:
+            self.reopen(self.bridge)
         return self.way.receive(*facts)
+
+    def reopen(self, bridge: Bridge) -> None:
+        if self.way is not None:
+            self.way.close()
+        self.way = bridge.open("destination", self.rank, self.memory)
 
 
 class Destination:
@@ -168,6 +182,11 @@ class Destination:
         swapped = perf_counter() - end
         return {"start": started, "end": end, "wire": moved.wire_s, "prove": moved.prove_s, "swap": swapped}
 
+    def rebuild(self, phase: str, epoch: int) -> dict[str, Any]:
+        started = perf_counter()
+        self.receivers[phase][1].reopen(_bridge(self.folder, phase, epoch))
+        return {"start": started, "end": perf_counter()}
+
     def _receiver(self, phase: str) -> tuple[Receiver, Any]:
         if phase not in self.receivers:
             memory = (
@@ -186,8 +205,8 @@ class Destination:
             memory.close()
 
 
-def _bridge(folder: Path, phase: str) -> Bridge:
-    return Bridge(phase, folder / phase, RANKS, RANKS, timeout=TIMEOUT)
+def _bridge(folder: Path, phase: str, epoch: int = 0) -> Bridge:
+    return Bridge(phase, folder / f"{phase}-{epoch}", RANKS, RANKS, timeout=TIMEOUT)
 
 
 def rank_main(side: str, rank: int, folder: Path) -> None:

@@ -4,8 +4,8 @@
 
 Same model shape (a Llama, randomly initialised, the same weights for all), prompts, samples, tokens and dtype; each
 system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. Without `--dtype`
-both are measured: float32, and bfloat16 where the CPU multiplies it. TRL is the extra `bench`; without it that column
-is missing, and said so.
+both are measured: float32, and bfloat16 where the CPU multiplies it. TRL is the extra `bench`; without it that row is
+missing, and said so. The row `products alone` is the limit of `products`: what no system can pass with this library.
 """
 
 import argparse
@@ -20,9 +20,13 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from products import inner_size, limit_s
 from report import publish, spread
 
 PROMPTS, SAMPLES, TOKENS = 16, 8, 64
+PROMPT_TOKENS = 6
+"""Of most problems: a sum of two numbers below a hundred, character by character."""
+CORES = len(os.sched_getaffinity(0))
 ALPHABET = "0123456789+-*/=?. abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ,:#$'\n"
 
 
@@ -39,7 +43,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> int:
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=hidden,
-        intermediate_size=int(hidden * 8 / 3) // 32 * 32,
+        intermediate_size=inner_size(hidden),
         num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64),
         num_key_value_heads=max(1, hidden // 64),
@@ -177,6 +181,8 @@ def main() -> None:
                 found.setdefault((dtype, f"lag {lag}"), []).append(run)
             other = trl(place / "model", data, max(6, args.updates // 2), dtype, place / "trl")
             found.setdefault((dtype, "trl"), []).extend([other] if other is not None else [])
+            limit = limit_s(args.hidden, args.layers, PROMPTS * SAMPLES, PROMPT_TOKENS, run["tokens"], dtype, CORES)
+            found.setdefault((dtype, "products alone"), []).append({"step_s": limit, "tokens": run["tokens"]})
     rows: list[dict[str, Any]] = []
     for (dtype, system), runs in found.items():
         if not runs:

@@ -65,7 +65,7 @@ class Entry:
         yield from _models(self.graph)
         for name, value in self.graph.options:
             flag = f"`--{name.replace('_', '-')}`"
-            if value == "":
+            if name in [each.name for each in self.program.flags if each.is_path]:
                 yield f"its directory, {flag}"
             elif value == 0 or value is False:
                 given = trace(self.program, {name: type(value)(1)})

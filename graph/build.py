@@ -6,14 +6,16 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from penstock.graph.faults import defined, fault, nearest
+from penstock.graph.assembly import Assembly
+from penstock.graph.check import by_place, check
+from penstock.graph.faults import Fault, GraphError, defined, fault, nearest
 from penstock.graph.interface import REQUIRED, signature, type_of
-from penstock.graph.ir import Argument, Graph, Input, Node, Ref
-from penstock.graph.paths import encode, path_of, resolve
-from penstock.graph.recorder import ANY, Handle, Recorder, current
-from penstock.graph.types import Policy
+from penstock.graph.ir import Graph, Json, Ref
+from penstock.graph.paths import PATHS, encode, path_of, resolve
+from penstock.graph.recorder import Handle, Recorder, current
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,6 +29,11 @@ class Flag:
     annotation: Any
     default: Any
     help: str
+
+    @property
+    def is_path(self) -> bool:
+        """Does it name a file or a folder (`Path`, or `Path | None`)?"""
+        return self.annotation in PATHS
 
 
 class Program(Generic[P, T]):
@@ -97,7 +104,8 @@ class Program(Generic[P, T]):
         def annotation(parameter: inspect.Parameter) -> Any:
             if parameter.annotation is not parameter.empty:
                 return parameter.annotation
-            return Any if parameter.default is None or parameter.default is REQUIRED else type(parameter.default)
+            kind = Path if isinstance(parameter.default, Path) else type(parameter.default)
+            return Any if parameter.default is None or parameter.default is REQUIRED else kind
 
         return tuple(Flag(p.name, annotation(p), p.default, help_texts.get(p.name, "")) for p in parameters)
 
@@ -108,10 +116,16 @@ class Program(Generic[P, T]):
             needed = f"an option of {self.name}{nearest(name, flags)}"
             raise fault(f"{self.name}: option {name!r}", repr(given[name]), needed, self.where)
         values = {name: resolve(given[name]) if name in given else default for name, default in flags.items()}
+        # Absolute, so that a run can be resumed from any folder.
+        values |= {f.name: Path(values[f.name]).absolute() for f in self.flags if f.is_path and _names(values[f.name])}
         if missing := [name for name, value in values.items() if value is REQUIRED]:
             needed = "a value, since it has no default"
             raise fault(f"{self.name}: option {missing[0]!r}", "nothing", needed, self.where)
         return values
+
+
+def _names(path: Any) -> bool:
+    return path is not None and path is not REQUIRED
 
 
 @overload
@@ -134,26 +148,63 @@ def program(
     return lambda fn: Program(fn, evaluation, defaults)
 
 
-def trace(program: Program[..., Any], options: Mapping[str, Any] | None = None, prefix: str = "") -> Graph:
+def trace(
+    program: Program[..., Any],
+    options: Mapping[str, Any] | None = None,
+    prefix: str = "",
+    *,
+    batch: int | None = None,
+) -> Graph:
     """The graph of a program, by calling it once with handles.
 
     What is returned names the carried values: one value is the next of the first argument; a dict or dataclass names
     its arguments. All other arguments are sources. `options` overrides the program's flags. `prefix` goes before the
     names of nodes and sources, so that two graphs can share carried values in one run ("evaluate.").
-    Raises GraphError at the user's line for a call that cannot be recorded; `check` finds what is wrong with the whole.
+
+    Raises GraphError at the user's line for calls that cannot be recorded; `check` finds what is wrong with the whole.
+    An option that a node cannot take is left out and tracing goes on: the error has all of them, and what `check` finds
+    in the rest, given the `batch`. Any other such call is the last of its faults.
     """
     if not isinstance(program, Program):
         raise fault("trace", repr(program), "a function with @program")
     values = program.options(options or {})
+    encoded = _encoded(program, values)
     recorder = Recorder(program.arguments, prefix)
+    try:
+        graph = _called(program, recorder, values, encoded)
+    except GraphError as error:
+        if recorder.faults:
+            raise GraphError(*recorder.faults, *error.faults) from None
+        raise
+    if recorder.faults:
+        raise GraphError(*sorted([*recorder.faults, *check(graph, batch=batch)], key=by_place))
+    return graph
+
+
+def _encoded(program: Program[..., Any], values: Mapping[str, Any]) -> dict[str, Json]:
+    """The program's options as JSON. Raises GraphError with all that cannot be."""
+    encoded: dict[str, Json] = {}
+    faults: list[Fault] = []
+    for name, value in sorted(values.items()):
+        try:
+            encoded[name] = encode(value, f"{program.name}: option {name!r}")
+        except GraphError as error:
+            faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
+    if faults:
+        raise GraphError(*faults)
+    return encoded
+
+
+def _called(
+    program: Program[..., Any], recorder: Recorder, values: Mapping[str, Any], encoded: Mapping[str, Json]
+) -> Graph:
     handles = [Handle(recorder, Ref(name)) for name in program.arguments]
     token = current.set(recorder)
     try:
         returned = program.fn(*handles, **values)
     finally:
         current.reset(token)
-    encoded = {name: encode(value, f"{program.name}: option {name!r}") for name, value in sorted(values.items())}
-    return _Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
+    return Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
 
 
 def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> dict[str, Ref]:
@@ -175,100 +226,6 @@ def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> d
         if not isinstance(value, Handle) or value._recorder is not recorder:
             raise fault(f"{what} {name!r}", repr(value), needed, program.where)
     return {name: named[name]._ref for name in arguments if name in named}
-
-
-class _Assembly:
-    """Makes a graph of what was recorded, once it is known which arguments are carried."""
-
-    def __init__(self, program: Program[..., Any], recorder: Recorder, results: dict[str, Ref]) -> None:
-        self.program, self.recorder = program, recorder
-        read = {i.ref.node for n in recorder.nodes for i in n.inputs}
-        unused = {name for name, ref in results.items() if ref == Ref(name) and name not in read}
-        self.results = {name: ref for name, ref in results.items() if name not in unused}
-        sources = [a for a in program.arguments if a not in results]
-        self.renamed = {name: recorder.prefix + name for name in sources}
-        self.names = [a for a in program.arguments if a not in unused]
-
-    def graph(self, options: Mapping[str, Any]) -> Graph:
-        nodes = tuple(self._node(n) for n in self.recorder.nodes)
-        arguments = tuple(self._argument(name) for name in self.names)
-        table = {
-            path: tuple(path_of(base) for base in type_.__mro__[1:] if base is not object)
-            for path, type_ in sorted(self.recorder.types.items())
-        }
-        return Graph(
-            name=self.program.name,
-            op=self.program.path,
-            arguments=arguments,
-            nodes=nodes,
-            results=tuple(self.results.items()),
-            options=tuple(options.items()),
-            types=tuple(table.items()),
-            doc=self.program.doc,
-            where=self.program.where,
-        )
-
-    def _readers(self, name: str) -> list[tuple[Node, Input]]:
-        return [(n, i) for n in self.recorder.nodes for i in n.inputs if i.ref.node == name]
-
-    def _pool_of_reader(self, name: str) -> str | None:
-        """The pool of the first node that reads a value; a broadcast belongs to the pool that reads it."""
-        for reader, _ in self._readers(name):
-            pool = reader.pool if reader.construct == "call" else self._pool_of_reader(reader.name)
-            if pool is not None:
-                return pool
-        return None
-
-    def _pool_of_value(self, name: str) -> str:
-        """Where a value is made: a filter stays there, so that what it drops never travels."""
-        made = next((n for n in self.recorder.nodes if n.name == name), None)
-        if made is None:
-            return self._argument(name).pool
-        return self._pool_of_value(made.inputs[0].ref.node) if made.construct == "keep" else made.pool
-
-    def _node(self, node: Node) -> Node:
-        inputs = tuple(
-            dataclasses.replace(i, ref=Ref(self.renamed.get(i.ref.node, i.ref.node), i.ref.output)) for i in node.inputs
-        )
-        pool = node.pool
-        if not node.fires:
-            pool = self._pool_of_reader(node.name) or "default"
-        elif node.construct == "keep":
-            pool = self._pool_of_value(node.inputs[0].ref.node)
-        return dataclasses.replace(node, inputs=inputs, pool=pool)
-
-    def _argument(self, name: str) -> Argument:
-        type_ = self._type(name)
-        path = self.recorder.declare(type_)
-        pool = getattr(type_, "pool", None)
-        if name in self.results:
-            producer = next((n for n in self.recorder.nodes if n.name == self.results[name].node), None)
-            direct = [n.pool for n, _ in self._readers(name) if n.fires]
-            pool = producer.pool if producer is not None else next(iter(direct), pool)
-        else:
-            pool = self._pool_of_reader(name) or pool
-        return Argument(
-            name=self.renamed.get(name, name),
-            kind="carried" if name in self.results else "source",
-            type=path,
-            maker=getattr(type_, "maker", ""),
-            pool=pool or "default",
-            where=self.program.where,
-        )
-
-    def _type(self, name: str) -> Any:
-        """An argument's class: as annotated, as its first reader says, as its next value is, or a policy if it is
-        only broadcast."""
-        annotated = self.program.arguments[name]
-        readers = self._readers(name)
-        said = [i.type for _, i in readers]
-        if name in self.results:
-            made = [o.type for n in self.recorder.nodes for o in n.outputs if Ref(n.name, o.name) == self.results[name]]
-            said += made
-        known = [self.recorder.types[type_] for type_ in said if type_ != ANY]
-        if annotated is not Any or known:
-            return annotated if annotated is not Any else known[0]
-        return Policy if any(n.construct == "broadcast" for n, _ in readers) else Any
 
 
 def _args_section(doc: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from penstock.graph.faults import Fault
+from penstock.graph.ir import Node
 from penstock.graph.paths import path_of, short
 from penstock.graph.rules import say
 from penstock.graph.types import Model
@@ -16,10 +17,8 @@ def _beats(view: View) -> Iterator[Fault]:
     for node in view.graph.nodes:
         if type(node.every) is not int or node.every <= 1:
             continue
-        if node.construct == "broadcast" and type(node.lag) is int and node.every > node.lag + 1:
-            given = f"every={node.every}, lag={node.lag}"
-            needed = f"every={node.lag + 1} at most, or lag={node.every - 1}: update {node.lag + 1} would wait for ever"
-            yield Fault(f"{node.name}: weights too seldom for their lag", given, needed, node.where)
+        if starved := starving(node):
+            yield starved
         elif node.fires and node.clock != "update":
             yield Fault(
                 f"{node.name}: every", f"{node.every}, of a node per {node.clock}", "one per update", node.where
@@ -36,6 +35,15 @@ def _beats(view: View) -> Iterator[Fault]:
             given = f"{str(item.ref)!r}, which {maker.name} makes at every {maker.every}. update"
             needed = f"a reader at those updates: {reader.name}.every({maker.every}), or the carried value"
             yield Fault(say(reader, item), given, needed, reader.where)
+
+
+def starving(node: Node) -> Fault | None:
+    """What is wrong with a broadcast whose weights come so seldom that some update would wait for ever."""
+    if node.construct != "broadcast" or type(node.lag) is not int or node.every <= node.lag + 1:
+        return None
+    given = f"every={node.every}, lag={node.lag}"
+    needed = f"every={node.lag + 1} at most, or lag={node.every - 1}: update {node.lag + 1} would wait for ever"
+    return Fault(f"{node.name}: weights too seldom for their lag", given, needed, node.where)
 
 
 def _delays(view: View) -> Iterator[Fault]:

@@ -10,7 +10,7 @@ from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
 from penstock.graph.paths import path_of
 from penstock.graph.recorder import current, has_handles
-from penstock.graph.types import Metrics
+from penstock.graph.types import Metrics, Rewards
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class NodeDef(Generic[P, T]):
         """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
 
         A `Stream` hands its outputs over without the state. Raises TypeError for a result that does not fit the
-        return annotation.
+        return annotation, ValueError for a reward that is no finite number.
         """
         shape = self.interface
         parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
@@ -101,6 +101,9 @@ class NodeDef(Generic[P, T]):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
             raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {shape.returns}")
+        for lack in (value.lack() for value in values if isinstance(value, Rewards)):
+            if lack:
+                raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {lack}, needed a finite number")
         return state, {port.name: v for port, v in zip(shape.outputs, values, strict=True)}, metrics
 
 

@@ -56,5 +56,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     known = sorted(set(names))
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
-        return f"; the nearest: {', '.join(close)}"
+        return f"; the nearest: {', '.join(sorted(close, key=lambda other: -_likeness(name, other)))}"
     return f"; there are: {', '.join(known[:12])}{', …' if len(known) > 12 else ''}" if known else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """Of two names, from 0 to 2. Letters count out of their order, too: most slips are two that changed places."""
+    pairs = ((name, other), (sorted(name), sorted(other)))
+    return sum(difflib.SequenceMatcher(None, one, two).ratio() for one, two in pairs)

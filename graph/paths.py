@@ -11,6 +11,7 @@ import math
 import os
 import pkgutil
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -20,6 +21,9 @@ from penstock.graph.faults import fault, nearest
 from penstock.graph.ir import Json
 
 PROGRAMS = "penstock.programs"
+
+PATHS = (Path, Path | None, "Path", "Path | None")
+"""The annotations of an option that is a file or a folder, evaluated or not."""
 
 _files: dict[str, str] = {}
 """The modules that were loaded from a file: their names, and the files' absolute paths."""
@@ -61,6 +65,28 @@ def load(path: str) -> Any:
     return found
 
 
+def imported(path: str) -> Any:
+    """What `load` finds, if this process has imported its module; None if not."""
+    place, _, name = path.rpartition(":")
+    found: Any = sys.modules.get(place)
+    if place.endswith(".py"):
+        found = _main(place) or sys.modules.get(_module_name(place))
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _main(real: str) -> ModuleType | None:
+    """The module that this process runs, if that is its file."""
+    main = sys.modules.get("__main__")
+    return main if main is not None and os.path.abspath(getattr(main, "__file__", None) or "") == real else None
+
+
+def _module_name(real: str) -> str:
+    """The same in every process, since keys and digests may hold it."""
+    return f"penstock_file_{hashlib.blake2b(real.encode(), digest_size=6).hexdigest()}"
+
+
 def _import(path: str, module: str) -> ModuleType:
     _reachable(os.getcwd())
     try:
@@ -80,11 +106,9 @@ def _from_file(path: str, file: str) -> ModuleType:
         siblings = [p.name for p in Path(real).parent.glob("*.py")]
         given = f"{path!r}: there is no file {real}"
         raise fault("nothing to load", given, "an existing file" + nearest(Path(real).name, siblings), "")
-    main = sys.modules.get("__main__")
-    if main is not None and os.path.abspath(getattr(main, "__file__", None) or "") == real:
+    if (main := _main(real)) is not None:
         return main
-    # The name must be the same in every process, since keys and digests may hold it.
-    module = f"penstock_file_{hashlib.blake2b(real.encode(), digest_size=6).hexdigest()}"
+    module = _module_name(real)
     if module in sys.modules:
         return sys.modules[module]
     spec = importlib.util.spec_from_file_location(module, real)
@@ -99,6 +123,13 @@ def _from_file(path: str, file: str) -> ModuleType:
         del sys.modules[module]
         raise
     return made
+
+
+def reach(path: str) -> None:
+    """Let modules beside the file that a program's path names be imported, as when it was traced."""
+    place = path.rpartition(":")[0]
+    if place.endswith(".py"):
+        _reachable(os.path.dirname(os.path.abspath(place)))
 
 
 def _reachable(folder: str) -> None:
@@ -125,6 +156,8 @@ def encode(value: Any, what: str) -> Json:
     arguments as `{"path": …, "options": {…}}`. `what` names the option in the error."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, list | tuple):
         return [encode(item, what) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value) and not names_function(value):
@@ -139,6 +172,8 @@ def encode(value: Any, what: str) -> Json:
             return {"path": path}
         needed = "one that is defined at the top of a module, so that other processes can import it"
         raise fault(what, path, needed)
+    if isinstance(value, float):
+        raise fault(what, repr(value), "a finite number")
     needed = "a constant (number, text, True, False, None, or lists and dicts of them), a function or a node"
     raise fault(what, f"{value!r} ({type(value).__name__})", needed)
 
@@ -149,12 +184,21 @@ def names_function(option: Json) -> bool:
 
 
 def resolve(option: Json) -> Any:
-    """The inverse of `encode`, but for tuples, which stay lists."""
+    """The inverse of `encode`, but for tuples, which stay lists, and paths, which stay texts outside of functions."""
     if isinstance(option, list):
         return [resolve(item) for item in option]
     if isinstance(option, dict):
         if names_function(option):
             function = load(option["path"])
-            return partial(function, **resolve(option["options"])) if "options" in option else function
+            return partial(function, **arguments(function, option["options"])) if "options" in option else function
         return {key: resolve(item) for key, item in option.items()}
     return option
+
+
+def arguments(function: Callable[..., Any], options: Mapping[str, Json]) -> dict[str, Any]:
+    """Encoded options as a function takes them: a text as a `Path`, where that is its annotation."""
+    annotations = getattr(function, "__annotations__", {})
+    return {
+        name: Path(option) if isinstance(option, str) and annotations.get(name) in PATHS else resolve(option)
+        for name, option in options.items()
+    }

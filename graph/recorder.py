@@ -1,12 +1,12 @@
 """What tracing records: handles stand for values, and each call of a node with them becomes a node of the graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from penstock.graph.faults import caller, fault, nearest
-from penstock.graph.interface import REQUIRED
+from penstock.graph.faults import Fault, GraphError, caller, fault, nearest
+from penstock.graph.interface import REQUIRED, Interface
 from penstock.graph.ir import Input, Json, Node, Output, Ref
 from penstock.graph.paths import encode, path_of, short
 from penstock.graph.types import Weights
@@ -57,13 +57,18 @@ Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class Recorder:
-    """The nodes of one trace in program order, and the types that they and the arguments name."""
+    """The nodes of one trace in program order, and the types that they and the arguments name.
+
+    `faults` are of options that were left out, so that tracing could go on. A node that has one names no `op`: what it
+    requires of its call cannot be said.
+    """
 
     def __init__(self, arguments: Mapping[str, Any], prefix: str) -> None:
         """`arguments` are the program's, with their types."""
         self.prefix = prefix
         self.nodes: list[Node] = []
         self.types: dict[str, type] = {}
+        self.faults: list[Fault] = []
         self._arguments = arguments
         self._taken = {*arguments, *(prefix + a for a in arguments)}
 
@@ -90,13 +95,16 @@ class Recorder:
         return self._outputs(definition, node)
 
     def _node(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
-        interface, inputs = definition.interface, self._inputs(definition, args, kwargs)
+        interface = definition.interface
+        options, faults = _options(definition, kwargs)
+        self.faults += faults
+        inputs = self._inputs(definition, args, kwargs)
         return Node(
             name=self._name(definition.__name__),
-            op=definition.path,
-            inputs=inputs,
+            op="" if faults else definition.path,
+            inputs=(*inputs, *self._strays(interface, kwargs)),
             outputs=tuple(Output(port.name, self.declare(port.type)) for port in interface.outputs),
-            options=_options(definition, kwargs),
+            options=options,
             pool=definition.pool,
             clock=definition.clock,
             stateful=definition.init is not None and not interface.stream,
@@ -105,6 +113,12 @@ class Recorder:
             where=caller(),
             given=(*_by_keyword(definition, inputs), *(key for key in kwargs if key in interface.options)),
         )
+
+    def _strays(self, interface: Interface, kwargs: Mapping[str, Any]) -> Iterator[Input]:
+        """Values that were passed under names which the node does not know: they have a reader all the same."""
+        for key in kwargs.keys() - interface.options.keys() - {port.name for port in interface.inputs}:
+            if isinstance(kwargs[key], Handle):
+                yield Input(key, ANY, self.ref(kwargs[key], key, ANY))
 
     def _outputs(self, definition: "NodeDef[..., Any]", node: Node) -> Any:
         return definition.interface.bundle(*(Handle(self, Ref(node.name, o.name)) for o in node.outputs))
@@ -167,9 +181,10 @@ class Recorder:
             raise fault("alternate: the node that speaks", f"{speak.__name__}({', '.join(ports)})", needed)
         spoken = {*speak.interface.options, *ports.keys() - BACK}
         known = {*spoken, *answer.interface.options}
-        for name in options.keys() - known:
+        unknown = [name for name in options if name not in known]
+        for name in unknown:
             needed = f"an option of {speak.__name__} or {answer.__name__}{nearest(name, known)}"
-            raise fault(f"alternate: option {name!r}", repr(options[name]), needed)
+            self.faults.append(Fault(f"alternate: option {name!r}", repr(options[name]), needed, caller()))
         said = self._node(speak, inputs, {k: v for k, v in options.items() if k in spoken})
         first = [Handle(self, Ref(said.name, said.outputs[0].name))] if said.outputs else []
         heard = self._node(answer, first, {k: v for k, v in options.items() if k in answer.interface.options})
@@ -182,7 +197,8 @@ class Recorder:
         )
         bound = encode(turns, "alternate: option 'turns'")
         bound = 0 if bound is None else bound
-        self.nodes += [replace(said, inputs=said.inputs + back, turns=bound), replace(heard, turns=bound)]
+        said, heard = (replace(node, op="" if unknown else node.op, turns=bound) for node in (said, heard))
+        self.nodes += [replace(said, inputs=said.inputs + back), heard]
         return self._outputs(speak, said), self._outputs(answer, heard)
 
     def _type(self, ref: Ref) -> str:
@@ -231,21 +247,32 @@ def _by_keyword(definition: "NodeDef[..., Any]", inputs: Sequence[Input]) -> lis
     return [item.name for item, port in zip(inputs, ports, strict=False) if item.name != port.name]
 
 
-def _options(definition: "NodeDef[..., Any]", kwargs: Mapping[str, Any]) -> tuple[tuple[str, Json], ...]:
+def _options(
+    definition: "NodeDef[..., Any]", kwargs: Mapping[str, Any]
+) -> tuple[tuple[tuple[str, Json], ...], list[Fault]]:
+    """The options of a call, and what is wrong with those that are left out."""
     name, interface = definition.__name__, definition.interface
-    names = {port.name for port in interface.inputs}
-    for key in kwargs.keys() - names - interface.options.keys():
-        known = [*names, *interface.options]
-        raise fault(f"{name}: option {key!r}", repr(kwargs[key]), f"an option of {name}{nearest(key, known)}")
+    known = [*(port.name for port in interface.inputs), *interface.options]
+    faults = [
+        Fault(f"{name}: option {key!r}", repr(kwargs[key]), f"an option of {name}{nearest(key, known)}", caller())
+        for key in kwargs
+        if key not in known
+    ]
     options = {}
     for key, default in sorted(interface.options.items()):
-        value, what = kwargs.get(key, default), f"{name}: option {key!r}"
-        if value is REQUIRED:
-            raise fault(what, "nothing", "a value, since it has no default")
-        if isinstance(value, Handle):
-            raise fault(what, repr(value), "a constant; values of the program are passed as positional inputs")
-        options[key] = encode(value, what)
-    return tuple(options.items())
+        try:
+            options[key] = _option(kwargs.get(key, default), f"{name}: option {key!r}")
+        except GraphError as error:
+            faults += error.faults
+    return tuple(options.items()), faults
+
+
+def _option(value: Any, what: str) -> Json:
+    if value is REQUIRED:
+        raise fault(what, "nothing", "a value, since it has no default")
+    if isinstance(value, Handle):
+        raise fault(what, repr(value), "a constant; values of the program are passed as positional inputs")
+    return encode(value, what)
 
 
 current: ContextVar[Recorder | None] = ContextVar("current", default=None)

@@ -1,33 +1,75 @@
-"""What a maker needs of a run, looked at before any process of it starts."""
+"""What a maker needs of a run, and a node of its call, looked at before any process of a run starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from penstock.graph.types import Context
+from penstock.graph.call import Call
+from penstock.graph.definition import NodeDef
+from penstock.graph.faults import Fault, GraphError, defined
+from penstock.graph.ir import Json
+from penstock.graph.paths import imported, names_function, short
+from penstock.graph.view import View
 
-Check = Callable[[Context], object]
-"""Raises ValueError, with what was given and what is needed, for a run that lacks what its maker needs."""
+S = TypeVar("S")
+Check = Callable[[S], object]
+"""Raises ValueError, with what was given and what is needed, for what lacks something; a node's `call.lack(…)`."""
 
-M = TypeVar("M", bound=Callable[[Context], Any])
+M = TypeVar("M", bound=Callable[..., Any])
 
 
-def requires(check: Check) -> Callable[[M], M]:
-    """Have `check` called with a maker's context before a run starts, where nothing is lost yet but a second.
+def requires(*checks: Check[Any]) -> Callable[[M], M]:
+    """Have each check called before a run starts, where nothing is lost yet but a second.
 
-    It looks at options, directories and files, and makes nothing: the maker is called later, once in each process.
+    Above a maker, it gets the maker's context. It looks at options, directories and files, and makes nothing: the maker
+    is called later, once in each process.
 
         @requires(check_teacher)
         def open_teacher(context: Context) -> Carried: ...
+
+    Above a node, or a function that a node is given as an option, such as a loss, it gets the `Call`, and `check` has
+    what it raises among the faults of the graph.
+
+        @requires(several_samples)
+        @node(pool="scorer")
+        def group_advantage(rewards: Rewards) -> Advantages: ...
     """
 
-    def mark(maker: M) -> M:
-        maker.requires = check  # type: ignore[attr-defined]
-        return maker
+    def mark(made: M) -> M:
+        made.requires = (*checks, *requirements(made))  # type: ignore[attr-defined]
+        return made
 
     return mark
 
 
-def requirement(maker: Callable[..., Any]) -> Check | None:
-    """What `requires` was given for a maker; None for one that needs nothing."""
-    found: Check | None = getattr(maker, "requires", None)
+def requirements(made: Callable[..., Any] | None) -> tuple[Check[Any], ...]:
+    """What `requires` was given for a maker, a node or a function; nothing for one that needs nothing."""
+    found: tuple[Check[Any], ...] = getattr(made, "requires", ())
     return found
+
+
+def calls(view: View) -> Iterator[Fault]:
+    """What nodes require, and functions that are their options: a rule of `check`.
+
+    Only modules that this process has imported are asked, as one has that has traced the program.
+    """
+    for node in view.graph.nodes:
+        definition = imported(node.op) if node.construct == "call" else None
+        if not isinstance(definition, NodeDef):
+            continue
+        yield from _lacks(definition, Call(view, node, definition, node.name, {}))
+        for name, option in node.options:
+            if names_function(option) and not isinstance(function := imported(option["path"]), NodeDef):
+                bound: dict[str, Json] = option.get("options", {})
+                what = f"{node.name}: {name} {short(option['path'])}"
+                yield from _lacks(function, Call(view, node, definition, what, bound))
+
+
+def _lacks(made: Callable[..., Any] | None, call: Call) -> Iterator[Fault]:
+    for check in requirements(made):
+        try:
+            check(call)
+        except GraphError as error:
+            yield from error.faults
+        except ValueError as error:
+            needed = f"what {getattr(check, '__name__', 'its check')} requires ({defined(check)})"
+            yield Fault(call.what, str(error), needed, call.node.where)

@@ -8,6 +8,7 @@ worker that holds it, and the `pool` label it belongs to by default.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -90,6 +91,18 @@ class Carried(Protocol):
 
 
 @runtime_checkable
+class Offloadable(Protocol):
+    """A carried value of which a part may lie on the host between two updates, so that others have its device memory.
+
+    What reads it in an update has all of it on the device. Whatever else is asked of it, such as `weights`, `state`
+    and `export`, computes with none of these tensors, and `state` gives them wherever they lie.
+    """
+
+    def offloadable(self) -> Mapping[str, Array]:
+        """The tensors that may go, by their names in `state`: objects that stay, each with memory of its own."""
+
+
+@runtime_checkable
 class Source(Protocol):
     """A stream of inputs by ordinal: a pure function of the ordinal, so that nothing is lost on resume."""
 
@@ -117,8 +130,22 @@ class Stream(Protocol):
         """Forget all firings, as if none had been submitted: `step` raised, and none of them will be answered."""
 
 
+@runtime_checkable
+class Releasing(Protocol):
+    """A `Stream` that can do without its device memory while it has no firings, and takes it again for the next."""
+
+    def release(self) -> None:
+        """Give it up; nothing is in work. What comes of later firings is the same."""
+
+
 class Model:
-    """A carried value with weights: `broadcast` sends them, and nobody keeps copies of it (see `delay`)."""
+    """A carried value with weights: `broadcast` sends them, and nobody keeps copies of it (see `delay`).
+
+    `version` counts the updates that are over for it. A call of an update adds one. A run sets it before each firing
+    that reads the value, since an update of a graph may be several calls, or leave the value as it was.
+    """
+
+    version: int = 0
 
 
 class Policy(Model):
@@ -309,6 +336,13 @@ class Rewards(Batchable):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values_N)
+
+    def lack(self) -> str:
+        """Which response has no finite number for its reward, the first of them; "" if all have one."""
+        values = self.values_N.tolist() if hasattr(self.values_N, "tolist") else list(self.values_N)
+        bad = (row for row, value in enumerate(values) if isinstance(value, float) and not math.isfinite(value))
+        row = next(bad, None)
+        return "" if row is None else f"a reward of {values[row]} for row {row} of {len(values)}"
 
 
 @dataclass

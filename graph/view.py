@@ -4,13 +4,22 @@ from collections.abc import Iterator, Mapping
 
 from penstock.graph.ir import Argument, Graph, Input, Node, Ref
 from penstock.graph.recorder import ANY
+from penstock.graph.types import Context, Source
 
 
 class View:
     """A graph with what the rules look up. Of two things with one name it shows the first."""
 
-    def __init__(self, graph: Graph, batch: int | None, pools: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        batch: int | None,
+        pools: Mapping[str, str],
+        sources: Mapping[str, Source] | None = None,
+        contexts: Mapping[str, Context] | None = None,
+    ) -> None:
         self.graph, self.batch = graph, batch
+        self.sources, self.contexts = dict(sources or {}), dict(contexts or {})
         self.things: tuple[Argument | Node, ...] = (*graph.arguments, *graph.nodes)
         self.nodes: dict[str, Node] = {}
         self.arguments: dict[str, Argument] = {}

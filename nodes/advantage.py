@@ -6,7 +6,8 @@ Those of one prompt group fire per group, those of a whole batch per update. Sha
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
+from penstock.graph.call import Call
 from penstock.graph.types import Advantages, Rewards
 from penstock.nodes.learn.advantages import (
     group_mean_advantages,
@@ -16,7 +17,22 @@ from penstock.nodes.learn.advantages import (
     rloo_advantages,
 )
 
+OTHERS = "2 or more responses to a prompt, since they are each other's baseline (option samples)"
 
+
+def several_samples(call: Call) -> None:
+    """What comparing the rewards of one prompt with each other requires."""
+    if call.clock == "group" and call.samples("rewards") == 1:
+        raise call.lack("rewards of samples=1, one response to a prompt", OTHERS)
+
+
+def one_greedy(call: Call) -> None:
+    """What a baseline that is one response's reward requires."""
+    if (samples := call.samples("greedy")) not in (None, 1):
+        raise call.lack(f"greedy rewards of samples={samples}", "samples=1: one greedy response to each prompt")
+
+
+@requires(several_samples)
 @node(pool="scorer")
 def group_advantage(rewards: Rewards, *, normalize: bool = False) -> Advantages:
     """A = r − mean of the rewards of the same prompt's samples (LlamaRL, arXiv 2505.24034, section 6).
@@ -30,6 +46,7 @@ def group_advantage(rewards: Rewards, *, normalize: bool = False) -> Advantages:
     return Advantages(make(values_N, _one_group(values_N)))
 
 
+@requires(several_samples)
 @node(pool="scorer")
 def leave_one_out_advantage(rewards: Rewards) -> Advantages:
     """A = r − mean of the rewards of the same prompt's other samples (RLOO, arXiv 2402.14740)."""
@@ -43,6 +60,7 @@ def plain_advantage(rewards: Rewards, *, baseline: float = 0.0) -> Advantages:
     return Advantages(torch.as_tensor(rewards.values_N, dtype=torch.float32) - baseline)
 
 
+@requires(one_greedy)
 @node(pool="scorer")
 def greedy_advantage(rewards: Rewards, greedy: Rewards) -> Advantages:
     """A = r − reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505, section 4)."""
@@ -65,8 +83,7 @@ def _samples(rewards: Rewards, name: str) -> Tensor:
     """The rewards of a group that can be compared with each other, float32 [N]."""
     values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
     if len(values_N) < 2:
-        given = f"{len(values_N)} sample for a prompt"
-        raise ValueError(f"{name}: given {given}, needed 2 or more: they are each other's baseline (option samples)")
+        raise ValueError(f"{name}: given {len(values_N)} sample for a prompt, needed {OTHERS}")
     return values_N
 
 

@@ -58,6 +58,11 @@ def model_config(context: Context) -> ModelConfig:
     return read_config(context.model) if context.model else initial_model(context.data)[0]
 
 
+def model_tokenizer(model: str, data: str) -> Tokenizer:
+    """The tokenizer of that model."""
+    return load_tokenizer(model) if model else initial_model(data)[1]
+
+
 def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:
     """Two layers, 128 wide: enough for three-digit arithmetic. Other data than arithmetic is read by bytes.
 

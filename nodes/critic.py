@@ -30,9 +30,11 @@ from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.learn.scores import packed_values
+from penstock.nodes.learn.update import penalty
 from penstock.nodes.learn.values import explained_variance, generalized_advantages, terminal_rewards, value_loss
 from penstock.nodes.learner import Learner, Step
 from penstock.nodes.model import Scorer
+from penstock.nodes.numbers import ADAMW, bound, not_negative, share
 
 
 class LanguageCritic(Learner[Scorer], Critic):
@@ -70,6 +72,7 @@ def critic_values(critic: Critic, rollouts: Rollouts, *, micro_tokens: int | Non
     return Values(values_NT.to(rollouts.versions_NT.device))
 
 
+@requires(penalty, not_negative("kl"), share("gamma", "lam"))
 @node(pool="critic", clock="update")
 def gae(
     rewards: Rewards,
@@ -112,6 +115,7 @@ def gae(
     return TokenAdvantages(advantages_NT), Returns(returns_NT), metrics
 
 
+@requires(bound("clip"), *ADAMW)
 @node(pool="critic", clock="update")
 def critic_update(
     critic: Critic,

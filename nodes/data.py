@@ -6,7 +6,7 @@ Both are pure functions of the ordinal, so a resumed run reads on where it stopp
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -85,11 +85,13 @@ class ArithmeticDemonstrations:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A problem of a file: `answer` is the final number, `solution` the whole text that leads to it."""
+    """A problem of a file: `answer` is the final number, `solution` the whole text that leads to it, `place` is
+    "file:line"."""
 
     question: str
     answer: str
     solution: str
+    place: str
 
 
 class Epochs(Generic[R]):
@@ -117,6 +119,10 @@ class FilePrompts(Epochs[Row]):
     def read(self, ordinal: int) -> Prompts:
         row = self.row(ordinal)
         return Prompts((ordinal,), (row.question,), (row.answer,))
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """All prompts, each with the place where it is written, as "file:line"."""
+        return ((row.place, row.question) for row in self.rows)
 
 
 class FileDemonstrations(Epochs[Row]):
@@ -165,7 +171,7 @@ def _problem(row: Mapping[str, str], where: str) -> Row:
     _, mark, final = row["answer"].rpartition(FINAL)
     if not mark or final_number(final) is None:
         raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
-    return Row(row["question"], final.strip(), row["answer"])
+    return Row(row["question"], final.strip(), row["answer"], where)
 
 
 def arithmetic_digits(data: str) -> int | None:

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
-from penstock.graph.sharding import STAGE
+from penstock.graph.sharding import STAGE, num_ranks
 from penstock.graph.types import Carried, Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
 from penstock.nodes.base import initial_model
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
 from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.learn.sampled import reads
 from penstock.nodes.model import Llama, ModelError, load_model
+from penstock.nodes.numbers import ADAMW
 from penstock.nodes.policy import LanguageModel, Step, language_model, language_policy
 from penstock.nodes.sequence_model import Frozen
 from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
@@ -41,11 +43,12 @@ def open_teacher(context: Context) -> Carried:
 
 
 def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
-    folder = str(context.options.get("teacher_model", ""))
+    folder = str(context.options.get("teacher_model") or "")
     if not folder:
         needed = "a model directory with the policy's tokenizer: --teacher-model DIR"
         raise ModelError(f"teacher_model: given no directory, needed {needed}")
-    model, tokenizer = load_model(folder, context.dtype, device), load_tokenizer(folder)
+    unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+    model, tokenizer = load_model(folder, context.dtype, device, unread=unread), load_tokenizer(folder)
     own = load_tokenizer(context.model) if context.model else initial_model(context.data)[1]
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
     if theirs != ours:
@@ -54,6 +57,7 @@ def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
     return model, tokenizer
 
 
+@requires(reads("behaviour"))
 @node(pool="teacher")
 def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[TokenAdvantages, Metrics]:
     """log π_T − log μ of each sampled token: what the teacher thinks of it (Thinking Machines Lab 2025).
@@ -66,6 +70,7 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
 
 
+@requires(*ADAMW)
 @node(pool="trainer", clock="update")
 def distill_update(
     policy: Policy,

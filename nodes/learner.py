@@ -79,13 +79,7 @@ class Learner(Mastered[Model]):
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
         tensors, facts = super().state()
-        moments = {
-            f"{moment}.{name}": self.optimizer.state[parameter][moment]
-            for name, parameter in self.masters.items()
-            for moment in MOMENTS
-            if parameter in self.optimizer.state
-        }
-        return {**tensors, **moments}, {**facts, "steps": self._steps()}
+        return {**tensors, **self._moments()}, {**facts, "steps": self._steps()}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         super().restore(tensors, facts)
@@ -94,6 +88,19 @@ class Learner(Mastered[Model]):
             moments = {moment: tensors[f"{moment}.{name}"].to(parameter, copy=True) for moment in MOMENTS}
             step = torch.tensor(float(facts["steps"]), device=parameter.device)
             self.optimizer.state[parameter] = {"step": step, **moments}
+
+    def offloadable(self) -> Mapping[str, Tensor]:
+        """The optimizer's moments too: only its steps read them."""
+        return {**super().offloadable(), **self._moments()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """By their names in a state; none before the first step."""
+        return {
+            f"{moment}.{name}": self.optimizer.state[parameter][moment]
+            for name, parameter in self.masters.items()
+            for moment in MOMENTS
+            if parameter in self.optimizer.state
+        }
 
     def _kinds(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return (MASTER, *MOMENTS) if facts["steps"] else (MASTER,)

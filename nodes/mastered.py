@@ -54,6 +54,12 @@ class Mastered(SequenceModel[Model]):
         self.copy_masters()
         self.version = facts["version"]
 
+    def offloadable(self) -> Mapping[str, Tensor]:
+        """The masters, where they are not what computes."""
+        if self.masters is self.workers.parameters:
+            return {}
+        return {f"{MASTER}.{name}": parameter for name, parameter in self.masters.items()}
+
     def copy_masters(self) -> None:
         """The model computes with the masters as they are now."""
         self.workers.update(self.masters)

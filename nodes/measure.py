@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.graph import node
+from penstock.graph import node, requires
+from penstock.graph.call import Call
 from penstock.graph.types import Context, Metrics, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
+from penstock.nodes.generate.length import room
 from penstock.nodes.score import Rule, math_answer, score
 
 
@@ -23,8 +25,6 @@ class Examiner:
     """State of `measure`: a `Stream` whose firings are whole exams, each of `problems` held-out prompts."""
 
     def __init__(self, context: Context, problems: int, by: Rule) -> None:
-        if problems < 1:
-            raise ValueError(f"measure: given problems={problems}, needed at least 1")
         self.source = open_prompts(replace(context, split="evaluate"))
         self.engine = make_engine(context, samples=1, temperature=0.0)
         self.problems, self.by = problems, by
@@ -59,6 +59,12 @@ def _make_examiner(context: Context, *, problems: int, by: Rule) -> Examiner:
     return Examiner(context, problems, by)
 
 
+def exam(call: Call) -> None:
+    """What a measurement requires: problems."""
+    call.at_least(1, "problems")
+
+
+@requires(exam, room)
 @node(pool="examiner", clock="update", init=_make_examiner)
 def measure(
     examiner: Examiner, behaviour: Weights, *, problems: int = 100, by: Rule = math_answer

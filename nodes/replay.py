@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from penstock.graph import node
+from penstock.graph import node, requires
+from penstock.graph.call import Call
 from penstock.graph.types import Advantages, Array, Context, Metrics, Rollouts
 from penstock.nodes.learn.minibatches import take_rows
 
@@ -35,16 +36,19 @@ class Memory(Past):
         return Past(**{field.name: getattr(self, field.name) for field in fields(Past)})
 
 
+def sizes(call: Call) -> None:
+    """What a buffer requires: room, groups to take, and an age to keep them to."""
+    call.at_least(1, "capacity", "take", "max_age")
+
+
 def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> Memory:
-    """An empty buffer. Raises ValueError for sizes that make none."""
-    for name, value in (("capacity", capacity), ("take", take), ("max_age", max_age)):
-        if value < 1:
-            raise ValueError(f"replay: given {name}={value}, needed at least 1")
+    """An empty buffer."""
     nothing: dict[str, Array] = dict.fromkeys(field.name for field in fields(Rollouts))
     nothing |= dict.fromkeys(("ordinals", "prompts", "answers", "texts", "transcripts"), ())
     return Memory(**nothing, key=context.key("replay"))
 
 
+@requires(sizes)
 @node(pool="trainer", clock="update", init=open_memory)
 def replay(
     memory: Memory, rollouts: Rollouts, advantage: Advantages, *, capacity: int = 256, take: int = 16, max_age: int = 4

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Carried, Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
 from penstock.nodes.base import open_scorer, require_scorer
 from penstock.nodes.learn.packing import Packed
@@ -16,6 +17,7 @@ from penstock.nodes.learn.preference import bradley_terry_accuracy, bradley_terr
 from penstock.nodes.learn.scores import pack_ends, packed_values, sequence_scores
 from penstock.nodes.learner import Learner, Step
 from penstock.nodes.model import ModelError, Scorer, load_scorer
+from penstock.nodes.numbers import ADAMW
 from penstock.nodes.preference_data import Pairs
 from penstock.nodes.sequence_model import Frozen
 from penstock.nodes.tokenizer import load_tokenizer
@@ -37,7 +39,7 @@ def require_reward_model(context: Context) -> None:
 
 
 def _directory(context: Context) -> str:
-    folder = str(context.options.get("reward_model", ""))
+    folder = str(context.options.get("reward_model") or "")
     if not folder:
         wrote = "a directory that a run of the program reward_model has written, checkpoints/NUMBER/reward_model"
         raise ModelError(f"reward_model: given no directory, needed {wrote}: --reward-model DIR")
@@ -51,7 +53,8 @@ def open_reward_model(context: Context) -> Carried:
     Raises ModelError without a directory, or for one without a head.
     """
     folder = _directory(context)
-    model = load_scorer(folder, context.dtype, context.device).requires_grad_(False)
+    unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+    model = load_scorer(folder, context.dtype, context.device, unread=unread).requires_grad_(False)
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
@@ -77,6 +80,7 @@ def reward_scores(
     return Rewards(scores_N), {"learned_reward": float(scores_N.mean())}
 
 
+@requires(*ADAMW)
 @node(pool="trainer", clock="update")
 def preference_update(
     reward_model: PreferenceModel,

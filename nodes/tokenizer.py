@@ -5,12 +5,14 @@ model's chat template if it has one; a response never does.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -62,6 +64,20 @@ class Tokenizer:
             return self._encode(text, special=True)
         return self._encode(self.render(text), special=False)
 
+    def bound(self, text: str) -> float:
+        """Tokens that `encode_prompt` never exceeds, for the price of counting bytes: each token says at least one, but
+        those that mark a beginning, and no template changes a question's own words. Infinity for a tokenizer that
+        rewrites texts first."""
+        if self.backend.normalizer is not None:
+            return math.inf
+        return len(text.encode()) + self._around
+
+    @cached_property
+    def _around(self) -> int:
+        """Bytes of what stands around a question, tokens that are no text, and a space in front."""
+        words = "" if self.template is None else self.render("")
+        return len(words.encode()) + self.backend.num_special_tokens_to_add(is_pair=False) + 1
+
     def encode_reply(self, text: str, role: str, after_stop: bool) -> list[int]:
         """The tokens of an environment's turn in a conversation, from the end of the model's to where it goes on.
 
@@ -108,18 +124,20 @@ class Tokenizer:
         return self._render([{"role": "user", "content": text}])
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
+        try:
+            return self._compiled.render(messages=messages, add_generation_prompt=True, **self.special)
+        except TemplateError as error:
+            raise TokenizerError(f"chat template: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> Template:
         assert self.template is not None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_template_error
-        try:
-            return environment.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **self.special
-            )
-        except TemplateError as error:
-            raise TokenizerError(f"chat template: {error}") from error
+        return environment.from_string(self.template)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special ones say nothing."""

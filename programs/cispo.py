@@ -4,7 +4,8 @@
       policy ⇢ generate: weights, at most `lag` updates old
 
 PPO's clip silences a token whose ratio has gone too far, often the rare one that a chain of thought turns on; here it
-keeps its gradient, with a bounded weight. Left out: nothing. AIPO's loss is this one with another name for the bound.
+keeps its gradient, with a bounded weight. AIPO's loss is this one with another name for the bound. Left out: dynamic
+sampling and a penalty on length, which the paper takes over (see dapo), and the token mask of its unified form.
 """
 
 from functools import partial

@@ -4,7 +4,8 @@
       policy ⇢ generate: weights, at most `lag` updates old
 
 Its four changes: clip-higher (section 3.1), dynamic sampling (3.2: groups that are all right or all wrong are dropped,
-and the next ones take their places), the mean over tokens (3.3), soft overlong punishment (3.4). Left out: nothing.
+and the next ones take their places), the mean over tokens (3.3), soft overlong punishment (3.4). Left out: overlong
+filtering, the other remedy of section 3.4, which leaves responses that were cut out of the loss.
 """
 
 from functools import partial

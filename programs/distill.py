@@ -13,6 +13,7 @@ Left out: mixing in texts of the teacher's own, and other divergences than KL(st
 """
 
 from functools import partial
+from pathlib import Path
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts, Teacher
@@ -30,7 +31,7 @@ def distill(
     teacher: Teacher,
     prompts: Prompts,
     *,
-    teacher_model: str = "",
+    teacher_model: Path | None = None,
     samples: int = 8,
     lag: int = 0,
     rho: float = 4.0,

@@ -1,4 +1,8 @@
-"""How many held-out problems the policy solves, answering greedily."""
+"""How many held-out problems the policy solves, answering greedily.
+
+prompts → generate → score → accuracy
+  policy ⇢ generate: weights
+"""
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts

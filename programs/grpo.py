@@ -5,7 +5,8 @@
       policy ⇢ generate: weights, at most `lag` updates old
 
 With `kl` above 0 a frozen copy of the first policy joins the graph, and the divergence from it is a penalty. Left out:
-process rewards (section 4.1.3), and the reference that is replaced by the policy now and then (algorithm 1).
+process rewards (section 4.1.3), iterations with new reward models and references (4.1.4; see moving_reference), and
+several updates on a batch (μ in algorithm 1).
 """
 
 from functools import partial

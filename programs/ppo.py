@@ -3,7 +3,7 @@
     prompts ─► generate ─► score ──► gae ─► policy_update ─► policy
        policy ───▲  └──► critic_values ─┴─► critic_update ─► critic
 
-Left out: weights that policy and critic share. For a penalty on leaving the first policy see `rlhf`.
+Left out: weights that policy and critic share, the entropy bonus (equation 9). `rlhf` has a penalty on leaving.
 """
 
 from functools import partial

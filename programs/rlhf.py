@@ -10,6 +10,7 @@ Left out: pretraining gradients (PPO-ptx), a critic that starts from the reward 
 """
 
 from functools import partial
+from pathlib import Path
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Critic, Policy, Prompts, Reference, RewardModel
@@ -31,7 +32,7 @@ def rlhf(
     reward: RewardModel,
     prompts: Prompts,
     *,
-    reward_model: str = "",
+    reward_model: Path | None = None,
     samples: int = 8,
     lag: int = 0,
     kl: float = 0.1,

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: the policy imitates demonstrations. It makes the base model that RL starts from."""
+"""Supervised fine-tuning: the policy imitates demonstrations. It makes the base model that RL starts from.
+
+demonstrations → sft_update → policy
+"""
 
 from penstock.graph import program
 from penstock.graph.types import Policy

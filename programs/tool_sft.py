@@ -1,4 +1,7 @@
-"""The base model of `tool_use`: supervised fine-tuning on a teacher who knows the Python tool but seldom calls it."""
+"""The base model of `tool_use`: supervised fine-tuning on a teacher who knows the Python tool but seldom calls it.
+
+demonstrations → sft_update → policy
+"""
 
 from penstock.graph import program
 from penstock.graph.types import Policy

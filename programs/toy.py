@@ -1,5 +1,8 @@
 """The shape of an asynchronous algorithm without its work: fake nodes with given durations.
 
+    prompts → fake_generate → fake_score → fake_update → policy
+      policy ⇢ fake_generate: weights, at most `lag` updates old
+
 It shows what a schedule does, and runs without a model or data.
 """
 

@@ -111,6 +111,15 @@ def seldom(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 3, every: int
     return fake_update(policy, rollouts, fake_score(rollouts))
 
 
+@program
+def in_a_row(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts, *, lag: int = 1) -> dict[str, Any]:
+    """Two updates of one value, the second of what the first has made."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    rewards = fake_score(rollouts)
+    learnt = fake_update(fake_update(policy, rollouts, rewards), rollouts, rewards)
+    return {"policy": learnt, "average": follow(average, learnt)}
+
+
 # Nodes on other clocks and pools ---------------------------------------------------------------------------
 
 

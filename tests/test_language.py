@@ -135,7 +135,8 @@ def test_a_filter_that_keeps_everything_changes_nothing(tmp_path: Path) -> None:
 def test_a_filter_that_drops_everything_ends_the_run_with_the_counts(tmp_path: Path) -> None:
     flags = Flags(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
     error = failed(tmp_path, "drops_everything", flags)["error"]
-    assert "given 12 groups dropped for update 0, the last by keep[11], and 0 kept; needed 2" in error
+    where = graph("drops_everything")["keep"].where
+    assert f"given 12 groups dropped for update 0, the last by keep[11] (written at {where}), and 0 kept; n" in error
     assert "--drops" in error
 
 
@@ -167,11 +168,14 @@ def test_weights_that_travel_too_seldom_for_their_lag_are_refused() -> None:
     assert "needed  every=2 at most, or lag=2" in said
     assert f"{FILE.rstrip(':')}:" in said
     assert faults("seldom", lag=2, every=3) == ""
+    with pytest.raises(GraphError) as raised:
+        simulated("seldom", {}, lag=1, every=3)
+    assert str(raised.value) == said
 
 
 def test_a_slower_node_fires_at_its_updates_and_its_value_stays_in_between(tmp_path: Path) -> None:
     found = rows(run(tmp_path, "clocks", lag=1, every=2, look=3))
-    assert [row.get("followed") for row in found] == [None, 1.0, None, 2.0, None, 3.0]
+    assert [row.get("followed") for row in found] == [None, 2.0, None, 4.0, None, 6.0]
     assert [row.get("policy_version") for row in found] == [None, 2.0, None, 4.0, None, 6.0]
 
 
@@ -220,6 +224,15 @@ def test_minibatches_that_do_not_divide_the_batch_are_refused_before_anything_st
     assert "given   minibatches=4 for a batch of 6 prompt groups" in said
     assert "needed  a number that divides the batch" in said
     assert check(trace(found, {"minibatches": 3}), batch=6) == []
+
+
+@PROCESSES
+@pytest.mark.parametrize("lag", [0, 2])
+def test_updates_in_a_row_make_one_version(tmp_path: Path, lag: int, processes: bool) -> None:
+    pinned = Flags(**{**vars(TOY), "versions": "pinned"})
+    found = rows(run(tmp_path, "in_a_row", processes=processes, lag=lag, flags=pinned))
+    assert [row["lag_max"] for row in found] == [min(update, lag) for update in range(UPDATES)]
+    assert [row["policy_version"] for row in found] == list(range(1, UPDATES + 1))
 
 
 # Places and clocks by the call --------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from .pages import ROOT, UPDATES, Folder, consoles, files, run, run_tests, writt
 
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "write-an-algorithm.md"
-FAULTY = {"faulty", "filter_by_lambda", "starving", "slow_group", "updated_twice", "delayed_elsewhere", "unbounded"}
+MISUSED = {"filter_by_lambda", "starving", "slow_group", "updated_twice", "delayed_elsewhere", "unbounded", "lacking"}
+FAULTY = {"faulty", *MISUSED}
 RUN = {
     "my_algorithm": "loss",
     "topr": "loss",

@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from penstock.graph import node
+from penstock.graph import node, requires
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.base import initial_model
 from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.length import room
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.model import Llama, ModelConfig, read_config, torch_dtype
 from penstock.nodes.model.part import LlamaPart
+from penstock.nodes.numbers import count, not_negative, positive, share
 from penstock.nodes.parallel.fits import check_decoding
 from penstock.nodes.parallel.ranks import Ranks
 from penstock.nodes.tokenizer import load_tokenizer
@@ -40,6 +42,7 @@ def _model(config: ModelConfig, context: Context) -> Llama:
     return Llama(config, *kind) if ranks.count == 1 else LlamaPart(config, *kind, ranks.count, ranks.rank)
 
 
+@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))
 @node(pool="generator", init=make_engine)
 def generate(
     engine: Engine,

@@ -30,6 +30,7 @@ from torch import Tensor
 from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
 from penstock.nodes.generate.cache import Prefix
 from penstock.nodes.generate.group import Group
+from penstock.nodes.generate.length import cache_length, needed_prompt
 from penstock.nodes.generate.memory import Memory, Room
 from penstock.nodes.generate.mismatch import mismatch
 from penstock.nodes.generate.row import Row
@@ -83,7 +84,7 @@ class Engine:
     def __init__(self, model: Llama, tokenizer: Tokenizer, context: Context, sampler: Sampler, samples: int) -> None:
         self.model, self.tokenizer, self.context = model.requires_grad_(False), tokenizer, context
         self.sampler, self.samples = sampler, samples
-        self.length = _cache_length(model, context)
+        self.length = cache_length(model.config.max_position_embeddings, context)
         num_slots, dtype = -(-context.slots // ROW_TILE) * ROW_TILE, model.dtype
         self.room = Room(model.attention_config, num_slots, self.length, context.max_tokens, dtype, context.device)
         self.room.check()
@@ -131,6 +132,10 @@ class Engine:
         self.settled.clear()
         self.slots.clear()
         self.staged = self.memory = None
+
+    def release(self) -> None:
+        """Give up the memory on the device until there is something to sample again."""
+        self.memory = None
 
     def step(self) -> Sequence[tuple[Any, tuple[Rollouts, Metrics]]]:
         """One token for each live slot; the groups that are finished with it, or had nothing left to sample."""
@@ -239,7 +244,7 @@ class Engine:
         if not prompt:
             raise ValueError(f"{given}, needed at least one")
         if len(prompt) > self.max_prefix:
-            raise ValueError(f"{given}, needed at most {self._needed}")
+            raise ValueError(f"{given}, needed {self._needed}")
 
     def _end_outgrown(self, group: Group) -> None:
         """End the rows that have no room for another turn; the first of them is told of."""
@@ -250,7 +255,7 @@ class Engine:
                     ordinal = group.prompts.ordinals[index // group.samples]
                     message = (
                         f"generate, group {ordinal}, row {index}: given a conversation of {len(row.prefix)} tokens, "
-                        f"needed at most {self._needed}; it ends unfinished (the metric outgrown counts such rows)"
+                        f"needed {self._needed}; it ends unfinished (the metric outgrown counts such rows)"
                     )
                     warnings.warn(message, OutgrownWarning, stacklevel=2)
                 self.outgrown = True
@@ -262,25 +267,8 @@ class Engine:
 
     @property
     def _needed(self) -> str:
-        return f"{self.max_prefix}: the context of {self.length} less max_tokens {self.context.max_tokens}"
+        return needed_prompt(self.length, self.context)
 
 
 class OutgrownWarning(UserWarning):
     """A conversation has no room for another turn."""
-
-
-MAX_PROMPT = 2048
-"""Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
-program has an option `max_prompt`."""
-
-
-def _cache_length(model: Llama, context: Context) -> int:
-    """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most the
-    model's context. Every slot has its cache from the start: a context of 128k tokens would fit no machine."""
-    length = model.config.max_position_embeddings
-    if context.max_tokens < 1 or context.max_tokens >= length:
-        raise ValueError(
-            f"generate: given max_tokens {context.max_tokens}, needed 1 to {length - 1}: the model's context has "
-            f"{length} tokens, and a prompt takes at least one"
-        )
-    return min(length, int(context.options.get("max_prompt", MAX_PROMPT)) + context.max_tokens)

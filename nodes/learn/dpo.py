@@ -11,14 +11,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
+from penstock.graph.call import Call
 from penstock.graph.types import Logprobs, Metrics, Policy, Rewards, Rollouts
 from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.preference import best_and_worst, dpo_loss
+from penstock.nodes.numbers import ADAMW, positive
 from penstock.nodes.policy import LanguagePolicy, Step, language_policy
 
 
+def pairs(call: Call) -> None:
+    """What a best and a worst response require."""
+    if call.samples("rewards") == 1:
+        given = "rewards of samples=1, one response to a prompt"
+        needed = "2 or more responses to a prompt: the best and the worst make a pair (option samples)"
+        raise call.lack(given, needed)
+
+
+@requires(pairs, positive("beta"), *ADAMW)
 @node(pool="trainer", clock="update")
 def dpo_update(
     policy: Policy,

@@ -2,8 +2,9 @@
 
     policy_update(policy, rollouts, advantage, loss=partial(gspo, clip_low=3e-4, clip_high=4e-4))
 
-One of your own is such a function in your own file. The maths is in `losses`, `corrections` and `divergences`; what is
-here chooses what each formula reads, and says which tokens it clipped.
+One of your own is such a function in your own file. What it cannot do without, `@requires(reads(…))` says, so that it
+is told before a run starts. The maths is in `losses`, `corrections` and `divergences`; what is here chooses what each
+formula reads, and says which tokens it clipped.
 
 Shapes: P sampled tokens. r is a token's ratio π / μ, A its advantage, sg a stop gradient.
 """
@@ -11,6 +12,7 @@ Shapes: P sampled tokens. r is a token's ratio π / μ, A its advantage, sg a st
 import torch
 from torch import Tensor
 
+from penstock.graph import requires
 from penstock.nodes.learn.corrections import Bound, Level, importance_weights
 from penstock.nodes.learn.losses import (
     aipo_loss,
@@ -22,8 +24,9 @@ from penstock.nodes.learn.losses import (
     reinforce_loss,
     tis_loss,
 )
-from penstock.nodes.learn.sampled import Sampled
+from penstock.nodes.learn.sampled import Sampled, reads
 from penstock.nodes.learn.segments import segment_mean
+from penstock.nodes.numbers import above, bound, positive
 
 LossAndClipped = tuple[Tensor, Tensor]
 
@@ -33,12 +36,14 @@ def reinforce(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
     return reinforce_loss(logprobs_P, sampled.advantages_P)
 
 
+@requires(reads("behaviour"), positive("rho"))
 def aipo(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndClipped:
     """−sg(min(r, ρ)) · A · log π (LlamaRL, arXiv 2505.24034, section 6)."""
     loss_P = aipo_loss(logprobs_P, sampled.behaviour_P, sampled.advantages_P, rho=rho)
     return loss_P, ratio(logprobs_P.detach(), sampled.behaviour_P) > rho
 
 
+@requires(reads("behaviour"), bound("clip_low", "clip_high"))
 def cispo(logprobs_P: Tensor, sampled: Sampled, *, clip_high: float = 4.0, clip_low: float = 1.0) -> LossAndClipped:
     """−sg(clip(r, 1 − ε_low, 1 + ε_high)) · A · log π (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
     behaviour_P, advantages_P = sampled.behaviour_P, sampled.advantages_P
@@ -46,6 +51,7 @@ def cispo(logprobs_P: Tensor, sampled: Sampled, *, clip_high: float = 4.0, clip_
     return loss_P, _outside(ratio(logprobs_P.detach(), behaviour_P), 1 - clip_low, 1 + clip_high)
 
 
+@requires(reads("behaviour"), bound("clip_low", "clip_high"), above(1, "dual_clip"))
 def ppo(
     logprobs_P: Tensor,
     sampled: Sampled,
@@ -64,6 +70,7 @@ def ppo(
     return loss_P, clipped_P if dual_clip is None else clipped_P | ((advantages_P < 0) & (ratio_P > dual_clip))
 
 
+@requires(reads("behaviour"), bound("clip_low", "clip_high"))
 def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClipped:
     """PPO's clip with the geometric mean of a response's ratios (GSPO, arXiv 2507.18071, equations 13 and 14).
 
@@ -75,6 +82,7 @@ def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_h
     return loss_P, _beyond(ratio_P, advantages_P, clip_low, clip_high)
 
 
+@requires(reads("behaviour", "proximal"), bound("clip_low", "clip_high"))
 def decoupled_ppo(
     logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndClipped:
@@ -86,6 +94,7 @@ def decoupled_ppo(
     return loss_P, _beyond(ratio(logprobs_P.detach(), proximal_P), advantages_P, clip_low, clip_high)
 
 
+@requires(reads("behaviour", "proximal"), bound("clip_low", "clip_high"), positive("cap"))
 def tis(
     logprobs_P: Tensor, sampled: Sampled, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndClipped:
@@ -101,6 +110,7 @@ def tis(
     return loss_P, beyond_P | (ratio(proximal_P, behaviour_P) > cap)
 
 
+@requires(reads("behaviour"), positive("cap"), bound("floor"))
 def importance_weighted(
     logprobs_P: Tensor,
     sampled: Sampled,

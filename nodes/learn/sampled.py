@@ -5,10 +5,15 @@ Shapes: P sampled tokens of some responses, one response after the other.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
-NEEDED = {
+from penstock.graph.call import Call
+from penstock.graph.types import Rollouts
+
+Other = Literal["behaviour", "reference", "proximal"]
+NEEDED: Mapping[Other, str] = {
     "behaviour": "rollouts whose logprobs_NT were recorded when they were sampled",
     "reference": "a frozen policy's log-probabilities as the input `reference` of the update (see reference_logprobs)",
     "proximal": "the trainer's own log-probabilities as the input `proximal` of the update (see policy_logprobs)",
@@ -52,7 +57,7 @@ class Sampled:
         """log π_old: of the policy as it was before this update's first step."""
         return self._given("proximal")
 
-    def _given(self, name: str) -> Tensor:
+    def _given(self, name: Other) -> Tensor:
         if name not in self.given:
             have = ", ".join(self.given) or "none"
             raise ValueError(f"loss: given no {name}_P (log-probabilities there are: {have}), needed {NEEDED[name]}")
@@ -62,3 +67,25 @@ class Sampled:
 Loss = Callable[[Tensor, Sampled], Tensor | tuple[Tensor, Tensor]]
 """(log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for
 the figures, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""
+
+
+def reads(*names: Other) -> Callable[[Call], None]:
+    """What a loss requires of the update that it is given to, where it cannot do without these log-probabilities:
+
+    @requires(reads("behaviour", "proximal"))
+    def tis(logprobs_P: Tensor, sampled: Sampled) -> Tensor: ...
+    """
+
+    def check(call: Call) -> None:
+        for name in names:
+            if _lacks(call, name):
+                raise call.lack(f"no {name}_P for it", NEEDED[name])
+
+    return check
+
+
+def _lacks(call: Call, name: Other) -> bool:
+    if name != "behaviour":
+        return name in call.left_out
+    first = call.first("rollouts")
+    return isinstance(first, Rollouts) and first.logprobs_NT is None

@@ -5,14 +5,16 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
 from penstock.graph.types import Metrics, Policy
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.losses import sft_loss
 from penstock.nodes.learn.packing import Packed
+from penstock.nodes.numbers import ADAMW, count, not_negative
 from penstock.nodes.policy import Step, language_policy
 
 
+@requires(count(0, "warmup"), not_negative("final"), *ADAMW)
 @node(pool="trainer", clock="update")
 def sft_update(
     policy: Policy,

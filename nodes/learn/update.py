@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.graph import node
+from penstock.graph import node, requires
+from penstock.graph.call import Call
 from penstock.graph.types import Advantages, Logprobs, Metrics, Policy, Rollouts
 from penstock.nodes.learn.aggregation import Aggregation, normaliser, token_weights
 from penstock.nodes.learn.batch import Batch
@@ -21,10 +22,18 @@ from penstock.nodes.learn.losses import kl_to_reference
 from penstock.nodes.learn.minibatches import optimizer_steps
 from penstock.nodes.learn.objectives import aipo
 from penstock.nodes.learn.packing import Packed
-from penstock.nodes.learn.sampled import Loss, Sampled
+from penstock.nodes.learn.sampled import NEEDED, Loss, Sampled, reads
+from penstock.nodes.numbers import ADAMW, not_negative, positive
 from penstock.nodes.policy import LanguagePolicy, Step, language_policy
 
 
+def penalty(call: Call) -> None:
+    """What `kl` requires: a reference to stay close to."""
+    if call.options["kl"] and "reference" in call.left_out:
+        raise call.lack(f"{call.options['kl']} without a reference", NEEDED["reference"], "kl")
+
+
+@requires(penalty, not_negative("kl"), *ADAMW)
 @node(pool="trainer", clock="update")
 def policy_update(
     policy: Policy,
@@ -68,6 +77,7 @@ def policy_update(
     return policy, update_figures(taken)
 
 
+@requires(reads("behaviour"), positive("rho"), *ADAMW)
 @node(pool="trainer", clock="update")
 def aipo_update(
     policy: Policy,

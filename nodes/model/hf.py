@@ -39,11 +39,22 @@ def torch_dtype(name: str) -> torch.dtype:
 def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / CONFIG
     try:
-        return ModelConfig.from_json(json.loads(path.read_bytes()))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        return ModelConfig.from_json(_read_json(path))
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Raises ModelError, without the file's name, for a file that holds no JSON object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"given something that is not JSON ({error}), needed a JSON object") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"given JSON of a {type(found).__name__}, needed an object")
+    return found
 
 
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Llama:
@@ -145,7 +156,8 @@ def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str)
         raise ModelError(f"{where}: {_listed(missing)} missing; the model needs {len(needed)} tensors")
     extra = sorted(n for n in given.keys() - needed.keys() if not n.endswith("rotary_emb.inv_freq"))
     if extra:
-        raise ModelError(f"{where}: {_listed(extra)} not known to this family of models")
+        known = f"the {len(needed)} tensors of a model of this `{CONFIG}` and no other"
+        raise ModelError(f"{where}: {_listed(extra)} not known to this family of models; needed {known}")
 
 
 def check_shape(name: str, given: Sequence[int], needed: Tensor, where: str) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import tyro
 
-from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.agent import serve
 
 DESCRIPTION = """Join the controller of a run on another machine, and start the processes it asks for here.
@@ -15,6 +14,7 @@ DESCRIPTION = """Join the controller of a run on another machine, and start the 
 `penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
 RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by hand,
 or as srun, a container or a batch job would. Weights travel unencrypted: the hosts need a trusted network.
+docs/clusters.md has a cluster file of two hosts, and all of its keys.
 
 Example:
   penstock agent b.json --folder /scratch/run"""
@@ -34,7 +34,4 @@ class AgentFlags:
 
 def main(argv: Sequence[str]) -> int:
     flags = tyro.cli(AgentFlags, prog="penstock agent", description=DESCRIPTION, args=argv)
-    path = Path(flags.join)
-    if not path.is_file():
-        raise CommandError(f"{path}: no such file; needed the join file that `penstock run --cluster` wrote", 2)
-    return serve(path, Path(flags.folder) if flags.folder else None)
+    return serve(Path(flags.join), Path(flags.folder) if flags.folder else None)

@@ -41,7 +41,7 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
             if not place.is_dir():
                 _build(data, home, place, tell)
     except OSError as error:
-        raise disk_fault(home, error) from error
+        raise disk_fault(home, error, choice="PENSTOCK_CACHE=DIR") from error
     return place
 
 

@@ -97,6 +97,9 @@ class RunFlags:
     delta: int = 0
     """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
     everything. Losing nothing, it pays on links slower than a few GB/s."""
+    offload: Literal["auto", "on", "off"] = "off"
+    """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
+    each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""
     retries: int = 0
     """How often a group that failed is tried again."""
     on_failure: Literal["stop", "replace"] = "stop"
@@ -108,7 +111,7 @@ class RunFlags:
     startup_deadline: float = 120.0
     """Seconds for all processes to start."""
     cluster: Annotated[str, _text("FILE", "this machine")] = ""
-    """Hosts with their cores and devices, in TOML."""
+    """Hosts with their cores and devices, in TOML: docs/clusters.md has examples and all keys."""
     out: Annotated[str, _text("DIR", "runs/PROGRAM-DATE-TIME")] = ""
     """The run folder: new or empty."""
     config: Annotated[str, _text("FILE", "none")] = ""
@@ -165,12 +168,18 @@ class Planning:
     `penstock doctor --measure` has measured."""
     model: Annotated[str, _text("NAME", "needed for a plan")] = ""
     """A shape such as llama-8b, llama-70b, qwen3-0.6b, or a model directory with its config.json."""
-    lengths: Annotated[str, _text("MEAN,SIGMA|FILE|RUN", "1000,0.7")] = "1000,0.7"
+    lengths: Annotated[str, _text("MEAN,SIGMA|FILE|RUN", "1000,0.7, or less where --max-tokens is below 4,000")] = ""
     """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
     max_tokens: int = 4096
     """Tokens at which a response is cut."""
     prompt_tokens: int = 128
     """Tokens of a prompt."""
+    environment_s: float = 1.0
+    """Seconds in which an environment answers one turn of a conversation, whose lengths are of all its turns."""
+    kept: Annotated[
+        float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: 0.7 where the program has a filter)")
+    ] = None
+    """Share of the groups that the program's filters (keep) leave, all of them together; others take their places."""
     micro_tokens: int = 16384
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: int = 256

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.runtime.cli.flags import NEW, RunFlags
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.record.folder import absolute
 
 OURS = "penstock"
 
@@ -29,7 +30,7 @@ def is_made_up(data: str) -> bool:
 
 def _absolute(given: str) -> str:
     """What a user's own source understands may be no path at all: it stays as it is."""
-    return str(Path(given).absolute()) if Path(given).exists() else given
+    return str(absolute(given)) if Path(given).exists() else given
 
 
 def file_digests(flags: RunFlags | Flags) -> dict[str, str]:
@@ -70,17 +71,14 @@ def _data_lacks(flags: Flags, digests: Mapping[str, str]) -> Iterator[str]:
 
 def _module_lacks(config: RunConfig, folder: str) -> Iterator[str]:
     graphs = [graph.to_json() for graph in config.graphs]
+    folders = [str(Path.cwd()), *(str(Path(graph.op.rpartition(":")[0]).parent) for graph in config.graphs)]
     for place in dict.fromkeys(path.rpartition(":")[0] for path in _import_paths(graphs)):
         if place.endswith(".py"):
             if not Path(place).is_file():
                 yield f"  the program's file {place}: given no file there, needed the one that the run began with"
             continue
         package = place.partition(".")[0]
-        if (
-            package not in ("", OURS)
-            and not find_spec(package)
-            and not PathFinder.find_spec(package, [str(Path.cwd())])
-        ):
+        if package not in ("", OURS) and not find_spec(package) and not PathFinder.find_spec(package, folders):
             needed = f"a resume from {folder}, where the run began" if folder else "it installed, or another folder"
             yield f"  the program's module {place}: given a folder from which it cannot be imported, needed {needed}"
 

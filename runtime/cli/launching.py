@@ -21,7 +21,9 @@ from penstock.runtime.cli.figures import clock, percent
 from penstock.runtime.cli.progress import Line
 from penstock.runtime.cli.traced import CommandError, Traced
 from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.control.endpoints import tcp_endpoint
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
+from penstock.runtime.control.listen import WireError, try_endpoint
 from penstock.runtime.control.stops import carry_on, on_stop
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
@@ -109,7 +111,6 @@ def go(
 ) -> int:
     """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display;
     `earlier` are the wall seconds of the run before this command."""
-    require_processes(config, look)
     name, updates = config.graph.name, config.flags.updates
     with open_display(name, updates, relative(folder.path), plain=look.plain or look.in_process) as display:
         if prepare is not None:
@@ -136,8 +137,14 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     return f"{' '.join(reason.split())} (penstock report {relative(folder.path)})"
 
 
-def require_processes(config: RunConfig, look: Look) -> None:
-    """Raises CommandError for a run in one process whose plan has ranks that work together."""
+def require_start(config: RunConfig, cluster: Cluster, look: Look) -> None:
+    """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
+    and for processes whose controller could not listen where the cluster file says."""
+    if not look.in_process and cluster.bind:
+        try:
+            try_endpoint(tcp_endpoint(cluster.bind))
+        except WireError as error:
+            raise CommandError(str(error.strerror)) from None
     for replica in config.plan.replicas if look.in_process else ():
         if len(replica.ranks) > 1:
             given = f"--in-process with {replica.name} of {len(replica.ranks)} ranks ({spelled(replica.mesh)})"
@@ -219,7 +226,7 @@ def _goes_on(summary: Mapping[str, Any]) -> str:
     """From where, and what is done again."""
     at, done = summary["checkpoint"], summary["updates"]
     if at == done:
-        return f"from update {at}"
+        return f"from update {at}" if at else "from the beginning"
     held = f"the last checkpoint, of update {at}" if at else "the beginning, since there is no checkpoint"
     return f"from {held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"
 

@@ -1,14 +1,11 @@
 """A plan of this machine's cores, for people: what an update takes, by what, and what else there would be."""
 
 import shutil
-from textwrap import wrap
 
 from penstock.runtime.cli.figures import seconds
+from penstock.runtime.cli.labelled import labelled
 from penstock.runtime.plan.cost import Cost
 from penstock.runtime.plan.local_plan import LocalPlan
-
-LABEL = 12
-"""Columns of the words that lines begin with."""
 
 
 def local_text(found: LocalPlan, cluster: str) -> str:
@@ -18,11 +15,13 @@ def local_text(found: LocalPlan, cluster: str) -> str:
     lines = [
         f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.roles.lag}",
         "",
-        *_line("period", f"{seconds(found.period_s)} per update, placed as `penstock run` does, not searched", width),
-        *_line("bound", f"by {found.bounds[0].cause}", width),
-        *_line("generation", _parts(found.generation), width),
-        *_line("training", _parts(found.training), width),
-        *_line("sync", _parts(found.sync), width),
+        *labelled(
+            "period", f"{seconds(found.period_s)} per update, placed as `penstock run` does, not searched", width
+        ),
+        *labelled("bound", f"by {found.bounds[0].cause}", width),
+        *labelled("generation", _parts(found.generation), width),
+        *labelled("training", _parts(found.training), width),
+        *labelled("sync", _parts(found.sync), width),
         "",
     ]
     for pool in found.plan.pools:
@@ -30,16 +29,12 @@ def local_text(found: LocalPlan, cluster: str) -> str:
         held = ", ".join(f"{n} {size / 1e9:.2f}" for n, size in found.memory.get(pool.name, {}).items() if size)
         memory = f"; GB: {held}" if held else ""
         nodes = ", ".join(found.roles.nodes_of(pool.name))
-        lines += _line(pool.name, f"{threads} threads, {nodes}{memory}", width)
+        lines += labelled(pool.name, f"{threads} threads, {nodes}{memory}", width)
     for other in found.alternatives:
-        lines += _line("instead", f"in {other.precision}: {seconds(other.period_s)}", width)
+        lines += labelled("instead", f"in {other.precision}: {seconds(other.period_s)}", width)
     return "\n".join(lines)
 
 
 def _parts(cost: Cost) -> str:
     parts = sorted(cost.parts.items(), key=lambda part: -part[1])
     return f"{seconds(cost.seconds)}: " + ", ".join(f"{name} {seconds(value)}" for name, value in parts if value > 0)
-
-
-def _line(label: str, words: str, width: int) -> list[str]:
-    return wrap(words, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL)

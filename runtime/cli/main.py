@@ -121,7 +121,7 @@ def _call(verb: str, argv: Sequence[str]) -> int:
         if type(error) is ValueError or not type(error).__module__.startswith("penstock."):
             raise
         print(f"penstock {verb}: {error}", file=sys.stderr)
-        return 1
+        return getattr(error, "status", 1)
     return status
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from penstock.runtime.cli.cache import cache_folder
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.measured import cluster_facts, cpu_of, gpu_of, toml
+from penstock.runtime.record.faults import disk_fault
 from penstock.runtime.record.folder import write_atomic
 
 DEADLINE = 300.0
@@ -26,7 +28,9 @@ def profile_path() -> Path:
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Measure, write the cluster file, and return its content. Raises CommandError for a child that fails."""
+    """Measure, write the cluster file, and return its content. Raises CommandError for a child that fails, and before
+    it measures for a file that cannot be written."""
+    _require_place(path)
     cores = len(os.sched_getaffinity(0))
     raw = _asked("cpu", cores)
     cpu = cpu_of(raw, psutil.virtual_memory().total / 2**30)
@@ -34,12 +38,20 @@ def measure(path: Path) -> dict[str, Any]:
     facts = cluster_facts(kinds, cpu)
     Cluster.model_validate(facts)
     about = f"# Measured by `penstock doctor --measure` in {raw['seconds']:.0f} s, with torch {raw['torch']}.\n"
+    write_atomic(path, (about + toml(facts)).encode(), "--out FILE")
+    return facts | {"seconds": raw["seconds"]}
+
+
+def _require_place(path: Path) -> None:
+    """Raises CommandError unless a file can be made there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, (about + toml(facts)).encode())
+        if path.is_dir():
+            raise CommandError(f"--out {path}: given a folder, needed a file", 2)
+        with TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
-        raise CommandError(f"--out {path}: cannot be written: {error.strerror}", 2) from error
-    return facts | {"seconds": raw["seconds"]}
+        raise CommandError(str(disk_fault(path, error, choice="--out FILE")), 2) from error
 
 
 def _asked(device: str, cores: int) -> dict[str, Any]:

@@ -1,21 +1,15 @@
 """Whether the models of a program fit on the meshes that its pools were given, before any rank is there.
 
-Needs torch, so the command line asks a child: the one that traces the program, or, to go on with one that is traced,
-`python -m penstock.runtime.cli.mesh_check`, which reads {"graphs", "flags"} as JSON and writes what is wrong, if
-anything is.
+Needs torch, so the command line asks a child (see `try_inputs`).
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from penstock.graph import load
 from penstock.graph.ir import Argument, Graph
 from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Context
-from penstock.runtime.cli.traced import DEADLINE, CommandError
 from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import ClusterError
 from penstock.runtime.plan.meshes import read_meshes, spelled
@@ -50,15 +44,6 @@ def check_meshes(graphs: Sequence[Graph], flags: Flags) -> None:
                 raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
 
 
-def require_meshes(graphs: Sequence[Graph], flags: Flags) -> None:
-    """The same in a child, for a parent without torch. Raises CommandError."""
-    asked = json.dumps({"graphs": [graph.to_json() for graph in graphs], "flags": asdict(flags)})
-    command = [sys.executable, "-m", "penstock.runtime.cli.mesh_check"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=DEADLINE)
-    if done.returncode:
-        raise CommandError(done.stdout.strip() or done.stderr.strip())
-
-
 def _held(graph: Graph, flags: Flags) -> Iterator[tuple[str, Context, bool]]:
     """The pool of each model that is known here, what it is opened with, and whether it decodes there."""
     base = Context(model=flags.model, data=flags.data)
@@ -73,19 +58,4 @@ def _held(graph: Graph, flags: Flags) -> Iterator[tuple[str, Context, bool]]:
 
 def _folder(argument: Argument, graph: Graph, flags: Flags) -> str:
     option = MODELS.get(argument.maker)
-    return str(dict(graph.options).get(option, "")) if option else flags.model
-
-
-def main() -> int:
-    asked = json.load(sys.stdin)
-    flags = Flags(**{**asked["flags"], "mesh": tuple(asked["flags"]["mesh"])})
-    try:
-        check_meshes([Graph.from_json(graph) for graph in asked["graphs"]], flags)
-    except ValueError as error:
-        print(error)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return str(dict(graph.options).get(option) or "") if option else flags.model

@@ -18,7 +18,7 @@ from penstock.graph.build import Flag, Program
 from penstock.graph.faults import nearest
 from penstock.graph.interface import REQUIRED
 from penstock.graph.paths import path_of
-from penstock.runtime.cli.flags import EXAMPLES, VERBS, check_numbers
+from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
@@ -85,6 +85,8 @@ def _verb_defaults(program: Program[..., Any], verb: str) -> Any:
     for key in program.defaults.keys() - known:
         raise UsageError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}")
     fitting = {field.name for field in dataclasses.fields(flags)} & program.defaults.keys()
+    if isinstance(flags, Planning):  # a plan is for a model and lengths of its own, not for those of the demo
+        fitting -= {field.name for field in dataclasses.fields(Planning)}
     return dataclasses.replace(flags, **{key: program.defaults[key] for key in fitting})
 
 
@@ -93,29 +95,34 @@ class _Own:
 
     def __init__(self, flag: Flag) -> None:
         self.flag = flag
-        self.is_path = callable(flag.default) and flag.default is not REQUIRED
-        self.is_json = not self.is_path and not _is_readable(flag.annotation)
+        self.is_function = callable(flag.default) and flag.default is not REQUIRED
+        self.is_json = not self.is_function and not flag.is_path and not _is_readable(flag.annotation)
 
     @property
     def field(self) -> tuple[str, Any, Any]:
         """Name, annotation and default, as `make_dataclass` takes them."""
         flag, annotation, default = self.flag, self.flag.annotation, self.flag.default
-        metavar = None
-        if self.is_path:
+        metavar = hint = None
+        if self.is_function:
             annotation, default, metavar = str, path_of(default), "MODULE:NAME"
+        elif flag.is_path:
+            annotation, metavar, hint = str, "PATH", "(default: none)" if default is None else None
+            default = default if default is REQUIRED else str(default or "")
         elif self.is_json:
             annotation, metavar = str, "JSON"
             default = default if default is REQUIRED else json.dumps(default)
         if isinstance(default, list):
             default = tuple(default)
-        argument = tyro.conf.arg(help=flag.help or None, metavar=metavar)
+        argument = tyro.conf.arg(help=flag.help or None, metavar=metavar, help_behavior_hint=hint)
         described = Annotated[annotation, argument]  # type: ignore[valid-type]
         made = dataclasses.field() if default is REQUIRED else dataclasses.field(default=default)
         return flag.name, described, made
 
     def value(self, given: Any) -> Any:
-        if self.is_path:
+        if self.is_function:
             return {"path": given}
+        if self.flag.is_path:
+            return str(given) or None
         if not self.is_json:
             return list(given) if isinstance(given, tuple) else given
         try:
@@ -126,7 +133,7 @@ class _Own:
 
 def _is_readable(annotation: Any) -> bool:
     """Can tyro read a value of this annotation from words?"""
-    if annotation in (int, float, str, bool, type(None), Path):
+    if annotation in (int, float, str, bool, type(None)):
         return True
     origin = get_origin(annotation)
     if origin is Annotated:

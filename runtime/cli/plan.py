@@ -8,6 +8,7 @@ from textwrap import wrap
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.figures import percent, seconds
 from penstock.runtime.cli.flags import PlanFlags, Planning
+from penstock.runtime.cli.labelled import assumed, labelled
 from penstock.runtime.cli.local_text import local_text
 from penstock.runtime.cli.measuring import profile_path
 from penstock.runtime.cli.programs import require_program
@@ -18,13 +19,13 @@ from penstock.runtime.plan.lengths import LengthError
 from penstock.runtime.plan.local_plan import MICRO_TOKENS, LocalPlan, local_plan
 from penstock.runtime.plan.meshes import read_meshes
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
-from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.roles import Roles, roles_of
 from penstock.runtime.plan.shape import ShapeError, read_shape
 from penstock.runtime.plan.spec import read_cluster
 from penstock.runtime.plan.workload import Workload, given_lengths
 
-LABEL = 12
-"""Columns of the words that lines begin with."""
+KEPT = 0.7
+"""The share of the groups that filters leave, unless it is said."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
     traced = trace_program("plan", argv)
     flags: PlanFlags = traced.flags
     graph = traced.sound()
-    local = _local(graph, flags)
-    if local is not None:
-        print(json.dumps(local.to_json()) if flags.json else local_text(local, flags.cluster))
+    cores = local(graph, flags, flags.batch)
+    if cores is not None:
+        print(json.dumps(cores.to_json()) if flags.json else local_text(cores, flags.cluster))
         return 0
     found = search(graph, flags, flags.batch)
     print(json.dumps(found.to_json()) if flags.json else text(found, flags.cluster))
@@ -65,10 +66,10 @@ def asked(graph: Graph, flags: Planning, batch: int) -> tuple[Cluster, Workload]
         raise CommandError(str(error), 2) from None
 
 
-def _local(graph: Graph, flags: PlanFlags) -> LocalPlan | None:
+def local(graph: Graph, flags: Planning, batch: int) -> LocalPlan | None:
     """The plan on one machine's cores; None where the cluster has GPUs."""
-    cluster, work = asked(graph, flags, flags.batch)
-    if any(host.accelerators for host in cluster.hosts):
+    cluster, work = asked(graph, flags, batch)
+    if any(host.accelerators or host.gpu for host in cluster.hosts):
         return None
     if flags.mesh:
         raise CommandError(f"--mesh: given {' '.join(flags.mesh)} on a machine without GPUs, needed none", 2)
@@ -90,11 +91,27 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
             roles.epochs,
             roles.minibatches,
             flags.micro_tokens,
+            flags.environment_s,
+            kept(roles, flags.kept),
+            sum(samples for _, samples in roles.baselines),
+            roles.buffer.adds(batch) if roles.buffer else 0,
         )
     except ValueError as error:
         if type(error) is not ValueError:
             raise
         raise CommandError(str(error), 2) from None
+
+
+def kept(roles: Roles, given: float | None) -> float:
+    """The share of the groups that filters leave."""
+    if not roles.filters:
+        if given is not None:
+            raise CommandError(f"--kept: given {given:g}, needed none, since {roles.graph} has no filter (keep)", 2)
+        return 1.0
+    share = KEPT if given is None else given
+    if not 0 < share <= 1:
+        raise CommandError(f"--kept: given {share:g}, needed a share above 0, 1 at most", 2)
+    return share
 
 
 def text(found: Planned, cluster: str) -> str:
@@ -104,10 +121,12 @@ def text(found: Planned, cluster: str) -> str:
     lines = [
         f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
         "",
-        *_line("period", f"{seconds(found.best.period_s)} per update, {_sure(found)}", width),
-        *_line("bound", f"by {found.best.bound}", width),
-        *_line("", _why(found), width),
-        *_line("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
+        *labelled("period", f"{seconds(found.best.period_s)} per update, {_sure(found)}", width),
+        *labelled("bound", f"by {found.best.bound}", width),
+        *labelled("", _why(found), width),
+        *_crowded(found, width),
+        *assumed(found.assumptions, width),
+        *labelled("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
         "",
     ]
     for pool in found.pools:
@@ -130,9 +149,14 @@ def _why(found: Planned) -> str:
     """What a batch costs, stage by stage."""
     best = found.best
     parts = [f"generation {seconds(best.rollout_s)}", f"steps {seconds(best.training.steps.seconds)}"]
-    if found.roles.reader:
-        reads = (best.reading or best.training).reads
-        parts.append(f"the frozen model's pass {seconds(reads.seconds)}")
+    if found.roles.turns > 1:
+        answers = found.roles.turns * found.work.environment_s
+        parts.append(f"{found.roles.turns} answers of {found.roles.environment} {seconds(answers)}")
+    if found.roles.beside:
+        beside = best.reading or best.training
+        parts.append(f"passes of {', '.join(found.roles.beside)} {seconds(beside.reads.seconds)}")
+        if found.roles.learners:
+            parts.append(f"steps of {', '.join(found.roles.learners)} {seconds(beside.learns.seconds)}")
     parts.append(f"weight sync {seconds(best.sync.seconds)}")
     if best.offloads:
         parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
@@ -143,10 +167,17 @@ def _why(found: Planned) -> str:
     return f"one batch: {', '.join(parts)}; {steps}, of decoding to {decodes}"
 
 
+def _crowded(found: Planned, width: int) -> list[str]:
+    """What batches that are in work at once cost each other."""
+    if found.best.alone_s > 0.999 * found.best.period_s:
+        return []
+    return labelled("", f"if no batch slowed the others, {seconds(found.best.alone_s)} would be the bound", width)
+
+
 def _pool(pool: PoolPlan, width: int) -> list[str]:
     work = ", ".join(pool.nodes)
     if not pool.devices:
-        return _line(pool.name, f"on CPUs: {work}", width)
+        return labelled(pool.name, f"{pool.shares or 'on CPUs'}: {work}", width)
     copies = f"{pool.replicas} × " if pool.replicas > 1 else ""
     mesh = " × ".join(f"{axis} {size}" for axis, size in pool.mesh) or "one GPU"
     how = [f"{pool.devices} {pool.kind}: {copies}({mesh})", pool.precision]
@@ -158,9 +189,9 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
     held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
     hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
     return [
-        *_line(pool.name, "; ".join(how), width),
-        *_line("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB: {held}", width),
-        *_line("", f"{work or 'reads responses'}, on {hosts}", width),
+        *labelled(pool.name, "; ".join(how), width),
+        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB: {held}", width),
+        *labelled("", f"{work or 'reads responses'}, on {hosts}", width),
     ]
 
 
@@ -174,7 +205,3 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     sure = "" if other.proved else " (best found)"
     line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
     return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
-
-
-def _line(label: str, words: str, width: int) -> list[str]:
-    return wrap(words, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL)

@@ -15,7 +15,9 @@ from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, replay_
 
 DESCRIPTION = """Check a run's record: feed its events to the scheduler again and compare every decision.
 
-The event log is a chain of hashes: one that was edited, cut or reordered is refused, with the record's number.
+The event log is a chain of hashes: one that was edited or reordered is refused, with the record's number; so is one
+that was cut, where the run lived to count its records in summary.json. After a crash the log may just end: that is
+said.
 
 Example:
   penstock replay runs/aipo-20250304-050607"""
@@ -35,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     config = (tyro.conf.FlagCreatePairsOff,)
     flags = tyro.cli(ReplayFlags, prog="penstock replay", description=DESCRIPTION, args=argv, config=config)
     folder = RunFolder.open(flags.dir)
-    segments = read_log(folder.events)
+    segments = read_log(folder.events, _counted(folder))
     stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
     replayed = replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
     if flags.json:
@@ -43,6 +45,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(_text(replayed, segments))
     return 0
+
+
+def _counted(folder: RunFolder) -> int:
+    """The records that the log had when the run ended; 0 where it was killed before it could count them."""
+    path = folder.path / "summary.json"
+    return int(folder.read_json(path.name).get("records", 0)) if path.exists() else 0
 
 
 def _steps(stage: StageLog) -> Iterator[Recorded]:

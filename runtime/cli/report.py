@@ -3,12 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, absolute
 from penstock.runtime.report.report import figures
 from penstock.runtime.report.write import REPORT, write_report
 
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     config = (tyro.conf.FlagCreatePairsOff,)
     flags = tyro.cli(ReportFlags, prog="penstock report", description=DESCRIPTION, args=argv, config=config)
     folder = RunFolder.open(flags.dir)
-    path = Path(flags.out).absolute() if flags.out else folder.path / REPORT
+    path = absolute(flags.out) if flags.out else folder.path / REPORT
     report = write_report(folder, path)
     if flags.json:
         print(json.dumps({**figures(report), "report": str(path)}))

@@ -3,22 +3,24 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Annotated
 
 import tyro
 
 from penstock.runtime.cli.inputs import require_inputs
-from penstock.runtime.cli.launching import Look, go, placed
-from penstock.runtime.cli.mesh_check import require_meshes
+from penstock.runtime.cli.launching import Look, go, placed, require_start
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.try_inputs import require_inputs_of
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import read_meshes, spelled
-from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import segment_seconds
+from penstock.runtime.tensor.part_file import part_path, read_facts, refusal
 
 DESCRIPTION = """Go on with a run exactly where its last complete checkpoint is.
 
@@ -61,12 +63,16 @@ def main(argv: Sequence[str]) -> int:
         require_inputs(config, asked)
         earlier = _earlier_seconds(folder)
         saved, cluster = latest_checkpoint(folder), Cluster.model_validate(asked["cluster"])
+        if saved is not None:
+            _require_format(saved, config)
         before, config = config, _with_updates(folder, config, flags.updates)
         config = _with_meshes(config, cluster, flags.mesh)
+        look = Look(flags.plain, flags.json, flags.in_process, began)
+        require_start(config, cluster, look)
+        require_inputs_of(config.graphs, config.flags)
         if config != before:
             config.write(folder, asked)
         (folder.path / "summary.json").unlink(missing_ok=True)
-        look = Look(flags.plain, flags.json, flags.in_process, began)
         status = go(folder, config, cluster, look, earlier=earlier)
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
             before.write(folder, asked)  # what was wanted now may be why
@@ -76,10 +82,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _earlier_seconds(folder: RunFolder) -> float:
-    """Wall seconds of the run so far: as its summary says, else, since nobody lived to write one, as the log does."""
-    if (folder.path / "summary.json").exists():
-        return float(folder.read_json("summary.json")["wall_s"])
-    return sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
+    """Wall seconds of the run so far: as its summary says, else, since nobody lived to write one, as the log does.
+
+    Raises LogError for a log that was changed, which nothing can be added to."""
+    logged = sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
+    summary = folder.path / "summary.json"
+    return float(folder.read_json(summary.name)["wall_s"]) if summary.exists() else logged
+
+
+def _require_format(saved: Checkpoint, config: RunConfig) -> None:
+    """Raises CommandError for a checkpoint that ranks could not read, before any starts."""
+    paths = (part_path(saved.folder, replica.name, 0) for pool in config.plan.pools for replica in pool.replicas)
+    for path in filter(Path.exists, paths):
+        try:
+            text = refusal(path, read_facts(path))
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        if text:
+            raise CommandError(text)
 
 
 def _with_updates(folder: RunFolder, config: RunConfig, updates: int) -> RunConfig:
@@ -101,9 +121,7 @@ def _with_meshes(config: RunConfig, cluster: Cluster, words: Sequence[str]) -> R
         return config
     meshes = read_meshes(config.flags.mesh) | read_meshes(words)
     flags = dataclasses.replace(config.flags, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
-    changed = dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
-    require_meshes(config.graphs, flags)
-    return changed
+    return dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
 
 
 def _finished(folder: RunFolder) -> bool:

@@ -12,10 +12,11 @@ from penstock.runtime.cli.base import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
 from penstock.runtime.cli.inputs import absolute_paths, file_digests, is_made_up
-from penstock.runtime.cli.launching import Look, asked, configure, go
+from penstock.runtime.cli.launching import Look, asked, configure, go, require_start
 from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import CommandError, Traced, trace_program
 from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.turns import why_no_turns
 from penstock.runtime.record.folder import MARKS, RunFolder, default_path
 
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
     cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
     config = configure(traced, cluster, flags.model)
+    look = Look(flags.plain, flags.json, flags.in_process, began)
+    require_start(config, cluster, look)
     needs_base = _needs_base(traced)
     digests = file_digests(flags)
     folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
@@ -38,9 +41,12 @@ def main(argv: Sequence[str]) -> int:
         model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
         complete = dataclasses.replace(config, flags=dataclasses.replace(config.flags, model=model))
         complete.write(folder, asked(argv[0], argv, cluster, digests))
+        if flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
+            text = f"--offload on frees no memory that anybody needs: {why}"
+            display.tell({"kind": "note", "level": "warning", "text": text})
 
     try:
-        return go(folder, config, cluster, Look(flags.plain, flags.json, flags.in_process, began), prepare)
+        return go(folder, config, cluster, look, prepare)
     finally:
         folder.unlock()
         if not any((folder.path / mark).exists() for mark in MARKS):

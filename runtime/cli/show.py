@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         graph = traced.evaluation
     shown = FORMATS["json" if flags.json else flags.format](graph)
     if flags.out:
-        write_atomic(Path(flags.out), shown.encode())
+        write_atomic(Path(flags.out), shown.encode(), "--out FILE")
     else:
         print(shown.rstrip("\n"))
     return 0

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from textwrap import wrap
 
@@ -12,12 +13,13 @@ from penstock.graph.passes import Bound, period_bound
 from penstock.runtime.cli.figures import percent
 from penstock.runtime.cli.flags import SimulateFlags
 from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.simulate_given import deciding, servers, timing
+from penstock.runtime.cli.simulate_given import deciding, timing
 from penstock.runtime.cli.simulate_planned import planned
 from penstock.runtime.cli.simulate_text import drawing, facts, lag_lines, pictured, pool_lines
 from penstock.runtime.cli.traced import CommandError, trace_program
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.place import place
+from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.record.chrome import chrome_trace
 from penstock.runtime.record.folder import write_atomic
 from penstock.runtime.record.svg import gantt_svg
@@ -70,9 +72,15 @@ class Given:
             "batch": self.batch,
             "period_s": self.result.period_s,
             "period_of": "all updates" if self.result.cycle_s is None else "the full pipeline",
-            "bound_s": self.bound.seconds,
+            "bound_s": self.bound_s,
             "bound_cause": self.bound.cause,
         }
+
+    @property
+    def bound_s(self) -> float:
+        """The bound, which the period may be: then their sums are rounded apart."""
+        period, bound = self.result.period_s, self.bound.seconds
+        return min(period, bound) if isclose(period, bound, rel_tol=1e-9) else bound
 
     def lines(self, width: int) -> list[str]:
         result, bound = self.result, self.bound
@@ -94,7 +102,7 @@ class Given:
 
 def _given(graph: Graph, flags: SimulateFlags) -> Given:
     timed, batch = timing(graph, flags.duration), flags.batch or BATCH
-    plan = servers(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
+    plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
     rules = Rules(batch, flags.updates, versions=flags.versions)
     verdicts = deciding(graph, flags.drop, flags.again)
     result = simulate(compile_tables(graph, plan), rules, timed.durations, verdicts=verdicts)
@@ -105,13 +113,13 @@ def _given(graph: Graph, flags: SimulateFlags) -> Given:
 def _write(result: Simulation, title: str, flags: SimulateFlags) -> None:
     """The files that were asked for."""
     if flags.svg:
-        write_atomic(Path(flags.svg), gantt_svg(pictured(result), title).encode())
+        write_atomic(Path(flags.svg), gantt_svg(pictured(result), title).encode(), "--svg FILE")
     if flags.html:
         from penstock.runtime.report.schedule import schedule_html  # imports templates, which others do without
 
-        write_atomic(Path(flags.html), schedule_html(pictured(result), title).encode())
+        write_atomic(Path(flags.html), schedule_html(pictured(result), title).encode(), "--html FILE")
     if flags.trace:
-        write_atomic(Path(flags.trace), json.dumps(chrome_trace(result.bars, title)).encode())
+        write_atomic(Path(flags.trace), json.dumps(chrome_trace(result.bars, title)).encode(), "--trace FILE")
 
 
 def _measured(result: Simulation) -> str:

@@ -1,12 +1,11 @@
-"""Durations, verdicts and servers as the command line gives them, for `penstock simulate`."""
+"""Durations and verdicts as the command line gives them, for `penstock simulate`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
 from penstock.runtime.schedule.verdicts import Verdicts
 
@@ -98,16 +97,3 @@ def duration(word: str, names: Sequence[str]) -> tuple[str, float, float]:
     if not (min(values) >= 0 and max(values) < float("inf")):
         raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5", 2)
     return name, *values
-
-
-def servers(graph: Graph, plan: Plan) -> Plan:
-    """The plan with the number of firings that really are in work at once: a rank works on one at a time, but for
-    those of a stream (a generator, an environment)."""
-    streaming = {node.pool for node in graph.nodes if node.stream and node.clock == "group"}
-    pools = (
-        pool
-        if pool.name in streaming
-        else replace(pool, replicas=tuple(replace(replica, capacity=1) for replica in pool.replicas))
-        for pool in plan.pools
-    )
-    return Plan(tuple(pools))

@@ -3,32 +3,40 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.figures import figure, many, percent, seconds
 from penstock.runtime.cli.flags import PlanFlags, Planning, SimulateFlags
-from penstock.runtime.cli.plan import search
+from penstock.runtime.cli.labelled import assumed, labelled
+from penstock.runtime.cli.plan import local, search
 from penstock.runtime.cli.simulate_given import duration
 from penstock.runtime.cli.simulate_text import depth_lines, lag_lines, pool_lines
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.roles import roles_of
-from penstock.runtime.plan.simulated import Scene, Simulated
+from penstock.runtime.plan.simulated import Scene
+from penstock.runtime.plan.simulated_local import LocalScene
 from penstock.runtime.plan.simulated_plan import read_costed
+from penstock.runtime.plan.simulated_scene import Schedulable, Simulated
 from penstock.runtime.schedule.durations import Duration, Lognormal
 from penstock.runtime.schedule.simulator import Simulation
 
+COLUMN = 8
+"""Where the words begin."""
+OTHERWISE = {"drop": "--kept says what its filters leave", "generators": "the plan says it"}
+"""What stands for flags of given seconds in a plan."""
 COMPARED = 24
 """Updates of each run that shows the effect of lag; no more than were asked for."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule of a plan. `effect`: seconds per update by lag; empty where shared GPUs leave it without any."""
+    """A schedule of a plan. `effect`: runs of at most `COMPARED` updates by lag; empty where shared GPUs leave it
+    without any."""
 
     found: Simulated
-    effect: Mapping[int, float]
+    effect: Mapping[int, Simulation]
 
     @property
     def result(self) -> Simulation:
@@ -36,14 +44,14 @@ class Planned:
 
     @property
     def title(self) -> str:
-        plan = self.found.scene.plan
-        what = f"{plan.program} with {plan.work.shape.name} on {plan.gpus} GPUs"
+        plan = self.found.scene.outline
+        what = f"{self.found.scene.graph.name} with {plan.work.shape.name} on {plan.machines}"
         return f"{what}: {len(self.result.ends)} updates of {plan.work.prompts} groups"
 
     def facts(self) -> Mapping[str, object]:
-        plan, full = self.found.scene.plan, self.found.filling
+        plan, full = self.found.scene.outline, self.found.filling
         return {
-            "program": plan.program,
+            "program": self.found.scene.graph.name,
             "model": plan.work.shape.name,
             "gpus": plan.gpus,
             "updates": len(self.result.ends),
@@ -55,27 +63,34 @@ class Planned:
             "planned_lag": plan.lag,
             "planned_bound": plan.bound,
             "tokens_per_s": self.found.tokens_per_s,
-            "tokens_per_s_per_gpu": self.found.tokens_per_s / plan.gpus,
+            "tokens_per_s_per_gpu": self.found.tokens_per_s / plan.gpus if plan.gpus else None,
             "groups_per_s": self.found.groups_per_s,
+            "assumptions": list(assumptions(self.found.scene.roles, plan.work)),
             "slots": {field.name: getattr(full, field.name) for field in fields(full)},
             "effect_of_lag": [
-                {"lag": lag, "period_s": period, "gain": self._gain(period)} for lag, period in self.effect.items()
+                {"lag": lag, "period_s": result.steady_s, "gain": self._gain(result), "updates": len(result.ends),
+                 "period_of": "steady updates" if result.steady else "all updates"}
+                for lag, result in self.effect.items()
             ],
-        }
+        }  # fmt: skip
 
     def lines(self, width: int) -> list[str]:
-        found, plan, full = self.found, self.found.scene.plan, self.found.filling
+        found, plan, full = self.found, self.found.scene.outline, self.found.filling
         rates = f"{many(found.tokens_per_s)} tokens and {figure(found.groups_per_s)} groups per second"
+        each = f", {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU" if plan.gpus else ""
         occupied = f"{percent(full.occupancy)} of {full.slots} in use"
         tails = f"{percent(full.tail_occupancy)} in tails, which take {seconds(full.tail_s)}"
         return [
             f"{self.title}, {seconds(self.result.wall_s)} in all",
             "",
-            *_wrapped("period", f"{seconds(self.result.steady_s)} per update, {self._of()}; {self._against()}", width),
-            *_wrapped("rate", f"{rates}, {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU", width),
+            *labelled(
+                "period", f"{seconds(self.result.steady_s)} per update, {self._of()}; {self._against()}", width, COLUMN
+            ),
+            *labelled("rate", f"{rates}{each}", width, COLUMN),
+            *assumed(assumptions(found.scene.roles, plan.work), width, COLUMN),
             *lag_lines(self.result.lags),
-            *_wrapped("", f"the bound is {found.scene.lag}", width),
-            *_wrapped("slots", f"{occupied}; {tails}", width),
+            *labelled("", f"the bound is {found.scene.lag}", width, COLUMN),
+            *labelled("slots", f"{occupied}; {tails}", width, COLUMN),
             *depth_lines(self.result),
             *pool_lines(self.result, width),
             *self._effects(width),
@@ -86,23 +101,29 @@ class Planned:
 
     def _against(self) -> str:
         """What the planner says, where it speaks of the same lag."""
-        plan, scene = self.found.scene.plan, self.found.scene
+        plan, scene = self.found.scene.outline, self.found.scene
         if not plan.shared and plan.lag != scene.lag:
             return f"the plan is for lag {plan.lag}"
         above = 1 - plan.period_s / self.result.steady_s
         return f"the planner says {seconds(plan.period_s)}, {percent(abs(above))} {'less' if above >= 0 else 'more'}"
 
     def _effects(self, width: int) -> list[str]:
+        """The same figure as the period, of runs that may be shorter."""
         if not self.effect:
-            return _wrapped("by lag", "all the same: the pools share GPUs and take turns", width)
-        return [
-            f"{'by lag' if not row else '':<8}{lag:>2}  {seconds(period):>8}  {percent(self._gain(period)):>8} faster"
-            for row, (lag, period) in enumerate(self.effect.items())
-        ]
+            return labelled("by lag", "all the same: the pools share GPUs and take turns", width, COLUMN)
+        done = len(next(iter(self.effect.values())).ends)
+        of = f" of runs of {done} updates, while that above is of {len(self.result.ends)}"
+        head = f"the period{of if done < len(self.result.ends) else ''}; how much faster than at lag {min(self.effect)}"
+        lines = labelled("by lag", head, width, COLUMN)
+        for row, (lag, result) in enumerate(self.effect.items()):
+            filling = "" if result.steady else "  the filling of the pipeline included"
+            gain = f"{percent(self._gain(result)):>8}" if row else " " * 8
+            lines.append(f"{lag:>10}  {seconds(result.steady_s):>8}  {gain}{filling}".rstrip())
+        return lines
 
-    def _gain(self, period: float) -> float:
+    def _gain(self, result: Simulation) -> float:
         """How much more is done in the same time than at the smallest lag."""
-        return next(iter(self.effect.values())) / period - 1
+        return next(iter(self.effect.values())).steady_s / result.steady_s - 1
 
 
 def planned(graph: Graph, flags: SimulateFlags) -> Planned | None:
@@ -117,19 +138,28 @@ def planned(graph: Graph, flags: SimulateFlags) -> Planned | None:
     if said and flags.plan:
         raise CommandError(f"{_flag(said[0])}: given beside --plan, which says it; needed one of both", 2)
     if contrary := [name for name in others if getattr(flags, name) != _default(name)]:
-        raise CommandError(f"{_flag(contrary[0])}: given with a plan; needed none, since plans do not cover it", 2)
-    if flags.plan:
-        plan = read_costed(Path(flags.plan), graph.name)
-    else:
-        plan = search(graph, flags, flags.batch or _batch()).costed
-    scene = Scene(graph, plan, flags.seed, _small(graph, flags.duration))
-    effect = {} if plan.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
+        why = OTHERWISE.get(contrary[0], "plans do not cover it")
+        raise CommandError(f"{_flag(contrary[0])}: given with a plan; needed none, since {why}", 2)
+    scene = _scene(graph, flags)
+    effect = {} if scene.outline.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
     return Planned(scene.run(flags.updates), effect)
+
+
+def _scene(graph: Graph, flags: SimulateFlags) -> Schedulable:
+    small = _small(graph, flags.duration)
+    if flags.plan:
+        return Scene(graph, read_costed(Path(flags.plan), graph.name), flags.seed, small)
+    batch = flags.batch or _batch()
+    cores = local(graph, flags, batch)
+    if cores is not None:
+        return LocalScene(graph, cores, flags.seed, small)
+    return Scene(graph, search(graph, flags, batch).costed, flags.seed, small)
 
 
 def _small(graph: Graph, given: tuple[str, ...]) -> dict[str, Duration]:
     """Seconds of nodes that the cost model has none for."""
-    costed = roles_of(graph).cycle
+    roles = roles_of(graph)
+    costed = {*roles.cycle, *roles.learners, *roles.rereads, *roles.followers, *(node for node, _ in roles.baselines)}
     names = [node.name for node in graph.nodes if node.fires and node.name not in costed]
     found = (duration(word, names) for word in given)
     return {name: Lognormal(mean, sigma) if sigma else mean for name, mean, sigma in found}
@@ -152,7 +182,3 @@ def _batch() -> int:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _wrapped(label: str, words: str, width: int) -> list[str]:
-    return wrap(words, width, initial_indent=f"{label:<8}", subsequent_indent=" " * 8)

@@ -5,7 +5,6 @@ import signal
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -13,7 +12,7 @@ import tyro
 from penstock.runtime.cli.launching import relative
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.watch_terminal import watch_in_terminal
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, absolute
 from penstock.runtime.report.facts import read_facts
 
 DESCRIPTION = """Look at a run while it goes on, from its folder alone: the run does not notice.
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     flags = tyro.cli(WatchFlags, prog="penstock watch", description=DESCRIPTION, args=argv, config=config)
     if not 0 <= flags.port < 1 << 16:
         raise CommandError(f"--port: given {flags.port}, needed 0 (any free one) to 65535", 2)
-    folder = RunFolder(Path(flags.dir).absolute())
+    folder = RunFolder(absolute(flags.dir))
     if not folder.alive or folder.config.exists():
         RunFolder.open(flags.dir)
         if not folder.alive:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from penstock.runtime.cli.progress import Line
 from penstock.runtime.control.records import read_record
-from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import Mark, new_records
@@ -32,6 +31,7 @@ class Watched:
         self._scheduler: Scheduler | None = None
         self._work: dict[str, dict[str, None]] = {}
         self._live: dict[str, int] = {}
+        self._known: dict[str, float | None] = {}
         self._rows = 0
         self._before, self._now = 0.0, 0.0
 
@@ -60,10 +60,9 @@ class Watched:
         self._rows = len(rows)
 
     def _accuracy(self) -> dict[str, float | None]:
-        """As the last checkpoint or the summary says: nothing else in the folder has it."""
-        saved, end = latest_checkpoint(self.folder), self.summary() or {}
-        known = dict(saved.accuracy) if saved else {}
-        return known | {
+        """As the log's last stage says, or the summary."""
+        end = self.summary() or {}
+        return self._known | {
             when: end[name] for when in ("before", "after") if end.get(name := f"accuracy_{when}") is not None
         }
 
@@ -87,6 +86,7 @@ class Watched:
         elif kind == "stage":
             origin = Origin.from_json(rest[0])
             self.stage, self._scheduler = origin.stage, origin.scheduler()
+            self._known |= rest[0].get("accuracy", {})
             self._work = {replica: {} for replica in self._scheduler.tables.replicas}
         elif kind == "event" and self._scheduler is not None:
             self._now = rest[0]

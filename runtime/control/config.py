@@ -7,6 +7,7 @@ from typing import Any, Literal
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context
 from penstock.runtime.plan.plan import Plan, Replica
+from penstock.runtime.plan.turns import why_no_turns
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.tables import Channel, Rules, compile_tables
 
@@ -42,6 +43,7 @@ class Flags:
     proof: Literal["full", "sampled", "off"] = "full"
     wire: Literal["", "bfloat16", "int8", "fp8", "fp8_block"] = ""
     delta: int = 0
+    offload: Literal["auto", "on", "off"] = "off"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class RunConfig:
     @property
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
+
+    @property
+    def offload(self) -> Literal["auto", "on", "off"]:
+        """Does what is not needed between updates leave the device? "auto" only where others can use its memory."""
+        asked = self.flags.offload
+        return "off" if asked == "auto" and why_no_turns(self.graph, self.plan) else asked
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -19,6 +19,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.keys import Door
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.listen import WireError
 from penstock.runtime.control.messages import (
     AgentReady,
     Exited,
@@ -48,7 +49,8 @@ from penstock.runtime.tensor.handle import Handle
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
 DEATH_S = 1.0
-"""Seconds for which a broken transfer waits for the news that the other side has died: that is the better reason."""
+"""Seconds for which a broken transfer, or a socket that takes no more, waits for the news that the other side has died:
+that is the better reason."""
 DISMISS_S = 2.0
 """Seconds for ranks and agents to end after a goodbye."""
 
@@ -71,7 +73,7 @@ class Controller:
         self.restored: dict[tuple[Firing, str], Handle] = {}
         self.alive: set[str] = set()
         self.warnings: list[str] = []
-        self._complaint: tuple[str, float] | None = None  # of a rank, and until when a death may explain it
+        self._complaint: tuple[str, float] | None = None  # what is broken, and until when a death may explain it
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -153,7 +155,7 @@ class Controller:
             case Results(results):
                 for result in results:
                     if isinstance(result.event, Abort):
-                        self._complaint = self._complaint or (result.event.error, monotonic() + DEATH_S)
+                        self._complain(result.event.error)
                     elif self.session.running:
                         self._send(self._answer(peer, result))
             case Hello(role=role):
@@ -190,7 +192,7 @@ class Controller:
     def _hear_launcher(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word == "stop":
-            self._send(self.session.stop(monotonic()))
+            self._send(self.session.stop(monotonic(), rest))
         elif word == "agent":
             host, _, reason = rest.partition(" ")
             raise PeerFault(f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}")
@@ -211,7 +213,11 @@ class Controller:
         for replica, order in orders.items():
             for name, index in self.ranks:
                 if name == replica and not self.server.send(rank_peer(name, index), order):
-                    raise PeerFault(f"{name} rank {index} cannot be reached")
+                    self._complain(f"{name} rank {index} cannot be reached")
+
+    def _complain(self, text: str) -> None:
+        """The first complaint ends the run, unless the news of a death comes first."""
+        self._complaint = self._complaint or (text, monotonic() + DEATH_S)
 
     # Ending -----------------------------------------------------------------------------------------------
 
@@ -264,7 +270,11 @@ def main() -> None:
     die_with_parent()
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)
-    server = Server(Door.read(folder.path / "keys" / "controller.json"))
+    try:
+        server = Server(Door.read(folder.path / "keys" / "controller.json"))
+    except WireError as error:
+        say({"kind": "error", "text": error.strerror})
+        sys.exit(FAILED)
     say({"kind": "listening", "endpoint": server.endpoint})
     status = FAILED
     try:

@@ -30,7 +30,8 @@ from penstock.runtime.control.exchange import (
 )
 from penstock.runtime.control.gate import Gate
 from penstock.runtime.control.keys import Join
-from penstock.runtime.control.wire import SILENCE, WireError
+from penstock.runtime.control.listen import WireError
+from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.handle import HandleError
 from penstock.runtime.tensor.store import Reader
 

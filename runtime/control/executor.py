@@ -12,15 +12,18 @@ from time import monotonic
 from typing import Any
 
 from penstock.graph.filter import Dropped
-from penstock.graph.ir import Firing, Node
+from penstock.graph.ir import Firing, Input, Node
+from penstock.graph.types import Model
 from penstock.runtime.control import part
 from penstock.runtime.control.holdings import Held, Holdings
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.raised import told
+from penstock.runtime.control.resting import Resting
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.values import Key, Values
 from penstock.runtime.control.weights import Ways
 from penstock.runtime.schedule.events import (
+    Abort,
     Command,
     Done,
     Failed,
@@ -34,6 +37,7 @@ from penstock.runtime.schedule.events import (
     Swapped,
 )
 from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.offload import OffloadError
 
 
 class Executor:
@@ -60,6 +64,7 @@ class Executor:
         self.restored: list[tuple[Firing, str, Handle]] = []
         if setup.restore is not None:
             self.restored = part.restore(setup.restore, self.held, self.values)
+        self.resting = Resting(self.held)
 
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
         """Carry out one command after the other; the answers to each that are there at once."""
@@ -88,6 +93,10 @@ class Executor:
                 self.values.settle(firing)
                 return []
             case Save(update, _, firings):
+                try:
+                    self.resting.settle()
+                except OffloadError as error:
+                    return [Result(Abort(str(error)))]
                 part.save(update, firings, self.held, self.values)
                 return [Result(Saved(update, replica, rank))]
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
@@ -96,12 +105,15 @@ class Executor:
         return any(held.state.busy() for held in self.held.streams)
 
     def step(self) -> list[Result]:
-        """One step of each stream that has work; the firings it finished, and the weights that arrived."""
+        """One step of each stream that has work; the firings it finished, and what came of things in the background."""
         results = [Result(event) for event in self.ways.arrived()]
+        results += [Result(Abort(fault)) for fault in self.resting.faults()]
         for held in self.held.streams:
             if held.state.busy():
                 self.doing = f"a step of {held.node.name}"
                 results += self._step(held)
+                if not held.state.busy():
+                    self.resting.finished(held)
         self.doing = ""
         return results
 
@@ -120,22 +132,27 @@ class Executor:
         try:
             if firing.node in self.ways.published_here:
                 facts = self.ways.publish(firing.node, firing.index, self.held.carried)
+                self.resting.settle()
                 handle = Handle("", 0, 0, facts, self.setup.replica)
                 return [self._done(firing, began, {"out": handle}, {})]
             if firing.node in self.held.sources:
                 value = self.held.sources[firing.node].read(firing.index)
                 return [self._done(firing, began, self.values.keep(firing, {"out": value}), {})]
             held = self.held.nodes[firing.node]
+            self.resting.call(firing)
             inputs = self._inputs(held, command, handles)
             inputs |= {name: self.ways.weights(channel) for name, channel in held.channels.items()}
             if held.stream:
                 held.state.submit(firing, inputs)
                 self.submitted[firing] = began
                 return []
+            self.resting.settle(firing.node)
             result = held.definition.run(held.state, inputs, held.options)
         except Exception as error:
             return [self._failure(firing, began, error)]
-        return [self._answer(held, firing, result, began)]
+        answer = self._answer(held, firing, result, began)
+        self.resting.fired(firing)
+        return [answer]
 
     def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, Handle]) -> dict[str, Any]:
         """Carried values as they are or were; anything else as a value that some firing made."""
@@ -145,9 +162,15 @@ class Executor:
                 inputs[item.name] = self.held.carried[name]
             elif (turn := held.graph.turn_read(held.node, item, command.firing.turn)) is not None:
                 inputs[item.name] = self.values.read(item.ref, command, handles, turn)
+            if held.node.clock == "update" and isinstance(inputs.get(item.name), Model):
+                inputs[item.name].version = self._version(item, command.firing)
         for name, (carried, lag) in held.delays.items():
             inputs[name] = self.held.history.of(carried, max(0, command.update - lag))
         return inputs
+
+    def _version(self, item: Input, firing: Firing) -> int:
+        """How many updates are over for a model that a firing reads: the one under way too, for a next value."""
+        return firing.index + int(self.setup.carried_name(item.ref) not in ("", item.ref.node))
 
     def _answer(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
         """What a node returned becomes its state and outputs, if it fits what the node declares."""

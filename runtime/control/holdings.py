@@ -6,7 +6,7 @@ from typing import Any
 from penstock.graph.definition import NodeDef
 from penstock.graph.filter import Filter
 from penstock.graph.ir import Argument, Graph, Input, Node
-from penstock.graph.paths import load, resolve
+from penstock.graph.paths import arguments, load, reach
 from penstock.graph.types import Carried, Source, Stream
 from penstock.runtime.control.history import History, delayed
 from penstock.runtime.control.setup import Setup
@@ -47,6 +47,8 @@ class Holdings:
         self.nodes: dict[str, Held] = {}
         self.history = History({n: lag for n, lag in delayed(setup.graphs).items() if n in setup.holds})
         for graph in setup.graphs:
+            reach(graph.op)
+        for graph in setup.graphs:
             for argument in graph.arguments:
                 if argument.name in setup.holds:
                     self._hold_argument(argument)
@@ -75,7 +77,7 @@ class Holdings:
 
     def _hold_node(self, graph: Graph, node: Node) -> Held:
         definition = Filter() if node.construct == "keep" else load(node.op)
-        options = {name: resolve(value) for name, value in node.options}
+        options = arguments(definition.run if isinstance(definition, Filter) else definition.fn, dict(node.options))
         channels: dict[str, str] = {}
         delays: dict[str, tuple[str, int]] = {}
         for item in node.inputs:

@@ -23,7 +23,7 @@ from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.status import Say
-from penstock.runtime.control.stops import on_stop
+from penstock.runtime.control.stops import on_stop, unheard
 from penstock.runtime.control.values import Key
 from penstock.runtime.control.weights import LocalWays, channels_of
 from penstock.runtime.record.checkpoint import latest_checkpoint
@@ -51,6 +51,7 @@ class InProcess:
                         config.contexts(replica, index),
                         folder,
                         restore,
+                        config.offload,
                     ),
                     LocalWays(
                         channels_of(channels, replica.name),
@@ -73,7 +74,7 @@ class InProcess:
             for result in self._work(pending):
                 self._queue(pending, self.session.answer(result, monotonic()))
             if self.interrupted:
-                self._queue(pending, self.session.stop(monotonic()))
+                self._queue(pending, self.session.stop(monotonic(), unheard()))
             self._queue(pending, self.session.watch(monotonic()))
         return self.session.status
 

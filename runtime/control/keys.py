@@ -9,9 +9,11 @@ import json
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
 
 from penstock.runtime.control.endpoints import LOOPBACK
 from penstock.runtime.control.gate import new_pair
@@ -30,9 +32,17 @@ class KeyPair:
         return KeyPair(*new_pair())
 
 
+class KeyFileError(ValueError):
+    """A file is no key file, or others may read it. `status` is the exit status of a command that was given it."""
+
+    status: ClassVar[int] = 2
+
+
 @dataclass(frozen=True, slots=True)
 class _Secrets:
-    """A dataclass of strings and of maps of strings that is kept as JSON."""
+    """A dataclass of strings and of maps of strings that is kept as JSON. `needed` says in words which file it is."""
+
+    needed: ClassVar[str]
 
     def write(self, path: Path) -> None:
         """Made with mode 0600 before the first byte is in it. Raises FileExistsError."""
@@ -43,22 +53,29 @@ class _Secrets:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for a file that is not what `write` makes, or that others may read."""
-        if path.stat().st_mode & 0o077:
-            raise ValueError(f"{path}: others may read this key file; needed mode 0600 (chmod 600 {path})")
+        """Raises KeyFileError for a file that is not what `write` makes, or that others may read."""
         try:
-            data: dict[str, Any] = json.loads(path.read_text())
-            found = cls(**{name: value for name, value in data.items() if name != "format"})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: not a key file of Penstock ({error})") from error
+            data = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            found = msgspec.convert(data, cls)
+            others = path.stat().st_mode & 0o077
+        except OSError as error:
+            raise KeyFileError(f"{path}: cannot be read: {error.strerror}; needed {cls.needed}") from error
+        except ValueError as error:
+            raise KeyFileError(f"{path}: not a key file of Penstock ({error}); needed {cls.needed}") from error
+        if unknown := sorted(data.keys() - {"format"} - {known.name for known in fields(cls)}):
+            raise KeyFileError(f"{path}: given a key file with {', '.join(unknown)}; needed {cls.needed}")
         if data.get("format") != 1:
-            raise ValueError(f"{path}: given format {data.get('format')!r}, needed 1")
+            raise KeyFileError(f"{path}: given format {data.get('format')!r}, needed 1")
+        if others:
+            raise KeyFileError(f"{path}: others may read this key file; needed mode 0600 (chmod 600 {path})")
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Door(_Secrets):
     """What a controller listens with. `allowed` has each host's public key; no keys at all means ipc."""
+
+    needed: ClassVar[str] = "what the launcher wrote for the controller"
 
     run: str
     endpoint: str
@@ -75,6 +92,8 @@ class Join(_Secrets):
     `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
     `address` is where these ranks listen for that.
     """
+
+    needed: ClassVar[str] = "the join file that `penstock run --cluster` wrote for this host"
 
     run: str
     endpoint: str

@@ -4,7 +4,8 @@ It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
 - calls `die_with_parent()` first, and listens with `Server(Door.read(folder / "keys" / "controller.json"))`;
 - says `{"kind": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
   line, each flushed;
-- hears lines on stdin: `stop` (a checkpoint and the end, please), and `agent HOST REASON` (an agent died);
+- hears lines on stdin: `stop WHY` (a checkpoint and the end, please; without WHY it was the user's wish), and
+  `agent HOST REASON` (an agent died);
 - exits with 0 (done), 130 (stopped) or 1 (failed, having said why in a line of `"kind": "error"`).
 
 Then come the agents, one per host of the cluster. Every child has a session of its own, so that Ctrl-C reaches the
@@ -35,7 +36,7 @@ from penstock.runtime.control.process import (
     sweep_processes,
     tail,
 )
-from penstock.runtime.control.stops import on_stop, while_heard
+from penstock.runtime.control.stops import on_stop, unheard, while_heard
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import disk_fault
@@ -218,7 +219,7 @@ class Launcher:
             self._deadline = 0.0
             return
         self._deadline = monotonic() + STOP_S
-        controller.say("stop")
+        controller.say(f"stop {unheard()}".rstrip())
         self.tell({"kind": "note", "level": "info", "text": f"stopping within {STOP_S:g} s; {_resumes(self.folder)}"})
 
     def _check_agents(self, controller: _Controller) -> None:

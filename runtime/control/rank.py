@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.weights import BridgeWays, Ground, channels_of
+from penstock.runtime.control.weights import BridgeWays, Ground, channels_of, drained
 from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store
@@ -29,7 +30,8 @@ PATIENCE = 0.75
 
 @dataclass(frozen=True)
 class Rank:
-    """`server` answers readers on other hosts; None where there are none: then nothing listens."""
+    """`server` answers readers on other hosts; None where there are none: then nothing listens. `notes` are what the
+    user should know: values and weights that go a slower way."""
 
     executor: Executor
     store: Store
@@ -38,6 +40,11 @@ class Rank:
     server: ExchangeServer | None
     ways: BridgeWays
     pace: Pace
+    notes: SimpleQueue[str]
+
+    def warnings(self) -> list[str]:
+        """The notes since the last call."""
+        return drained(self.notes)
 
     def close(self) -> None:
         self.ways.close()
@@ -47,6 +54,8 @@ class Rank:
         figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.ways.counts()}
         if self.server is not None:
             figures["answered"] = dict(self.server.counts)
+        if offloaded := self.executor.resting.counts():
+            figures["offloaded"] = dict(offloaded)
         print(json.dumps({"kind": "values", **figures}), flush=True)
         self.reader.close()
         self.store.close()
@@ -63,14 +72,17 @@ def make_rank(
     bridges = folder / "bridges" / join.run
     bridges.mkdir(parents=True, exist_ok=True)
     f = config.flags
+    notes: SimpleQueue[str] = SimpleQueue()
     # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
-    ground = Ground(join.run, bridges, PATIENCE * f.deadline, f.proof, f.wire, f.delta, wake)
+    patience = PATIENCE * f.deadline
+    ground = Ground(join.run, bridges, patience, f.proof, f.wire, f.delta, wake, notes.put)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
         meeting = bridges / f"world-{replica.replace('/', '.')}"
         open_world(meeting, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
     contexts = config.contexts(own, index)
-    setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, Path(restore) if restore else None)
+    cut = Path(restore) if restore else None
+    setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, cut, config.offload, patience)
     values: dict[Any, Any] = {}
     owner, folders = f"{replica.replace('/', '.')}.{index}", (SHM, folder)
     # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
@@ -80,7 +92,7 @@ def make_rank(
     if setup.asked_from_afar:
         server = ExchangeServer(join, owner, Reader(join.run, host=place.host, folders=folders))
     endpoint = server.endpoint if server is not None else ""
-    store = Store(join.run, owner, host=place.host, endpoint=endpoint, folders=folders)
+    store = Store(join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=notes.put)
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)
     together = len(own.ranks) > 1 and bool(executor.held.streams)
-    return Rank(executor, store, reader, client, server, ways, Lockstep() if together else Free())
+    return Rank(executor, store, reader, client, server, ways, Lockstep() if together else Free(), notes)

@@ -68,7 +68,7 @@ class RunRecorder:
     # What the session tells -------------------------------------------------------------------------------
 
     def open_stage(self, origin: Origin, now: float) -> None:
-        self.log.stage(origin.to_json())
+        self.log.stage({**origin.to_json(), "accuracy": self.accuracy})
         name, cut = origin.stage, origin.cut
         self.stage = name
         if name == "train":
@@ -179,6 +179,7 @@ class RunRecorder:
             "dropped_frames": dict(self.dropped_frames),
             "warnings": list(self.warnings),
             "error": error,
+            "records": self.log.records,
             "folder": str(self.folder.path),
         }
         self.folder.write_json("summary.json", summary)  # first: a stop's time may run out on a long trace

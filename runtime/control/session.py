@@ -33,6 +33,7 @@ class Session:
         self.status, self.error = "running", ""
         self.stage: Stage | None = None
         self.stopping: float | None = None
+        self.why = "stopped by the user"
         self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
         self._stages = self._plan_stages()
         self._live: dict[tuple[str, str], int] = {}
@@ -61,16 +62,16 @@ class Session:
         assert self.stage is not None
         return self._after(self.stage.answer(result, now), now)
 
-    def stop(self, now: float) -> Orders:
-        """The user wants the run to end: with a checkpoint if it can be had in time."""
+    def stop(self, now: float, why: str = "") -> Orders:
+        """The user wants the run to end: with a checkpoint if it can be had in time. `why` if it was not said so."""
         if self.stopping is not None or not self.running:
             return {}
-        self.stopping = now
+        self.stopping, self.why = now, why or self.why
         if self.stage is not None and self.stage.name == "save":
             return {}  # the cut that is being written is the one wanted
         saved = self.cut is not None and self.stage is not None and self.stage.scheduler.update == self.start
         if self.stage is None or self.stage.name != "train" or saved:  # what was restored is not written again
-            return self._finish(now, "stopped", "stopped by the user")
+            return self._finish(now, "stopped", self.why)
         return self._after(self.stage.feed(Checkpoint(final=True), now), now)
 
     def watch(self, now: float) -> Orders:
@@ -110,7 +111,7 @@ class Session:
         if stage.finish.status == "failed":
             return self._finish(now, "failed", stage.finish.error)
         if stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
-            return self._finish(now, "stopped", "stopped by the user")
+            return self._finish(now, "stopped", self.why)
         self._live = stage.live()
         self.recorder.close_stage(stage.name, stage.scheduler.ledger.fates)
         return _merge(orders, self._next_stage(now))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from penstock.graph.ir import Firing, Graph, Ref
 from penstock.graph.paths import load
@@ -13,7 +14,11 @@ from penstock.runtime.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Setup:
-    """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder."""
+    """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder.
+
+    `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
+    updates change must. `patience` is the seconds for each way.
+    """
 
     graphs: tuple[Graph, ...]
     plan: Plan
@@ -22,6 +27,8 @@ class Setup:
     contexts: Mapping[str, Context]
     folder: Path
     restore: Path | None = None
+    offload: Literal["auto", "on", "off"] = "off"
+    patience: float = 60.0
 
     @property
     def pool(self) -> str:

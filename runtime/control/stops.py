@@ -50,6 +50,11 @@ def nobody_reads(descriptor: int) -> bool:
     return bool(watch.poll(0))
 
 
+def unheard() -> str:
+    """Why a run was asked to end, where it was not the user who said so; "" where it was."""
+    return "stopped, since its output was closed" if nobody_reads(1) else ""
+
+
 def while_heard(tell: Tell, lost: Callable[[], None]) -> Tell:
     """`tell`, and `lost()` the first time that it raises OSError, since its pipe is closed or its terminal gone."""
     deaf = False

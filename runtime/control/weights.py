@@ -93,7 +93,7 @@ class Ways(ABC):
 class Ground:
     """What the ways of a process stand on: the run's id, a folder for meeting files that no earlier process has used,
     the seconds that a wait for a peer may take, how much of each sync is proved, the format in which weights travel
-    and how often all of them do (0: always), and how to wake the rank."""
+    and how often all of them do (0: always), how to wake the rank, and how to tell the user of a slower way."""
 
     run: str
     folder: Path
@@ -102,6 +102,7 @@ class Ground:
     wire: str
     delta: int
     wake: Callable[[], None]
+    warn: Callable[[str], object]
 
 
 class BridgeWays(Ways):
@@ -116,16 +117,11 @@ class BridgeWays(Ways):
         self.transports: dict[tuple[str, str], Transport] = {}
         self.adders: dict[str, Adder] = {}
         self.memories: dict[str, SharedMemory] = {}
-        self._notes: SimpleQueue[str] = SimpleQueue()
 
     def counts(self) -> Counter[str]:
         """The syncs that went out in full and as deltas, where there are any."""
         deltas = (way for way in self.transports.values() if isinstance(way, DeltaTransport))
         return sum((way.counts for way in deltas), Counter())
-
-    def notes(self) -> list[str]:
-        """What the user should know, since the last call: weights that come by a slower way."""
-        return drained(self._notes)
 
     def send(self, command: Send, handles: Handles) -> None:
         channel, version = command.channel, command.version
@@ -184,8 +180,7 @@ class BridgeWays(Ways):
         ranks, memory = len(own.ranks), None
         if self.device == "cpu":
             owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
-            warn = self._notes.put
-            memory = self.memories[channel] = SharedMemory(self.ground.run, owner, warn=warn)
+            memory = self.memories[channel] = SharedMemory(self.ground.run, owner, warn=self.ground.warn)
         return Receiver(
             channel,
             rank=self.rank,

@@ -20,9 +20,10 @@ from typing import Literal
 import zmq
 
 from penstock.runtime.control.context import SHARED
-from penstock.runtime.control.endpoints import bind_fault, socket_file
+from penstock.runtime.control.endpoints import socket_file
 from penstock.runtime.control.gate import Gate
 from penstock.runtime.control.keys import Door, Join
+from penstock.runtime.control.listen import listen
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     TO_CONTROLLER,
@@ -45,10 +46,6 @@ _CUT_OFF = 4 * MAX_BYTES
 """Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
 _FLUSH_S = 0.5
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
-
-
-class WireError(OSError):
-    """An address that cannot be listened on: the user's fault, or another process's."""
 
 
 def _tune(socket: zmq.Socket[bytes]) -> None:
@@ -109,7 +106,7 @@ class Server:
                     raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
                 self._gate = Gate(self._socket, door.secret, door.allowed.values(), self._refuse)
                 self._poller.register(self._gate.socket, zmq.POLLIN)
-            self.endpoint = self._bind(door.endpoint)
+            self.endpoint = listen(self._socket, door.endpoint)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -166,16 +163,6 @@ class Server:
         self._context.destroy(linger=int(1000 * _FLUSH_S))
         if (file := socket_file(self.endpoint)) is not None:
             file.unlink(missing_ok=True)
-
-    def _bind(self, endpoint: str) -> str:
-        file = socket_file(endpoint)
-        try:
-            self._socket.bind(endpoint)
-            if file is not None:
-                file.chmod(0o600)
-        except zmq.ZMQError as error:
-            raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _take(self, frames: list[bytes], now: float) -> list[tuple[str, Message]]:
         """What a frame says to the caller, if anything. Raises _Dropped."""

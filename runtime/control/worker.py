@@ -97,7 +97,7 @@ def work(client: Client, rank: "Rank") -> int:
                     client.send(Results(tuple(results)))
                     results, sent = [], monotonic()
         results += executor.step()
-        for text in rank.ways.notes():
+        for text in rank.warnings():
             client.send(Note("warning", text))
         if results and not client.send(Results(tuple(results))):
             return 1

@@ -1,24 +1,7 @@
 """The machines of a run, as a user's TOML file says it, or as this machine is.
 
-bind = "10.0.0.1:5555"         # where the controller listens; without it and with local agents only: a Unix socket
-[[hosts]]
-name = "a"
-address = "10.0.0.1"           # where its ranks answer those of other hosts; without it, loopback
-cores = 16
-devices = ["cuda:0", "cuda:1"]
-gpu = "H100"                   # their kind, which only plans need
-[[hosts]]
-name = "b"
-address = "10.0.0.2"
-agent = "external"             # somebody starts `penstock agent` there
-cores = 64
-[pools]
-generator = "b"                # put a pool on a host; the others go to the first
-[gpus.ours]                    # a kind of one's own: another one's figures but for these, or all of them
-like = "H100"
-memory_gib = 96
-
-`penstock doctor --measure` writes such a file of this machine, with what its CPU does in [cpus.this].
+`docs/clusters.md` has examples and all keys. `penstock doctor --measure` writes such a file of this machine, with what
+its CPU does in [cpus.this].
 """
 
 import os

@@ -107,10 +107,18 @@ class Generator:
             }
         )
 
-    def rollout(self, responses: IntArray, prompt_tokens: int, samples: int = 1, replicas: int = 1) -> Rollout:
+    def rollout(
+        self,
+        responses: IntArray,
+        prompt_tokens: int,
+        samples: int = 1,
+        replicas: int = 1,
+        lines: dict[int, tuple[float, float]] | None = None,
+    ) -> Rollout:
         """All responses, in order, each given to the replica with the free slot that is first in time. A prompt is
-        computed once for its `samples`, on the replica that gets the first of them."""
-        return _Queue(self, responses, prompt_tokens, samples, replicas).run()
+        computed once for its `samples`, on the replica that gets the first of them. `lines` is what `Slots` keeps, from
+        another rollout of this generator."""
+        return _Queue(self, responses, prompt_tokens, samples, replicas, {} if lines is None else lines).run()
 
     def stream_s(self, responses: IntArray, prompt_tokens: int, samples: int = 1, replicas: int = 1) -> float:
         """Seconds of one batch among others that follow without a pause: of three in a row, the last one's share."""
@@ -157,6 +165,14 @@ class Slots:
         heapq.heappush(self._rows, (self._steps + length, row, prompt + length))
         self._context += prompt
 
+    def fill(self, rows: Sequence[tuple[int, int]], prompt: int, prefill_s: float) -> None:
+        """Responses with their lengths take slots that are all free, once their prompts are computed."""
+        self._rows = [(self._steps + length, row, prompt + length) for row, length in rows]
+        heapq.heapify(self._rows)
+        self._context = prompt * len(rows)
+        self.now += prefill_s
+        self.work += prefill_s
+
     def advance(self) -> list[int]:
         """On to the next end of rows; those that have ended, in order."""
         self._go(*self._until())
@@ -167,13 +183,32 @@ class Slots:
             ended.append(row)
         return ended
 
+    def drain(self) -> tuple[IntArray, NDArray[np.float64]]:
+        """On to the end of all rows, none of which is followed by another: [rows]: which, and when, in this order."""
+        rows = np.array(sorted(self._rows), np.int64).reshape(-1, 3)
+        self._rows.clear()
+        ends, numbers, held = rows.T
+        alive = np.arange(len(rows), 0, -1)
+        steps = np.diff(ends, prepend=self._steps)
+        grown = alive * steps
+        context = self._context + np.cumsum(grown - held) - (grown - held)
+        fixed, slope = np.array([self._line(int(count)) for count in alive]).reshape(-1, 2).T
+        seconds = steps * (fixed + slope * (context + alive * (steps - 1) / 2))
+        times: NDArray[np.float64] = self.now + np.cumsum(seconds)
+        total = float(seconds.sum())
+        self.now += total
+        self.work += total
+        self.slot_s += float((seconds * alive).sum())
+        self._steps, self._context = int(ends.max(initial=self._steps)), 0
+        return numbers, times
+
     def reach(self, time: float) -> None:
         """On to the end of the step that is in work at `time`, before which none of the rows ends: what comes at
         `time` takes its slot between two steps."""
         if not self._rows:
             self.now = max(self.now, time)
         elif time > self.now:
-            fixed, slope = self._line()
+            fixed, slope = self._line(len(self._rows))
             # The root of n * (fixed + slope * (context + rows * (n - 1) / 2)) = time - now, the seconds of n steps.
             square = slope * len(self._rows) / 2
             linear = fixed + slope * self._context - square
@@ -189,12 +224,11 @@ class Slots:
     def _taking(self, steps: int) -> tuple[int, float]:
         """So many steps with the rows in work, and their seconds. A step's cost is linear in the context while the same
         side of the roofline bounds it, so the middle step's is the mean."""
-        fixed, slope = self._line()
+        fixed, slope = self._line(len(self._rows))
         return steps, steps * (fixed + slope * (self._context + len(self._rows) * (steps - 1) / 2))
 
-    def _line(self) -> tuple[float, float]:
-        """Seconds of a step with these rows and an empty cache, and per token in the cache."""
-        rows = len(self._rows)
+    def _line(self, rows: int) -> tuple[float, float]:
+        """Seconds of a step with so many rows and an empty cache, and per token in the cache."""
         if rows not in self._lines:
             fixed = self.generator.step(rows, 0).seconds
             self._lines[rows] = fixed, (self.generator.step(rows, 1e6).seconds - fixed) / 1e6
@@ -213,32 +247,42 @@ class _Queue:
     """Responses that wait, and replicas by the time of their next event. Deterministic."""
 
     def __init__(
-        self, generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int
+        self,
+        generator: Generator,
+        responses: IntArray,
+        prompt_tokens: int,
+        samples: int,
+        replicas: int,
+        lines: dict[int, tuple[float, float]],
     ) -> None:
         self.generator, self.prompt, self.samples = generator, prompt_tokens, samples
         self.prefill_s = generator.prefill_s(prompt_tokens, prompt_tokens**2)
         self.lengths: Sequence[int] = responses.tolist()
-        lines: dict[int, tuple[float, float]] = {}
         self.replicas = [Slots(generator, lines) for _ in range(replicas)]
         self.ends = np.zeros(len(self.lengths))
         self.next = 0
 
     def run(self) -> Rollout:
-        """Fill the slots of all replicas evenly, then go from event to event."""
-        for _ in range(self.generator.slots):
-            for replica in self.replicas:
-                self._take(replica)
-        events = [(replica.due, k) for k, replica in enumerate(self.replicas) if replica]
+        """Fill the slots of all replicas evenly, then go from event to event while responses wait for slots."""
+        count = len(self.replicas)
+        self.next = min(len(self.lengths), count * self.generator.slots)
+        for number, replica in enumerate(self.replicas):
+            rows = range(number, self.next, count)
+            brings = sum(row % self.samples == 0 for row in rows)
+            replica.fill([(row, self.lengths[row]) for row in rows], self.prompt, brings * self.prefill_s)
+        events = [(replica.due, number) for number, replica in enumerate(self.replicas)]
         heapq.heapify(events)
-        while events:
-            _, number = heapq.heappop(events)
+        while self.next < len(self.lengths):
+            _, number = events[0]
             replica = self.replicas[number]
             for row in replica.advance():
                 self.ends[row] = replica.now
             while replica.free and self.next < len(self.lengths):
                 self._take(replica)
-            if replica:
-                heapq.heappush(events, (replica.due, number))
+            heapq.heapreplace(events, (replica.due, number))
+        for replica in self.replicas:
+            ended, times = replica.drain()
+            self.ends[ended] = times
         work = tuple(replica.work for replica in self.replicas)
         slot_s = sum(replica.slot_s for replica in self.replicas)
         return Rollout(float(self.ends.max(initial=0.0)), self.ends, work, sum(self.lengths), slot_s)

@@ -26,12 +26,14 @@ class Misfit:
         return f"{self.role}: given {given}, needed {self.needed}. {self.change}"
 
 
-def check_trainer(trainer: Trainer, role: str = "trainer", beside: Memory | None = None) -> Misfit | None:
-    """None if it fits; `beside` is what else is on the same GPUs."""
+def check_trainer(
+    trainer: Trainer, role: str = "trainer", beside: Memory | None = None, shortest: int = 256
+) -> Misfit | None:
+    """None if it fits; `beside` is what else is on the same GPUs. No micro-batch has less than `shortest` tokens."""
     needed, room = _total(trainer_memory(trainer), beside), trainer.gpu.memory_bytes
     if needed.bytes <= room:
         return None
-    for words, changed in _trainer_changes(trainer):
+    for words, changed in _trainer_changes(trainer, shortest):
         if _total(trainer_memory(changed), beside).bytes <= room:
             return Misfit(role, needed, room, f"It would fit with {words}")
     return Misfit(role, needed, room, _more(needed, room))
@@ -59,11 +61,11 @@ def _more(needed: Memory, room: float) -> str:
     return f"No single change makes it fit; {(needed.bytes - room) / 1e9:.1f} GB are lacking on each GPU"
 
 
-def _trainer_changes(trainer: Trainer) -> Iterator[tuple[str, Trainer]]:
+def _trainer_changes(trainer: Trainer, shortest: int) -> Iterator[tuple[str, Trainer]]:
     if trainer.recompute < 1:
         yield "all activations recomputed", replace(trainer, recompute=1.0)
     tokens = trainer.micro_tokens // 2
-    while tokens >= 256:
+    while tokens >= shortest:
         yield f"micro-batches of {tokens} tokens", replace(trainer, micro_tokens=tokens)
         tokens //= 2
     if not trainer.zero3 and trainer.mesh.fsdp > 1:
@@ -71,7 +73,7 @@ def _trainer_changes(trainer: Trainer) -> Iterator[tuple[str, Trainer]]:
     for axis in ("fsdp", "tp", "pp"):
         for times in (2, 4, 8, 16, 32):
             mesh = replace(trainer.mesh, **{axis: getattr(trainer.mesh, axis) * times})
-            if not mesh.faults(trainer.shape):
+            if mesh.tp <= trainer.gpu.nvlink_gpus and not mesh.faults(trainer.shape):
                 words = f"{axis} {getattr(mesh, axis)} instead of {getattr(trainer.mesh, axis)}: {mesh.ranks} GPUs"
                 yield words, replace(trainer, mesh=mesh)
 
@@ -89,6 +91,6 @@ def _generator_changes(
     for axis in ("tp", "pp"):
         for times in (2, 4, 8, 16, 32):
             mesh = replace(generator.mesh, **{axis: getattr(generator.mesh, axis) * times})
-            if not mesh.faults(generator.shape):
+            if mesh.tp <= generator.gpu.nvlink_gpus and not mesh.faults(generator.shape):
                 words = f"{axis} {getattr(mesh, axis)} instead of {getattr(generator.mesh, axis)}"
                 yield words, replace(generator, mesh=mesh)

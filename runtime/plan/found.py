@@ -1,11 +1,12 @@
 """What a search goes through and finds: who has which GPUs, a whole plan, and how sure it is. Pure."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.graph.passes import Bound
 from penstock.runtime.plan.cost import Cost
 from penstock.runtime.plan.islands import Island
-from penstock.runtime.plan.sides import Generating, Training
+from penstock.runtime.plan.ways import Generating, Training
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,15 @@ class Split:
         return [given[0], given[0] if self.shared else given[1], given[2]]
 
 
+def tie(decode: Generating, split: Split) -> tuple[int, int]:
+    """What decides between equal periods, the lowest first: bf16, then fewer GPUs."""
+    return int(decode.generator.precision != "bf16"), split.gpus
+
+
 @dataclass(frozen=True)
 class Found:
-    """A whole plan. `offloads`: the trainer's moments lie on the host while its GPUs decode."""
+    """A whole plan. `alone_s` would be its period if no batch slowed another one. `offloads`: the trainer's moments lie
+    on the host while its GPUs decode."""
 
     split: Split
     training: Training
@@ -65,11 +72,17 @@ class Found:
     sync: Cost
     switch: Cost
     bounds: tuple[Bound, ...]
+    alone_s: float
     offloads: bool = False
 
     @property
     def period_s(self) -> float:
         return self.bounds[0].seconds
+
+    @cached_property
+    def rank(self) -> tuple[float, tuple[int, ...]]:
+        """What decides between plans, the lowest first: the period, then the precision, then the GPUs."""
+        return self.period_s, tie(self.generating, self.split)
 
     @property
     def bound(self) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.gpus import Gpu
-from penstock.runtime.plan.roles import PlanError
+from penstock.runtime.plan.roles import AskedError
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Island:
 
 
 def islands(cluster: Cluster) -> tuple[Island, ...]:
-    """In the order of the cluster's hosts. Raises PlanError for a cluster without GPUs, ClusterError for an unsaid
+    """In the order of the cluster's hosts. Raises AskedError for a cluster without GPUs, ClusterError for an unsaid
     kind."""
     found: dict[tuple[str, int], list[str]] = {}
     kinds: dict[str, Gpu] = {}
@@ -61,5 +61,5 @@ def islands(cluster: Cluster) -> tuple[Island, ...]:
             found.setdefault((host.gpu, len(host.accelerators)), []).append(host.name)
     if not found:
         given = f"{len(cluster.hosts)} hosts without GPUs"
-        raise PlanError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
+        raise AskedError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
     return tuple(Island(kind, kinds[kind], tuple(hosts), each) for (kind, each), hosts in found.items())

@@ -15,11 +15,13 @@ from penstock.graph.passes import Bound
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.cost import Cost
 from penstock.runtime.plan.gpus import BYTES, Precision
+from penstock.runtime.plan.lengths import IntArray
 from penstock.runtime.plan.local import LocalGenerator, LocalTrainer
 from penstock.runtime.plan.machine import Cpu
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.plan.roles import PlanError, Roles, roles_of
+from penstock.runtime.plan.table import html_table
 from penstock.runtime.plan.workload import Workload
 
 SYNC_MESSAGES = 12
@@ -46,18 +48,26 @@ class LocalPlan:
     def overlaps(self) -> bool:
         return self.roles.lag > 0
 
-    @cached_property
-    def generation(self) -> Cost:
+    @property
+    def generator(self) -> LocalGenerator:
         way = self.cpu.beside if self.overlaps else self.cpu.turns
         slots = -(-self.slots // 16) * 16
-        generator = LocalGenerator(self.work.shape, way[self.precision], slots, self.work.context, self.precision)
-        return generator.rollout(self.work.response_tokens.tolist(), self.work.prompt_tokens, self.work.samples)
+        return LocalGenerator(self.work.shape, way[self.precision], slots, self.work.context, self.precision)
+
+    @cached_property
+    def generation(self) -> Cost:
+        lengths = self.work.response_tokens.tolist()
+        return self.generator.rollout(lengths, self.work.prompt_tokens, self.work.samples)
 
     @cached_property
     def training(self) -> Cost:
+        return self.trained(self.work.sequence_tokens)
+
+    def trained(self, sequence_tokens: IntArray) -> Cost:
+        """[responses]: an update on sequences of these lengths."""
         passes = self.cpu.training[self.precision]
         trainer = LocalTrainer(self.work.shape, passes, self.cpu.copy_gb_s, self.micro_tokens, self.precision)
-        lengths = [int(length) - 1 for length in self.work.sequence_tokens]
+        lengths = [int(length) - 1 for length in sequence_tokens]
         share = -(-len(lengths) // self.work.minibatches)
         steps = [trainer.step(lengths[first : first + share]) for first in range(0, len(lengths), share)]
         return sum(steps, Cost()) * self.work.epochs
@@ -133,6 +143,17 @@ class LocalPlan:
             ],
         }
 
+    def _repr_html_(self) -> str:
+        """A table of the pools, for notebooks."""
+        what = f"{self.roles.graph}, {self.work.shape.name}: {self.period_s:.3g} s per update"
+        rows = [
+            (pool["name"], ", ".join(pool["nodes"]), pool["threads"], pool["precision"],
+             f"{sum(pool['memory'].values()) / 1e9:.2f} GB" if pool["memory"] else "")
+            for pool in map(self._pool, (pool.name for pool in self.plan.pools))
+        ]  # fmt: skip
+        head = ("pool", "nodes", "threads", "precision", "memory")
+        return html_table(f"{what}; bound by {self.bounds[0].cause}", head, rows)
+
     @property
     def alternatives(self) -> tuple["LocalPlan", ...]:
         """The same in the other precisions that were measured."""
@@ -164,8 +185,10 @@ def local_plan(
         given = f"{len(cluster.hosts)} hosts without GPUs" if len(cluster.hosts) > 1 else f"host {host.name}: no cpu"
         raise PlanError(f"hosts: given {given}, needed GPUs, or one host as `penstock doctor --measure` writes it")
     cpu, roles = cluster.cpus[host.cpu], roles_of(graph)
-    if roles.reader:
-        raise PlanError(f"{roles.graph}: given a frozen model in pool {roles.reader}, needed none on a CPU")
+    more = (*roles.readers, *roles.learners, *roles.rereads, *([roles.environment] if roles.turns > 1 else ()))
+    more += (*roles.filters, *(node for node, _ in roles.baselines), *([roles.buffer.node] if roles.buffer else ()))
+    if more := (*more, *roles.followers, *roles.outside):
+        raise PlanError(f"{roles.graph}: given {', '.join(more)}, needed none but generation and updates on a CPU")
     if precision not in cpu.precisions:
         raise PlanError(f"dtype: given {precision}, needed one that was measured: {', '.join(cpu.precisions)}")
     plan = place([graph], cluster, slots=slots)

@@ -13,6 +13,7 @@ from math import ceil
 
 from penstock.runtime.plan.decoding import Generator
 from penstock.runtime.plan.gpus import BYTES
+from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.work import cache_bytes, weights_per_rank
 
@@ -45,8 +46,9 @@ class Memory:
         return f"{self.bytes / 1e9:.1f} GB: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size)
 
 
-def trainer_memory(trainer: Trainer) -> Memory:
-    """Of a rank of the first stage, which keeps activations of as many micro-batches as there are stages (1F1B)."""
+def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
+    """Of a rank of the first stage, which keeps activations of as many micro-batches as there are stages (1F1B).
+    `copies` follow the policy: each is there in bfloat16, whole as the weights are, and as a shard in float32."""
     shape, mesh = trainer.shape, trainer.mesh
     shards = mesh.fsdp * mesh.cp
     local = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep)
@@ -58,6 +60,7 @@ def trainer_memory(trainer: Trainer) -> Memory:
         "weights": 2 * kept,
         "gradients": 4 * kept * own,
         "moments": 12 * shard * own,
+        "copies": (2 * kept + 4 * shard) * copies,
         "activations": _activations(trainer),
         "logits": _logits(trainer),
         "unsharded blocks": 2 * 2 * block if trainer.zero3 and shards > 1 else 0.0,
@@ -79,6 +82,16 @@ def _activations(trainer: Trainer) -> float:
 def _logits(trainer: Trainer) -> float:
     """In bfloat16 and float32, of one chunk: 6 bytes each. Embedding and head are whole on every rank of a trainer."""
     return min(trainer.micro_tokens / trainer.mesh.cp, LOGIT_CHUNK) * trainer.shape.vocab * 6.0
+
+
+def beside_memory(trainer: Trainer, models: Models) -> Memory:
+    """Of models that are cut as the trainer's: weights of those that never change, all that a critic needs to learn."""
+    mesh = trainer.mesh
+    held = weights_per_rank(trainer.shape, mesh.tp, mesh.pp, mesh.ep, mesh.fsdp if trainer.zero3 else 1)
+    own = trainer_memory(trainer).parts
+    critics = {f"critic {name}": own[name] * models.critics for name in ("weights", "gradients", "moments")}
+    frozen = {"frozen model": 2 * held * models.frozen} if models.frozen else {}
+    return Memory({**frozen, **critics} if models.critics else frozen)
 
 
 def generator_memory(generator: Generator, context: float, peers: int = 0, arenas: int = 2) -> Memory:
@@ -106,4 +119,5 @@ def slots_that_fit(generator: Generator, context: float, arenas: int = 2, beside
         own = generator_memory(replace(generator, slots=slots), context, arenas=arenas)
         return (own if beside is None else own + beside).bytes
 
-    return max(0, int((generator.gpu.memory_bytes - held(0)) // (held(1) - held(0))))
+    empty = held(0)
+    return max(0, int((generator.gpu.memory_bytes - empty) // (held(1) - empty)))

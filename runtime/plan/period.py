@@ -2,12 +2,16 @@
 
 A batch of groups counts as one firing of each node. With GPUs of its own each pool works beside the others, so that the
 period is at least each pool's work; and from one version of the policy to the version that is trained on its samples
-the sync, the batch's rollout (with its tail), the frozen model's pass and the steps follow each other, 1 + lag updates
-at a time. A frozen model that reads groups as they are finished is behind the rollout by one group only. Pools on the
+the sync, the batch's rollout (with its tail), the passes of models beside it and the steps follow each other, 1 + lag
+updates at a time. Models that read groups as they are finished are behind the rollout by one group only. Pools on the
 same GPUs take turns, whatever the lag is. What queueing between groups adds is left to the simulator.
+
+At a lag of k, k other batches are decoded beside a batch (docs/theory.md). Reading the weights costs a step the same
+whoever is in it; what rows and contexts cost, `others` seconds of each batch, comes on top for each. A batch follows
+another one by an update's steps, t seconds or more, so that of each the share 1 - t / r falls into a rollout of r.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.graph.passes import Bound
 from penstock.runtime.plan.roles import Roles
@@ -15,9 +19,12 @@ from penstock.runtime.plan.roles import Roles
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a batch, or lower bounds of them. `train` has the frozen model's pass in it if that is on the
-    trainer's GPUs; `read` is of that pass on GPUs of its own. `steady` and `rollout` are as in `sides.Generating`;
-    `switch` is of the GPUs that both stages share."""
+    """Seconds of a batch, or lower bounds of them. `train` has the work of models beside the policy in it if they are
+    on the trainer's GPUs; else `read` is of their passes and `learn` of critics' steps, which nobody waits for but the
+    next batch. `wait` is what an environment takes to answer all turns. `steady` and `rollout` are as in
+    `ways.Generating`; `switch` is of the GPUs that both stages share. `others` is what another batch in work beside
+    one adds to its rollout, if it is there from start to end.
+    """
 
     train: float
     steady: float
@@ -25,28 +32,68 @@ class Times:
     sync: float = 0.0
     switch: float = 0.0
     read: float = 0.0
+    others: float = 0.0
+    learn: float = 0.0
+    wait: float = 0.0
 
 
 def bounds(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> tuple[Bound, ...]:
-    """All that bounds the period, the largest first. Each grows with each of the times."""
+    """All that bounds the period, the largest first."""
+    total = _around(roles, times, prompts)
+    if shared:
+        return (
+            Bound(total + times.train + times.learn, pool=f"{roles.trainer} and {roles.generator}, which share GPUs"),
+        )
+    found = [
+        Bound((total + _trained(times, lag)) / (1 + lag), roles.cycle, 1 + lag),
+        Bound(times.train, pool=roles.trainer),
+        Bound(times.steady, pool=roles.generator),
+        Bound(times.sync, roles.cycle[1:2]),
+    ]
+    if times.read or times.learn:
+        found.append(Bound(times.read + times.learn, pool=", ".join(roles.beside)))
+    return tuple(sorted(found, key=lambda bound: -bound.seconds))
+
+
+def period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
+    """That of `bounds`."""
+    return _largest(roles, times, lag, prompts, _trained(times, lag), shared)
+
+
+def least_period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
+    """What the period does not go below whichever of the times are longer than given. It grows with each of them but
+    for the steps: slower ones may keep batches apart."""
+    if shared or not times.others or not times.rollout:
+        return period(roles, times, lag, prompts, shared=shared)
+    # Linear in the steps until they take as long as the rollout: the least is at an end.
+    slowest = _trained(replace(times, train=max(times.train, times.rollout)), lag)
+    return _largest(roles, times, lag, prompts, min(_trained(times, lag), slowest), shared)
+
+
+def alone_s(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
+    """The bound of `graph.passes` for a rollout of so many seconds: per update if no batch slowed another one."""
+    return period(roles, replace(times, others=0.0), lag, prompts, shared=shared)
+
+
+def _around(roles: Roles, times: Times, prompts: int) -> float:
+    """Seconds from one version to the next one but for the steps and other batches."""
     generates = times.rollout
     if times.read and roles.reads_groups:
         generates = max(times.rollout, times.read) + times.read / prompts
     elif times.read:
         generates += times.read
-    total = times.sync + times.switch + generates + times.train
+    return times.sync + times.switch + times.wait + generates
+
+
+def _trained(times: Times, lag: int) -> float:
+    """The steps, and what the other batches in work add to a rollout."""
+    if not times.others or not times.rollout:
+        return times.train
+    return times.train + lag * times.others * max(0.0, 1 - times.train / times.rollout)
+
+
+def _largest(roles: Roles, times: Times, lag: int, prompts: int, trained: float, shared: bool) -> float:
+    total = _around(roles, times, prompts)
     if shared:
-        return (Bound(total, pool=f"{roles.trainer} and {roles.generator}, which share GPUs"),)
-    found = [
-        Bound(total / (1 + lag), roles.cycle, 1 + lag),
-        Bound(times.train, pool=roles.trainer),
-        Bound(times.steady, pool=roles.generator),
-        Bound(times.sync, roles.cycle[1:2]),
-    ]
-    if times.read:
-        found.append(Bound(times.read, pool=roles.reader))
-    return tuple(sorted(found, key=lambda bound: -bound.seconds))
-
-
-def period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
-    return bounds(roles, times, lag, prompts, shared=shared)[0].seconds
+        return total + times.train + times.learn
+    return max((total + trained) / (1 + lag), times.train, times.steady, times.sync, times.read + times.learn)

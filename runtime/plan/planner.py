@@ -1,25 +1,29 @@
 """The best plan for one program, cluster and workload, beside it what people set by hand, and all of it as JSON."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from penstock.graph.ir import Graph
 from penstock.graph.sharding import Axes
+from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.found import Found, Outcome, Split
 from penstock.runtime.plan.islands import Island, islands
-from penstock.runtime.plan.memory import Memory
+from penstock.runtime.plan.memory import Memory, beside_memory
 from penstock.runtime.plan.meshes import spelled
 from penstock.runtime.plan.refuse import check_pins, refuse
-from penstock.runtime.plan.roles import PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import AskedError, PlanError, Roles, roles_of
 from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.sides import Sides
 from penstock.runtime.plan.simulated_plan import KEY, Costed, costed
 from penstock.runtime.plan.table import html_table
 from penstock.runtime.plan.workload import Workload
 
+OUTSIDE = "on machines of its own"
+"""Where a slower clock measures: its GPUs are not of the plan."""
 HEURISTIC_SHARE = 0.1
 """Of the time limit, that each plan set by hand may take."""
 
@@ -80,7 +84,11 @@ class Planned:
     @property
     def costed(self) -> Costed:
         """What the simulator needs of it."""
-        return costed(self.roles.graph, self.work, self.lag, self.best, reads=bool(self.roles.reader))
+        return costed(self.roles, self.work, self.lag, self.best)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return assumptions(self.roles, self.work)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,10 +96,12 @@ class Planned:
             "model": self.work.shape.name,
             "lag": self.lag,
             "period_s": self.best.period_s,
+            "period_alone_s": self.best.alone_s,
             "optimal": self.optimal,
             "gap": self.outcome.gap,
             "bound": self.best.bound,
             "bounds": [{"seconds": bound.seconds, "cause": bound.cause} for bound in self.best.bounds],
+            "assumptions": list(self.assumptions),
             "gpus": self.gpus,
             "gpus_used": self.best.split.gpus,
             "pools": [_pool_json(pool) for pool in self.pools],
@@ -123,23 +133,20 @@ def plan(
     began, cpu = time.monotonic(), time.process_time()
     roles, found = roles_of(graph), islands(cluster)
     if slots < 1:
-        raise PlanError(f"slots: given {slots}, needed at least 1")
-    sides = Sides(work, roles.lag, slots, _pins(roles, meshes or {}))
+        raise AskedError(f"slots: given {slots}, needed at least 1")
+    sides = Sides(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
     check_pins(roles, sides, found)
     others = [
-        _by_hand(Search(roles, sides, found, allowed), name, began + time_limit * HEURISTIC_SHARE * number)
-        for number, (name, allowed) in enumerate(_hands(found), 1)
+        _by_hand(Search(roles, sides, found, (split,)), name, began + time_limit * HEURISTIC_SHARE * number)
+        for number, (name, split) in enumerate(_hands(found), 1)
     ]
-    outcome = Search(roles, sides, found).run(began + time_limit)
-    # Where the time was over, a plan set by hand may be better than what the search has seen.
-    known = [other.found for other in others] if not outcome.proved else []
-    best = min((f for f in (outcome.best, *known) if f), key=lambda f: f.period_s, default=None)
+    known = tuple(other.found for other in others if other.found)
+    outcome = Search(roles, sides, found, known=known).run(began + time_limit)
+    best = outcome.best
     if best is None and outcome.floor == float("inf"):
         raise refuse(roles, sides, found)
     if best is None:
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
-    if best is not outcome.best:
-        outcome = Outcome(best, outcome.best or outcome.runner_up, outcome.floor, False, outcome.opened)
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
     total = sum(island.gpus for island in found)
     taken = time.monotonic() - began, time.process_time() - cpu
@@ -165,17 +172,21 @@ def pools_of(roles: Roles, found: Found) -> tuple[PoolPlan, ...]:
             shares=beside if split.shared else "",
         ),
     ]  # fmt: skip
-    if roles.reader:
+    for number, pool in enumerate(roles.beside):
         apart, reading = split.reader, found.reading or training
-        memory = reading.memory if apart else Memory({"frozen model": training.memory.parts["frozen model"]})
+        own = beside_memory(reading.trainer, roles.models_of(pool))
+        memory = own if number or not apart else reading.memory
+        host = f"its GPUs are those of {roles.reader}" if apart else beside
         pools.append(
             PoolPlan(
-                roles.reader, roles.nodes_of(roles.reader), reads.kind, hosts[2] or hosts[0], apart or split.trainer,
+                pool, roles.nodes_of(pool), reads.kind, hosts[2] or hosts[0], apart or split.trainer,
                 1, reading.trainer.mesh.axes, reading.trainer.precision, memory, reads.gpu.memory_bytes,
-                micro_tokens=reading.trainer.micro_tokens, zero3=reading.trainer.zero3, shares="" if apart else beside,
+                micro_tokens=reading.trainer.micro_tokens, zero3=reading.trainer.zero3,
+                shares="" if apart and not number else host,
             )
         )  # fmt: skip
-    return (*pools, *(PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small))
+    pools += [PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small]
+    return (*pools, *(PoolPlan(pool, roles.nodes_of(pool), shares=OUTSIDE) for pool in roles.outside))
 
 
 def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> dict[str, Axes]:
@@ -183,7 +194,7 @@ def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> dict[str, Axes]:
     for pool, axes in meshes.items():
         if pool not in names or not pool:
             known = ", ".join(filter(None, names))
-            raise PlanError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, needed one of: {known}")
+            raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, needed one of: {known}")
     return {names[pool]: _outermost_first(axes) for pool, axes in meshes.items()}
 
 
@@ -193,31 +204,35 @@ def _outermost_first(axes: Axes) -> Axes:
     return tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: order.index(axis[0])))
 
 
-def _hands(found: Sequence[Island]) -> list[tuple[str, Callable[[Split], bool]]]:
-    """What people set by hand: shares of the largest island's GPUs, all layouts free; a frozen model beside the
-    trainer."""
-    largest = max(found, key=lambda island: island.gpus)
-    total = largest.gpus
-
-    def shared(split: Split) -> bool:
-        return split.shared and split.trainer == total and split.islands[0] == largest and not split.reader
-
-    def share(part: float) -> Callable[[Split], bool]:
-        decodes = min(largest.sizes, key=lambda size: abs(size - part * total))
-        trains = max((size for size in largest.sizes if size <= total - decodes), default=0)
-        wanted = (False, trains, decodes, 0)
-
-        def allowed(split: Split) -> bool:
-            here = set(split.islands) == {largest}
-            return here and (split.shared, split.trainer, split.generator, split.reader) == wanted
-
-        return allowed
-
-    return [
-        ("half and half", share(0.5)),
-        ("75:25 (generator : trainer)", share(0.75)),
-        ("all shared, synchronous", shared),
+def _hands(found: Sequence[Island]) -> list[tuple[str, Split]]:
+    """What people set by hand: shares of all GPUs, all layouts free; a frozen model beside the trainer."""
+    shared = max(found, key=lambda island: island.gpus * island.gpu.flops("bf16"))
+    hands = [
+        ("half and half", _shares(found, 0.5)),
+        ("75:25 (generator : trainer)", _shares(found, 0.75)),
+        ("all shared, synchronous", Split(True, (shared, shared, shared), shared.gpus, shared.gpus)),
     ]
+    return [(name, split) for name, split in hands if split is not None]
+
+
+def _shares(found: Sequence[Island], part: float) -> Split | None:
+    """The split that is nearest to `part` of all GPUs for the generator and the others for the trainer: each within one
+    island, the trainer on the faster one where that is no matter. None where there is a single GPU."""
+    total = sum(island.gpus for island in found)
+    splits = [
+        Split(False, (trains, decodes, trains), trainer, generator)
+        for trains, decodes in product(found, found)
+        for generator in (min(decodes.sizes, key=lambda size: abs(size - part * total)),)
+        for room in (trains.gpus - generator if trains == decodes else trains.gpus,)
+        for trainer in [max((size for size in trains.sizes if size <= min(room, total - generator)), default=0)]
+        if trainer
+    ]
+
+    def distance(split: Split) -> tuple[float, float]:
+        off = abs(split.generator - part * total) + abs(split.trainer - (1 - part) * total)
+        return off, -split.islands[0].gpu.flops("bf16")
+
+    return min((split for split in splits if split.has_room), key=distance, default=None)
 
 
 def _by_hand(search: Search, name: str, deadline: float) -> Alternative:
@@ -228,7 +243,7 @@ def _by_hand(search: Search, name: str, deadline: float) -> Alternative:
 
 def _row(pool: PoolPlan) -> tuple[object, ...]:
     if not pool.devices:
-        return (pool.name, ", ".join(pool.nodes), "on CPUs", "", "", "", "")
+        return (pool.name, ", ".join(pool.nodes), pool.shares or "on CPUs", "", "", "", "")
     memory = f"{pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB"
     gpus = f"{pool.devices} {pool.kind}" + (f" ({pool.shares})" if pool.shares else "")
     return (pool.name, ", ".join(pool.nodes), gpus, pool.replicas, spelled(pool.mesh), pool.precision, memory)

@@ -8,9 +8,9 @@ from penstock.graph.sharding import num_ranks
 from penstock.runtime.plan.fit import Misfit, check_generator, check_trainer
 from penstock.runtime.plan.islands import Island
 from penstock.runtime.plan.layouts import FEWEST_SLOTS
-from penstock.runtime.plan.memory import generator_memory, trainer_memory
+from penstock.runtime.plan.memory import Memory, generator_memory, trainer_memory
 from penstock.runtime.plan.meshes import spelled
-from penstock.runtime.plan.roles import PlanError, Roles
+from penstock.runtime.plan.roles import AskedError, PlanError, Roles
 from penstock.runtime.plan.sides import Sides
 
 
@@ -24,14 +24,14 @@ def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
         ranks = num_ranks(axes)
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
         if ranks > largest.gpus:
-            raise PlanError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
+            raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
         if role == "generator":
             known = any(sides.bases(island) for island in islands)
         else:
             known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates(i, ranks, role))
         if not known:
             needed = "whole hosts or a divisor of one, tp within a host, and heads and layers that it divides"
-            raise PlanError(f"{given} for {sides.work.shape.name}, needed {needed}")
+            raise AskedError(f"{given} for {sides.work.shape.name}, needed {needed}")
 
 
 def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
@@ -58,7 +58,9 @@ def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | 
     if not found:
         raise PlanError(f"{roles.trainer}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
     least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)
-    return check_trainer(replace(least, zero3=True), roles.trainer)
+    sharded = replace(least, zero3=True)
+    copies = Memory({"copies": trainer_memory(sharded, roles.models.copies).parts["copies"]})
+    return check_trainer(sharded, roles.trainer, copies if roles.models.copies else None, sides.work.context)
 
 
 def _generator(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:

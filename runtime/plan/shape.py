@@ -7,6 +7,7 @@ one of the names in `SHAPES`.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Latent:
     value_dim: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
     many of width `expert_inner`, `active` of which a token uses, and always `shared` more."""
@@ -50,11 +51,11 @@ class Shape:
     dense_layers: int = 0
     latent: Latent | None = None
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers if self.experts else 0
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention projections."""
         if (latent := self.latent) is None:
@@ -64,12 +65,12 @@ class Shape:
         values = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
         return queries + keys + values + self.heads * latent.value_dim * self.hidden
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Weights of all routed experts of all layers."""
         return self.moe_layers * self.experts * 3 * self.hidden * self.expert_inner
 
-    @property
+    @cached_property
     def dense_parameters(self) -> int:
         """Weights that every token uses: all but the routed experts. A tied embedding counts once."""
         mlp = (self.layers - self.moe_layers) * 3 * self.hidden * self.inner
@@ -78,27 +79,27 @@ class Shape:
         embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
         return embeddings + self.layers * self.attention_parameters + mlp + routed + norms
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.dense_parameters + self.expert_parameters
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: the head, but not the embedding, which is looked up."""
         embedding = 0 if self.tied else self.vocab * self.hidden
         used = self.expert_parameters * self.active // self.experts if self.experts else 0
         return self.dense_parameters - embedding + used
 
-    @property
+    @cached_property
     def qk_width(self) -> int:
         """Numbers of all heads' queries."""
         return self.heads * (self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim)
 
-    @property
+    @cached_property
     def value_width(self) -> int:
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
-    @property
+    @cached_property
     def cache_width(self) -> int:
         """Numbers that the cache holds for one token in one layer."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim

@@ -1,7 +1,7 @@
 """What the simulator needs of a plan: a value, and a part of what `penstock plan --json` prints. Reads such a file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.runtime.plan.decoding import Generator
 from penstock.runtime.plan.found import Found
-from penstock.runtime.plan.roles import PlanError
+from penstock.runtime.plan.roles import Models, PlanError, Roles
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.workload import Workload
 
 KEY = "costed"
-"""Of the JSON of a plan."""
+"""Of the JSON of a plan of GPUs."""
+LOCAL = "parts"
+"""Of that of a plan of cores."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class Costed:
     """A plan with all that its seconds follow from. `lag` is the one that it was made for, `period_s` and `bound` what
     the planner says of it.
 
-    reader: what runs a frozen model's passes: GPUs of its own, or with `reads_apart` false the trainer's. None where
-    there is no frozen model. shared: the generator has the trainer's GPUs, and they take turns. `leaves_s` and
-    `returns_s` are of the trainer's moments, to the host before decoding and back after it.
+    reader: what runs the passes and steps of `models` beside the policy: GPUs of their own, or with `reads_apart` false
+    the trainer's. None where there are none. shared: the generator has the trainer's GPUs, and they take turns.
+    `leaves_s` and `returns_s` are of the trainer's moments, to the host before decoding and back after it.
     """
 
     program: str
@@ -42,17 +44,18 @@ class Costed:
     returns_s: float
     period_s: float
     bound: str
+    models: Models = field(default_factory=Models)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = _adapter().dump_python(self, mode="json")
         return data
 
 
-def costed(program: str, work: Workload, lag: int, found: Found, *, reads: bool) -> Costed:
-    """Of what the planner found; `reads`: the program has a frozen model."""
-    reading = found.reading or (found.training if reads else None)
+def costed(roles: Roles, work: Workload, lag: int, found: Found) -> Costed:
+    """Of what the planner found."""
+    reading = found.reading or (found.training if roles.beside else None)
     return Costed(
-        program=program,
+        program=roles.graph,
         work=work,
         lag=lag,
         gpus=found.split.gpus,
@@ -67,19 +70,24 @@ def costed(program: str, work: Workload, lag: int, found: Found, *, reads: bool)
         returns_s=found.switch.parts["from the host"],
         period_s=found.period_s,
         bound=found.bound,
+        models=roles.models,
     )
 
 
 def read_costed(path: Path, program: str) -> Costed:
     """The plan in a file that `penstock plan PROGRAM --json` wrote. Raises PlanError for any other file."""
     needed = f"what `penstock plan {program} --json` prints"
+    given = f"--plan {path}: given"
     try:
         data = json.loads(path.read_text())
-        found = _adapter().validate_python(data[KEY])
+        local = isinstance(data, dict) and LOCAL in data
+        found = None if local else _adapter().validate_python(data[KEY])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"--plan {path}: given {_fault(error)}, needed {needed}") from error
+        raise PlanError(f"{given} {_fault(error)}, needed {needed}") from error
+    if found is None:
+        raise PlanError(f"{given} a plan of a machine's cores, needed --cluster and --model instead")
     if found.program != program:
-        raise PlanError(f"--plan {path}: given a plan of {found.program}, needed {needed}")
+        raise PlanError(f"{given} a plan of {found.program}, needed {needed}")
     return found
 
 

@@ -3,6 +3,7 @@
 Shape suffixes: N rows of all groups.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +27,13 @@ class Filling:
     tail_occupancy: float
 
 
-def filling(spans: Spans, slots: int, prompts: int, result: Simulation) -> Filling:
-    """`slots` are those of all replicas; a batch has `prompts` groups."""
+def filling(spans: Spans, slots: int, drawn: Callable[[int], tuple[int, int]], result: Simulation) -> Filling:
+    """`slots` are those of all replicas; `drawn` says which ordinals an update has, from one up to another."""
     used = _Used(spans)
     steady = result.steady
     begin, end = (result.ends[u] for u in steady) if steady else (0.0, result.wall_s)
     first, last = (steady[0] + 1, steady[1]) if steady else (0, len(result.ends) - 1)
-    tails = [used.tail(update, prompts) for update in range(first, last + 1)]
+    tails = [used.tail(*drawn(update)) for update in range(first, last + 1)]
     seconds = sum(stop - start for start, stop in tails)
     busy = sum(used.between(start, stop) for start, stop in tails)
     return Filling(
@@ -59,9 +60,9 @@ class _Used:
     def between(self, start: float, stop: float) -> float:
         return self._before(stop) - self._before(start)
 
-    def tail(self, batch: int, prompts: int) -> tuple[float, float]:
-        """When the tail of a batch begins and ends."""
-        low, high = np.searchsorted(self._indices_N, [batch * prompts, (batch + 1) * prompts])
+    def tail(self, first: int, last: int) -> tuple[float, float]:
+        """When the tail of a batch of these ordinals, the last one excluded, begins and ends."""
+        low, high = np.searchsorted(self._indices_N, [first, last])
         ends = np.sort(self._by_group_N[low:high])
         return float(ends[min(int(len(ends) * TAIL), len(ends) - 1)]), float(ends[-1])
 

@@ -44,7 +44,7 @@ def read_cluster(given: str, this: Path | None = None) -> Cluster:
 def _hosts(given: str, part: str, first: int) -> list[Host]:
     match = _PART.fullmatch(part)
     if match is None:
-        needed = "hosts x GPUs x kind such as 32x8xH100, several joined by '+', or a TOML file"
+        needed = f"hosts x GPUs x kind such as 32x8xH100, several joined by '+', a TOML file, or {THIS!r}"
         raise ClusterError(f"--cluster {given}: given {part!r}, needed {needed}")
     count, gpus, kind = int(match[1]), int(match[2]), match[3]
     if not (count and gpus):

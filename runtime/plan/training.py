@@ -6,8 +6,10 @@ are longer; tensor and expert parallelism's collectives do not. The bubble of a 
 is (p - 1) / v of a micro-batch's time with v model chunks per stage (Narayanan et al., 2021, section 2.2).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,12 +26,32 @@ KERNELS = 24
 OPTIMIZER_BYTES = 30.0
 """Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient
 written, and the weight in bfloat16."""
+FOLLOW_BYTES = 14.0
+"""The same of a copy that goes towards the policy: both in float32 read, the copy written, in bfloat16, too."""
 LOGIT_BYTES = 10.0
 """Read and written per logit, forward: written in bfloat16, read, written and read again in float32 for the loss, as
 PyTorch does without a fused kernel. The backward pass does the same again."""
 ASYNC_TP = 0.5
 """Share of tensor parallelism's collectives that is not hidden when they are cut up and run beside the products
 (torchtitan, section 2.2.2: "async TP")."""
+
+
+Kept = dict[tuple[object, ...], tuple[int, float, Cost]]
+"""Micro-batches of a step, tokens and seconds of each, by all that they depend on."""
+
+
+class Packed(NamedTuple):
+    """What a step's seconds depend on: tokens of all sequences, of the longest one, and the squares of all."""
+
+    tokens: float
+    longest: float
+    squares: float
+
+
+def packed(sequences: IntArray, parts: int = 1) -> tuple[Packed, ...]:
+    """Of each of so many parts of a batch."""
+    split = np.array_split(sequences.astype(np.float64), parts)
+    return tuple(Packed(float(part.sum()), float(part.max()), float(np.square(part).sum())) for part in split)
 
 
 @dataclass(frozen=True)
@@ -56,33 +78,54 @@ class Trainer:
     def step(self, sequences: IntArray) -> Cost:
         """Seconds of one optimizer step on sequences of these lengths (prompt and response), shared out evenly by
         tokens over the data-parallel ranks and packed into micro-batches."""
-        micro, tokens, squares = self._packed(sequences)
-        one = self._micro(tokens, squares, backward=True)
-        return self._piped(one, micro) + self._once()
+        return self._step(packed(sequences)[0])
 
     def update(self, sequences: IntArray, epochs: int = 1, minibatches: int = 1) -> Cost:
         """Seconds of all steps on a batch: `epochs` times each of its `minibatches`."""
-        total = Cost()
-        for part in np.array_split(sequences, minibatches):
-            total = total + self.step(part)
-        return total * epochs
+        return self.steps(packed(sequences, minibatches), epochs)
+
+    def steps(self, parts: Sequence[Packed], epochs: int = 1, kept: Kept | None = None) -> Cost:
+        """Seconds of a step on each part, `epochs` times. `kept` is shared by trainers of one model, GPU and precision,
+        and empty at first: what those with as many shares of the data have in common."""
+        first, *others = (self._step(part, kept) for part in parts)
+        total = sum(others, first)
+        return total * epochs if epochs > 1 else total
 
     def logprobs(self, sequences: IntArray) -> Cost:
         """Seconds of a forward pass over these sequences."""
-        micro, tokens, squares = self._packed(sequences)
-        return self._piped(self._micro(tokens, squares, backward=False), micro)
+        return self.passed(packed(sequences)[0])
 
-    def _packed(self, sequences: IntArray) -> tuple[int, float, float]:
+    def passed(self, all_of_it: Packed) -> Cost:
+        """Seconds of a forward pass."""
+        micro, tokens, squares = self._shared_out(all_of_it)
+        alone = self._alone(tokens, squares, backward=False)
+        return self._piped(self._micro(alone, tokens, backward=False), micro)
+
+    def followed(self) -> Cost:
+        """Seconds in which a copy that is cut like the weights takes in what they have become."""
+        shape, mesh = self.shape, self.mesh
+        shard = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep, mesh.fsdp * mesh.cp)
+        return Cost({"copies": shard * FOLLOW_BYTES / self.gpu.bandwidth})
+
+    def _step(self, part: Packed, kept: Kept | None = None) -> Cost:
+        mesh, found = self.mesh, {} if kept is None else kept
+        key = (mesh.data, mesh.tp, mesh.pp, mesh.cp, mesh.ep, self.micro_tokens, part)
+        if key not in found:
+            micro, tokens, squares = self._shared_out(part)
+            found[key] = micro, tokens, self._alone(tokens, squares, backward=True)
+        micro, tokens, alone = found[key]
+        return self._piped(self._micro(alone, tokens, backward=True), micro) + self._once()
+
+    def _shared_out(self, part: Packed) -> tuple[int, float, float]:
         """Micro-batches of a data-parallel rank, and the tokens and squared lengths of each on average."""
-        total, longest = float(np.sum(sequences)), float(np.max(sequences))
-        per_rank = max(total / self.mesh.data, longest)
-        micro = max(1, ceil(per_rank / max(self.micro_tokens, longest) - 1e-9))
-        share = per_rank / total
-        squares = float(np.sum(np.square(sequences.astype(np.float64)))) * share
-        return micro, per_rank / micro, squares / micro
+        per_rank = max(part.tokens / self.mesh.data, part.longest)
+        micro = max(1, ceil(per_rank / max(self.micro_tokens, part.longest) - 1e-9))
+        share = per_rank / part.tokens
+        return micro, per_rank / micro, part.squares * share / micro
 
-    def _micro(self, tokens: float, squares: float, *, backward: bool) -> Cost:
-        """Seconds of one micro-batch on one stage, forward and, if asked for, backward and recomputed."""
+    def _alone(self, tokens: float, squares: float, *, backward: bool) -> Cost:
+        """Seconds of one micro-batch on one stage, forward and, if asked for, backward and recomputed, but for what
+        travels beside it."""
         gpu, mesh = self.gpu, self.mesh
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         parts = self._computing(tokens, squares, backward)
@@ -93,7 +136,11 @@ class Trainer:
             "cp": max(0.0, self._context_s(tokens, times / 2) - parts["attention"]),
             "pp": hop * (1 + backward),
         }
-        inner = sum(parts.values())
+        return Cost(parts)
+
+    def _micro(self, alone: Cost, tokens: float, *, backward: bool) -> Cost:
+        """With weights and activations that travel, as far as that takes longer."""
+        parts, inner = dict(alone.parts), alone.seconds
         parts["fsdp"] = max(0.0, self._gather_s(backward) - inner) if self.zero3 else 0.0
         parts["offload"] = max(0.0, self._offload_s(tokens) - inner) if self.offload and backward else 0.0
         return Cost(parts)
@@ -125,7 +172,7 @@ class Trainer:
     def _piped(self, one: Cost, micro: int) -> Cost:
         """All micro-batches through the pipeline."""
         bubble = one.seconds * (self.mesh.pp - 1) / self.chunks
-        return one * micro + Cost({"bubble": bubble})
+        return Cost({**{name: seconds * micro for name, seconds in one.parts.items()}, "bubble": bubble})
 
     def _once(self) -> Cost:
         """What a step does once: the optimizer, gradients between copies, and with ZeRO-1 a gather and a reduction, of

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil, floor, inf
 from pathlib import Path
 
 from penstock.runtime.plan.lengths import IntArray, LengthError, Lengths, Lognormal, fitted, read_lengths
@@ -11,10 +12,15 @@ from penstock.runtime.plan.shape import Shape
 
 @dataclass(frozen=True)
 class Workload:
-    """One update: `prompts` prompts of `prompt_tokens` each, `samples` responses to each of them.
+    """One update: `prompts` prompts of `prompt_tokens` each, `samples` responses to each of them to learn from.
+
+    `kept` is the share of the prompts that filters keep, so that more are drawn. Beside its samples each prompt has
+    `baselines` responses that nothing is learnt from. `replayed` past prompts are learnt from once more.
 
     `epochs` is how often each response is trained on, `minibatches` the optimizer's steps in each epoch, and
     `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence is one by itself).
+    `environment_s` are the seconds in which an environment answers a turn of a conversation; its lengths are of all its
+    turns.
     """
 
     shape: Shape
@@ -25,19 +31,44 @@ class Workload:
     epochs: int = 1
     minibatches: int = 1
     micro_tokens: int = 8192
+    environment_s: float = 1.0
+    kept: float = 1.0
+    baselines: int = 0
+    replayed: int = 0
 
     def __post_init__(self) -> None:
         counts = ("prompts", "samples", "epochs", "minibatches", "micro_tokens")
-        for name, least in (*((count, 1) for count in counts), ("prompt_tokens", 0)):
+        others = ("prompt_tokens", "baselines", "replayed")
+        for name, least in (*((count, 1) for count in counts), *((other, 0) for other in others)):
             if getattr(self, name) < least:
                 raise ValueError(f"workload: given {name} {getattr(self, name)}, needed {least} or more")
-        if self.minibatches > self.responses:
-            given = f"{self.minibatches} minibatches of {self.responses} responses"
+        if not 0 <= self.environment_s < inf:
+            raise ValueError(f"workload: given environment_s {self.environment_s:g}, needed 0 or more seconds")
+        if not 0 < self.kept <= 1:
+            raise ValueError(f"workload: given kept {self.kept:g}, needed a share above 0, 1 at most")
+        if self.minibatches > self.learnt:
+            given = f"{self.minibatches} minibatches of {self.learnt} responses"
             raise ValueError(f"workload: given {given}, needed at least one response in each")
 
     @property
+    def drawn(self) -> int:
+        """Prompts of which `prompts` are kept."""
+        return ceil(self.prompts / self.kept - 1e-9)
+
+    @property
+    def rows(self) -> int:
+        """Responses to each prompt."""
+        return self.samples + self.baselines
+
+    @property
     def responses(self) -> int:
-        return self.prompts * self.samples
+        """All that are generated."""
+        return self.drawn * self.rows
+
+    @property
+    def learnt(self) -> int:
+        """Responses that an update learns from."""
+        return (self.prompts + self.replayed) * self.samples
 
     @cached_property
     def response_tokens(self) -> IntArray:
@@ -46,8 +77,24 @@ class Workload:
 
     @cached_property
     def sequence_tokens(self) -> IntArray:
-        """[responses]: prompt and response, as the trainer sees them."""
-        return self.response_tokens + self.prompt_tokens
+        """[learnt]: prompt and response, as the trainer sees them."""
+        return self.lengths.take(self.learnt) + self.prompt_tokens
+
+    @cached_property
+    def replacements(self) -> dict[int, int]:
+        """Prompts that filters drop, spread evenly over the batch without chance, and which one takes the place of
+        each, later in the batch."""
+        dropped = [p for p in range(self.drawn) if floor((p + 1) * self.kept + 1e-9) == floor(p * self.kept + 1e-9)]
+        return dict(zip(dropped, range(self.prompts, self.drawn), strict=False))
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens that follow each other at the least: of the longest response, and of those before it whose prompts
+        were dropped."""
+        ends = self.response_tokens.reshape(self.drawn, self.rows).max(axis=1)
+        for dropped, replacement in self.replacements.items():
+            ends[replacement] += ends[dropped]
+        return int(ends.max())
 
     @property
     def context(self) -> int:
@@ -56,10 +103,13 @@ class Workload:
 
 
 def given_lengths(given: str, longest: int) -> Lengths:
-    """`mean,sigma` of a lognormal, a file with a length per line, or the folder of a finished run.
+    """`mean,sigma` of a lognormal, a file with a length per line, or the folder of a finished run; "" is a lognormal
+    with a mean of a quarter of `longest` tokens, at most 1,000, and sigma 0.7.
 
     Raises LengthError, with what is needed.
     """
+    if not given:
+        return Lognormal(min(1000.0, max(1.0, longest / 4)), 0.7, longest)
     path = Path(given)
     if path.is_dir():
         return of_run(path, longest)
@@ -72,7 +122,10 @@ def given_lengths(given: str, longest: int) -> Lengths:
             "MEAN,SIGMA of a lognormal in tokens such as 1000,0.7, a file with a length per line, or a run's folder"
         )
         raise LengthError(f"--lengths: given {given!r}, needed {needed}") from None
-    return Lognormal(mean, sigma, longest)
+    try:
+        return Lognormal(mean, sigma, longest)
+    except LengthError as error:
+        raise LengthError(f"--lengths {given}, --max-tokens {longest}: {error}") from None
 
 
 def of_run(folder: Path, longest: int) -> Lognormal:

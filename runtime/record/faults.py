@@ -16,21 +16,27 @@ REASONS = {
     errno.EPERM: "no permission to write there",
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.EEXIST: "a part of the path is a file, not a folder",
     errno.ENAMETOOLONG: "the path is too long",
     errno.EFBIG: "the file would be larger than this process may write (see `ulimit -f`)",
     errno.EMFILE: "too many open files (see `ulimit -n`)",
 }
 
+PLACE = "run --out DIR, resume DIR"
+"""How each verb that writes a run is told of its folder."""
 
-def disk_fault(path: Path, error: OSError, size: int = 0) -> RecordError:
-    """The error to raise when `path` could not be written; `size` is how many bytes were to go there, 0 if unknown."""
+
+def disk_fault(path: Path, error: OSError, size: int = 0, choice: str = PLACE) -> RecordError:
+    """The error to raise when `path` could not be written; `size` is how many bytes were to go there, 0 if unknown.
+    `choice` is what the user types to have another place: a flag and DIR or FILE."""
+    place = "folder" if choice.endswith("DIR") else "file"
     reason = REASONS.get(error.errno or 0, error.strerror or str(error))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = f"{_space(path, size)}, or another folder (--out DIR)"
+        needed = f"{_space(path, size)}, or another {place} ({choice})"
     elif error.errno == errno.EFBIG:
         needed = f"a limit that leaves room for {size} bytes more" if size else "a higher limit"
     else:
-        needed = "a folder that can be written to (--out DIR)"
+        needed = f"a {place} that can be written to ({choice})"
     return RecordError(f"{path}: cannot be written: {reason}; needed {needed}")
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.record.faults import RecordError, disk_fault
+from penstock.runtime.record.faults import PLACE, RecordError, disk_fault
 
 LOCK = "lock"
 MARKS = ("config.json", "events.log", "metrics.jsonl")
@@ -33,7 +33,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: str | Path) -> "RunFolder":
         """A new run's folder, locked, readable by its owner only. Raises RecordError unless it is new or empty."""
-        folder = cls(Path(path).absolute())
+        folder = cls(absolute(path))
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             os.chmod(folder.path, 0o700)
@@ -46,13 +46,13 @@ class RunFolder:
         except FileExistsError:
             raise RecordError(f"{folder.path}: given a file, needed a new or empty folder (--out DIR)") from None
         except OSError as error:
-            raise disk_fault(folder.path, error) from error
+            raise disk_fault(folder.path, error, choice="--out DIR") from error
         return folder
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
         """An existing run's folder. Raises RecordError if there is no run in it."""
-        folder = cls(Path(path).absolute())
+        folder = cls(absolute(path))
         if not folder.path.is_dir():
             raise RecordError(f"{folder.path}: no such folder; needed the folder of a run")
         if not folder.config.is_file():
@@ -143,6 +143,13 @@ class RunFolder:
             ) from None
 
 
+def absolute(path: str | Path) -> Path:
+    """The path as any folder knows it. Where `..` leads depends on links, so one with it is resolved; others keep their
+    links, which another host may know, too."""
+    made = Path(path).absolute()
+    return made.resolve() if ".." in made.parts else made
+
+
 def default_path(program: str, now: datetime) -> Path:
     """runs/<program>-<date-time>, with a number where that is taken."""
     stem = f"{program}-{now:%Y%m%d-%H%M%S}"
@@ -153,8 +160,9 @@ def default_path(program: str, now: datetime) -> Path:
     return path
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file's content at once. Raises RecordError, and leaves the old file, if that cannot be done."""
+def write_atomic(path: Path, content: bytes, choice: str = PLACE) -> None:
+    """Replace a file's content at once. Raises RecordError, and leaves the old file, if that cannot be done. `choice`
+    is the flag that names the file or its folder, for the error."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
@@ -165,7 +173,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise disk_fault(path, error, len(content)) from error
+        raise disk_fault(path, error, len(content), choice) from error
 
 
 def _content(present: list[str]) -> str:

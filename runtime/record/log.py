@@ -140,11 +140,15 @@ class LogWriter:
         self.records += 1
 
 
-def read_log(path: Path) -> list[Segment]:
-    """The segments of a log. Raises LogError with the number of the first record that is not as it was written."""
+def read_log(path: Path, records: int = 0) -> list[Segment]:
+    """The segments of a log. Raises LogError with the number of the first record that is not as it was written, and for
+    a log of less than the `records` that were counted when it ended: the chain cannot tell of a cut."""
     segments, damage = read_whole(path)
     if damage is not None:
         raise damage
+    found = sum(1 + len(s.stages) + sum(len(t.steps) for t in s.stages) + (s.ended is not None) for s in segments)
+    if found < records:
+        raise LogError(f"{path}: given {found} records, needed the {records} that the run wrote: it was cut")
     return segments
 
 

@@ -186,19 +186,36 @@ class MetricsFile:
         os.close(self._fd)
 
 
+class HalfRow(RecordError):
+    """A file that ends in the middle of a row, as a kill leaves it."""
+
+
 def read_rows(path: Path) -> list[Row]:
     """All rows. Half a line at the end, which a kill leaves, is left out; any other damage raises RecordError."""
+    rows, damage = read_undamaged(path)
+    if damage is not None and not isinstance(damage, HalfRow):
+        raise damage
+    return rows
+
+
+def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
+    """The rows up to the first damage, and what that is."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return []
-    rows = []
+        return [], None
+    except OSError as error:
+        return [], RecordError(f"{path}: cannot be read: {error.strerror}")
+    rows: list[Row] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:
-            raise RecordError(f"{path}:{number}: given a line that is not JSON ({error}); needed a row") from None
-    return rows
+            return rows, RecordError(f"{path}:{number}: given a line that is not JSON ({error}); needed a row")
+        if not isinstance(row, dict) or not isinstance(row.get("update"), int):
+            return rows, RecordError(f"{path}:{number}: given JSON without the number of an update; needed a row")
+        rows.append(row)
+    return rows, HalfRow(f"{path}:{len(lines)}: given half a line; needed a row") if lines[-1] else None
 
 
 def keep_rows(path: Path, cut: int) -> list[Row]:

@@ -17,12 +17,14 @@ LANE = 132.0
 """Pixels that a lane may take before its tracks get thinner."""
 
 STYLE = """
-text{font:11px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:#3A4048}
-.back{fill:#FFFFFF}.band{fill:#F4F6F8}.grid{stroke:#E2E6EA}.end{stroke:#6B7480;stroke-dasharray:2 3}
-.title{font-size:14px;font-weight:600;fill:#16191D}.lane{font-weight:600}.faint{fill:#7A838D}.label{font-size:10.5px}
-@media (prefers-color-scheme:dark){.back{fill:#15181C}.band{fill:#1D2126}.grid{stroke:#2C3238}.end{stroke:#8A939D}
-text{fill:#C9D1D9}.title{fill:#F0F3F6}.faint{fill:#8A939D}}
+.gantt text{font:11px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:#3A4048}
+.gantt .back{fill:#FFFFFF}.gantt .band{fill:#F4F6F8}.gantt .grid{stroke:#E2E6EA}
+.gantt .end{stroke:#6B7480;stroke-dasharray:2 3}.gantt .title{font-size:14px;font-weight:600;fill:#16191D}
+.gantt .lane{font-weight:600}.gantt .faint{fill:#7A838D}.gantt .label{font-size:10.5px}
+@media (prefers-color-scheme:dark){.gantt .back{fill:#15181C}.gantt .band{fill:#1D2126}.gantt .grid{stroke:#2C3238}
+.gantt .end{stroke:#8A939D}.gantt text{fill:#C9D1D9}.gantt .title{fill:#F0F3F6}.gantt .faint{fill:#8A939D}}
 """
+"""Of this picture alone: in a notebook it stands among others."""
 
 
 def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
@@ -54,7 +56,8 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     head = [_text(EDGE, 24, title, "title"), *_legend(palette, 44)]
     parts = [_rect(0, 0, width, bottom + 8, "back"), *head, *bands, *grid, *ends, *body]
     size = f'width="{width}" height="{bottom + 8:.0f}" viewBox="0 0 {width} {bottom + 8:.0f}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    fits = 'class="gantt" style="max-width:100%;height:auto"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {fits} {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
 
 
 def _height(lane: Lane) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.runtime.control.config import EVALUATION
 from penstock.runtime.report.follow import Work
 
 US = 1_000
@@ -36,12 +37,14 @@ class Strip:
 
 @dataclass
 class Row:
-    """A rank's lane: what it really did, and what was predicted if anything was."""
+    """A rank's lane: what it really did, and what was predicted if anything was. `room` is how many firings it may have
+    in work at once, which its height follows; 0 where only its bars tell."""
 
     name: str
     pool: str
     real: Strip
     predicted: Strip | None = None
+    room: int = 0
 
 
 @dataclass
@@ -75,17 +78,8 @@ def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
     strips = [s for row in chart.rows for s in (row.real, row.predicted) if s is not None]
     merged = thin(strips, most)
     tables = _Tables()
-    rows = [
-        {
-            "name": row.name,
-            "pool": row.pool,
-            "real": _strip(row.real, tables),
-            "predicted": _strip(row.predicted, tables) if row.predicted else None,
-        }
-        for row in chart.rows
-    ]
     data = {
-        "rows": rows,
+        "rows": [_row(row, tables) for row in chart.rows],
         "names": [list(name) for name in tables.names],
         "causes": list(tables.causes),
         "ends": [[update, time // US] for update, time in chart.ends],
@@ -135,14 +129,25 @@ def _merge(work: Iterable[Work], begin: int, end: int) -> list[Work]:
     return found + list(groups.values())
 
 
+def _row(row: Row, tables: _Tables) -> dict[str, Any]:
+    """A lane with how many tracks of it the program needs, and how many the evaluation: each has its whole height."""
+    sides = {"real": _strip(row.real, tables), "predicted": _strip(row.predicted, tables) if row.predicted else None}
+    tracks = [max(side["tracks"][part] for side in sides.values() if side) for part in (0, 1)]
+    return {"name": row.name, "pool": row.pool, "room": row.room or max(*tracks, 1), "tracks": tracks, **sides}
+
+
 def _strip(strip: Strip, tables: _Tables) -> dict[str, Any]:
     work = sorted(strip.work, key=lambda w: (w.start, w.end, w.index))
     main = [item for item in work if item.kind not in SYNCS]
     syncs = [item for item in work if item.kind in SYNCS]
-    tracks, num = place(main)
+    tracks, _ = place(main)
     sync_tracks, num_syncs = place(syncs)
+    evaluates = [item.node.startswith(EVALUATION) for item in main]
     return {
-        "tracks": num,
+        "tracks": [
+            max((track for track, other in zip(tracks, evaluates, strict=True) if other == part), default=-1) + 1
+            for part in (False, True)
+        ],
         "main": _columns(main, tracks, tables),
         "syncTracks": num_syncs,
         "sync": _columns(syncs, sync_tracks, tables),

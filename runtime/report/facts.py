@@ -12,8 +12,8 @@ from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.records import read_record
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import Segment, StageLog, read_whole
-from penstock.runtime.record.metrics import Row, read_rows
+from penstock.runtime.record.log import MAGIC, LogError, Segment, StageLog, read_whole
+from penstock.runtime.record.metrics import HalfRow, Row, read_undamaged
 from penstock.runtime.report.follow import NS, Follow, Followed, Lane, lanes, streams
 from penstock.runtime.report.idle import Account, accounts
 from penstock.runtime.report.reasons import reason
@@ -21,6 +21,9 @@ from penstock.runtime.schedule.events import Done, Event
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Tables, compile_tables
+
+TRAIN = "train"
+"""The stage that updates."""
 
 SAMPLES = 400
 """Points of a stage's queue depths."""
@@ -58,7 +61,8 @@ class Stage:
 
 @dataclass
 class Life:
-    """A run, or what a resume added: `starting` until its first stage begins. `ended` is None after a kill."""
+    """A run, or what a resume added: `starting` until its first stage begins. `ended` is None after a kill. `accuracy`:
+    what was known of it when the last stage began."""
 
     begin: int
     end: int
@@ -66,6 +70,7 @@ class Life:
     starting: int
     ended: dict[str, Any] | None
     cut: int | None
+    accuracy: Mapping[str, float | None]
 
 
 @dataclass
@@ -86,21 +91,30 @@ class Facts:
 
     @property
     def training(self) -> list[Stage]:
-        return [stage for stage in self.stages if stage.name == "train"]
+        return [stage for stage in self.stages if stage.name == TRAIN]
 
     @property
     def end(self) -> int:
         return self.lives[-1].end if self.lives else 0
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Before and after, as far as it is known."""
+        found = {when: value for life in self.lives for when, value in life.accuracy.items()}
+        for when in ("before", "after"):
+            found[when] = (self.summary or {}).get(f"accuracy_{when}", found.get(when))
+        return {when: value for when, value in found.items() if value is not None}
 
 
 def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     """Raises RecordError for a folder without its configuration, or one that a newer version wrote. Of a run that is
     `alive`, what is not written yet is no fault, and an end of an earlier life is none."""
     notes: list[str] = []
-    asked = folder.read_json("config.json").get("asked", {})
+    written = folder.read_json("config.json")
+    asked = written.get("asked", {}) if isinstance(written, dict) else {}
     config = _config(folder, asked)
-    rows = _rows(folder, notes, alive)
     lives = _lives(folder, notes, alive)
+    rows = _rows(folder, lives, notes, alive)
     summary = _so_far(rows) if alive else _summary(folder, notes)
     return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
 
@@ -116,22 +130,41 @@ def _config(folder: RunFolder, asked: Mapping[str, Any]) -> RunConfig:
         raise ReportError(f"{given}; needed one of format 1, or a newer penstock to read it") from None
 
 
-def _rows(folder: RunFolder, notes: list[str], alive: bool) -> list[Row]:
-    try:
-        rows = read_rows(folder.metrics)
-    except RecordError as error:
-        notes.append(f"metrics.jsonl cannot be read, so that nothing is said of learning: {error}")
-        return []
-    if not rows and not alive:
+def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:
+    """Of a run that is alive, the last row may be on its way."""
+    rows, damage = read_undamaged(folder.metrics)
+    if damage is not None and not (alive and isinstance(damage, HalfRow)):
+        notes.append(f"metrics.jsonl is damaged; what comes before the damage is shown. {damage}")
+    elif not rows and not alive:
         notes.append("There are no rows in metrics.jsonl: no update was completed, or the file is gone.")
+    elif not alive and (missing := sorted(_updates(lives) - {row["update"] for row in rows})):
+        which = f"{len(missing)} updates, {missing[0]} and later" if len(missing) > 1 else f"update {missing[0]}"
+        notes.append(f"metrics.jsonl has no rows of {which}, which the event log has: their figures are not shown.")
     return rows
 
 
+def _updates(lives: Sequence[Life]) -> set[int]:
+    """The updates that the event log has, but for those that a resume took back, and for one that a kill may have come
+    into."""
+    found: set[int] = set()
+    for life in lives:
+        found = {update for update in found if life.cut is not None and update < life.cut}
+        done = {update for stage in life.stages if stage.name == TRAIN for update in stage.followed.ends}
+        found |= done if life.ended is not None else done - {max(done, default=0)}
+    return found
+
+
 def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
-    try:
-        summary: Mapping[str, Any] = folder.read_json("summary.json")
-    except RecordError:
+    if not (folder.path / "summary.json").exists():
         notes.append("There is no summary.json: the run is still going on, or nothing was left to write one.")
+        return None
+    try:
+        summary = folder.read_json("summary.json")
+    except RecordError as error:
+        notes.append(f"summary.json cannot be read: {error}")
+        return None
+    if not isinstance(summary, dict):
+        notes.append(f"summary.json cannot be read: given {summary!r:.60}, needed what the run wrote")
         return None
     return summary
 
@@ -146,7 +179,13 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
             what = "Nothing was written into events.log" if folder.events.exists() else "There is no events.log"
             notes.append(f"{what}: no schedule can be shown.")
         return []
-    segments, damage = read_whole(folder.events)
+    try:
+        segments, damage = read_whole(folder.events)
+    except LogError as error:
+        if not folder.events.read_bytes().startswith(MAGIC):
+            raise
+        notes.append(f"The event log has no record that can be read: no schedule can be shown. {error}")
+        return []
     if damage is not None:
         notes.append(f"The event log is damaged; what comes before the damage is shown. {damage}")
     lives: list[Life] = []
@@ -169,7 +208,8 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
         until = begins[place + 1] if place + 1 < len(logs) else end
         stages.append(_stage(number, log, begin, until, notes))
     starting = (begins[0] if begins else end) - begin
-    return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"))
+    accuracy = segment.stages[-1].facts.get("accuracy", {}) if segment.stages else {}
+    return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
 
 
 def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> Stage:

@@ -43,7 +43,7 @@ def account(work: Sequence[Work], reasons: Sequence[tuple[int, str]], begin: int
             what = next((name for name, count in counts.items() if count), "")
             if not what:
                 place = bisect_right(times, now) - 1
-                what = reasons[place][1] if place >= 0 else "compiling"
+                what = reasons[place][1] if place >= 0 else "starting"
             spent[what] = spent.get(what, 0) + time - now
             now = time
         if state:

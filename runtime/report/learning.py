@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.runtime.record.metrics import Row
 from penstock.runtime.report.charts import Figure, Point, curves, histogram
+from penstock.runtime.report.facts import Facts
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.report import Report, lags, tokens_by_lag, tokens_by_version
 
@@ -46,10 +47,10 @@ SPEED = (
 
 def groups(report: Report) -> list[Group]:
     """The headings that have something to show."""
-    rows = report.facts.rows
-    accuracy = _accuracy(report)
+    rows, points = report.facts.rows, accuracies(report.facts)
+    accuracy = [curves("Accuracy on held-out problems", ["accuracy"], points, x="version")] if points else []
     found = [
-        Group("learning", "Learning", "", [*([accuracy] if accuracy else []), *_rows(rows, LEARNING)]),
+        Group("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
         Group("staleness", "Staleness", STALENESS, _staleness(report)),
         Group("off-policy", "How far off policy", OFF_POLICY, _rows(rows, POLICY)),
         Group("queues", "Queues", QUEUES, _queues(report)),
@@ -79,6 +80,11 @@ def _rows(rows: Sequence[Row], wanted: Iterable[tuple[str, Sequence[str]]]) -> l
     return figures
 
 
+def numbers(values: Iterable[Any]) -> list[float]:
+    """Those that are numbers: a row has null for what JSON has no number for."""
+    return [float(value) for value in values if _known(value)]
+
+
 def _known(value: Any) -> bool:
     return isinstance(value, int | float) and isfinite(value)
 
@@ -87,23 +93,18 @@ def _value(value: Any) -> float:
     return float(value) if _known(value) else nan
 
 
-def _accuracy(report: Report) -> Figure | None:
-    """Before, after, and wherever a node that only measures reported it: by the update whose weights it measured."""
-    rows, summary = report.facts.rows, report.facts.summary or {}
+def accuracies(facts: Facts) -> list[tuple[float, float]]:
+    """(version, accuracy): before, after, and wherever a node that only measures reported it."""
     points: dict[float, float] = {}
-    for row in [*rows, summary.get("measured") or {}]:
+    for row in [*facts.rows, (facts.summary or {}).get("measured") or {}]:
         for name, value in row.items():
             at = row.get(f"{name.rpartition('.')[0] or 'measure'}_update", row.get("update"))
             if name.rpartition(".")[2] == "accuracy" and _known(value) and at is not None:
                 points[float(at)] = float(value)
-    ends = [update for stage in report.facts.training for update in stage.followed.ends]
+    ends = [update for stage in facts.training for update in stage.followed.ends]
     last = float(max(ends, default=-1) + 1)
-    for at, when in ((0.0, "accuracy_before"), (last, "accuracy_after")):
-        if _known(summary.get(when)):
-            points[at] = float(summary[when])
-    if not points:
-        return None
-    return curves("Accuracy on held-out problems", ["accuracy"], sorted(points.items()), x="version")
+    points |= {at: facts.accuracy[when] for at, when in ((0.0, "before"), (last, "after")) if when in facts.accuracy}
+    return sorted(points.items())
 
 
 def _staleness(report: Report) -> list[Figure]:

@@ -16,7 +16,7 @@ from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.page import page
 from penstock.runtime.report.report import make_report
 from penstock.runtime.report.schedule import render
-from penstock.runtime.report.write import SIMULATING_S
+from penstock.runtime.report.write import SIMULATING_S, time_limit
 
 LEAST_S = 2.0
 """Seconds between two drawings, at least."""
@@ -82,10 +82,10 @@ class Live:
     def _draw(self, *, ended: bool) -> str:
         if not self.folder.config.exists():
             return self._waiting("The run has not begun: it has written nothing but its folder so far.")
-        began = time.monotonic()
+        is_up = time_limit(SIMULATING_S)
         try:
             facts = read_facts(self.folder, alive=not ended)
-            report = make_report(facts, lambda: not ended or time.monotonic() - began > SIMULATING_S)
+            report = make_report(facts, lambda: not ended or is_up())
             if not ended and not facts.rows:
                 report = replace(report, verdict="No update is done yet.")
             return page(report, "live.html.j2")

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock import __version__
+from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.report.charts import percent
 from penstock.runtime.report.drawing import graph_svg
 from penstock.runtime.report.encode import Chart, Row, Strip, encode
 from penstock.runtime.report.follow import NS, Followed, Lane
 from penstock.runtime.report.idle import Account
-from penstock.runtime.report.learning import groups
+from penstock.runtime.report.learning import accuracies, groups, numbers
 from penstock.runtime.report.predicted import Prediction
 from penstock.runtime.report.reasons import CAUSES
 from penstock.runtime.report.report import (
@@ -28,7 +29,7 @@ from penstock.runtime.report.schedule import render
 from penstock.runtime.report.whatif import Case, Table
 
 STATES = {"busy": "busy", **CAUSES}
-SHORT = {"admission": "admission bound", "compiling": "starting", "rest": "nothing due", "done": "nothing left"}
+SHORT = {"admission": "admission bound", "rest": "nothing due", "done": "nothing left"}
 """Heads of columns, where they are not the state's own name."""
 
 
@@ -99,11 +100,12 @@ def _head(report: Report) -> list[dict[str, str]]:
     if report.bound and prediction and prediction.measured_s:
         share = report.bound.seconds / prediction.measured_s
         found.append(("lower bound", seconds(report.bound.seconds), f"{percent(share)} of it"))
-    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    if before is not None and after is not None:
-        found.append(("accuracy", f"{100 * after:.1f} %", f"from {100 * before:.1f} %"))
-    if facts.rows and (reward := facts.rows[-1].get("reward_mean")) is not None:
-        found.append(("reward", f"{reward:.3g}", f"from {facts.rows[0].get('reward_mean') or 0:.3g}"))
+    if measured := accuracies(facts):
+        first, (version, last) = measured[0][1], measured[-1]
+        more = f"from {100 * first:.1f} %" if len(measured) > 1 else "" if version else "before training"
+        found.append(("accuracy", f"{100 * last:.1f} %", more))
+    if rewards := numbers([row.get("reward_mean") for row in facts.rows]):
+        found.append(("reward", f"{rewards[-1]:.3g}", f"from {rewards[0]:.3g}"))
     if found_lags := lags(report):
         mean = sum(lag * count for lag, count in found_lags.items()) / found_lags.total()
         found.append(("mean lag", f"{mean:.2f}", f"at most {report.stage.tables.max_lag if report.stage else 0}"))
@@ -156,10 +158,11 @@ def make_chart(report: Report) -> Chart:
     facts = report.facts
     lanes = dict.fromkeys(lane for stage in facts.stages for lane in stage.accounts)
     order = {pool: place for place, pool in enumerate(dict.fromkeys(n.pool for n in node_times(report)))}
+    rooms = {replica.name: replica.capacity for replica in served(report.graph, facts.config.plan).replicas}
     rows: dict[Lane, Row] = {}
     for lane in sorted(lanes, key=lambda known: order.get(known[0].rpartition("/")[0], len(order))):
-        name = rank_name(lane, lanes)
-        rows[lane] = Row(name, lane[0].rpartition("/")[0], Strip([]))
+        room = rooms.get(lane[0], 0)
+        rows[lane] = Row(rank_name(lane, lanes), lane[0].rpartition("/")[0], Strip([]), room=room)
     for stage in facts.stages:
         _add({lane: row.real for lane, row in rows.items()}, stage.followed)
     if any(report.predictions):
@@ -268,12 +271,14 @@ def _case(case: Case) -> dict[str, Any]:
 
 
 def _what_if_said(table: Table, prediction: Prediction | None) -> str:
+    took = f"{seconds(prediction.measured_s)} per update" if prediction and prediction.measured_s else ""
+    there = f"{seconds(table.measured_s)} per update there, and {took} all in all" if table.measured_s else took
     said = (
-        f"The simulator's answers for {table.updates} updates each, with the times of this run: a firing takes as long "
-        "as it did here."
+        f"The simulator's answers for {'the first ' if table.measured_s else ''}{table.updates} updates, with the "
+        "times of this run: a firing takes as long as it did here."
     )
-    if prediction and prediction.measured_s:
-        said += f" Compare them with each other: the run itself took {seconds(prediction.measured_s)} per update."
+    if took:
+        said += f" Compare them with each other: the run itself took {there}."
     if table.crowding >= 0.005:
         said += (
             f" In this run {percent(table.crowding)} of a group's time was due to groups decoded beside it (a fit): "

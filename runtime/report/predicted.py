@@ -13,6 +13,7 @@ from statistics import median
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.passes import Bound, period_bound
 from penstock.runtime.plan.plan import Plan
+from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.report.facts import Stage
 from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
 from penstock.runtime.schedule.durations import Durations, draw
@@ -190,19 +191,6 @@ def period(begin: float, ends: Sequence[float], filling: int) -> float:
 
 def _skipped(updates: int, filling: int) -> int:
     return min(filling, updates // 2)
-
-
-def served(graph: Graph, plan: Plan) -> Plan:
-    """The plan with the number of firings that really are in work at once: a rank works on one at a time, but for
-    those of a stream."""
-    streaming = {node.name for node in graph.nodes if node.stream and node.clock == "group"}
-    pools = (
-        pool
-        if streaming.intersection(pool.holds)
-        else replace(pool, replicas=tuple(replace(replica, capacity=1) for replica in pool.replicas))
-        for pool in plan.pools
-    )
-    return Plan(tuple(pools))
 
 
 def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rules: Rules) -> Bound:

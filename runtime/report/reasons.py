@@ -19,7 +19,7 @@ CAUSES = {
     "admission": "waiting for the admission bound",
     "weights": "waiting for weights",
     "syncing": "syncing weights",
-    "compiling": "starting and compiling",
+    "starting": "starting processes",
     "saving": "saving a checkpoint",
     "failed": "work that failed",
     "rest": "nothing due",

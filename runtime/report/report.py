@@ -96,7 +96,7 @@ def whole_accounts(facts: Facts) -> dict[Lane, Account]:
     total = rank_accounts(facts.stages)
     starting = sum(life.starting for life in facts.lives)
     for account in total.values():
-        account["compiling"] = account.get("compiling", 0) + starting
+        account["starting"] = account.get("starting", 0) + starting
     return total
 
 

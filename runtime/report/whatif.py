@@ -12,10 +12,11 @@ from statistics import fmean
 from penstock.graph import check
 from penstock.graph.ir import Graph
 from penstock.runtime.plan.plan import Plan, Pool
+from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.facts import Stage
-from penstock.runtime.report.follow import Work
-from penstock.runtime.report.predicted import Empirical, Fit, period, served
+from penstock.runtime.report.follow import NS, Work
+from penstock.runtime.report.predicted import Empirical, Fit, period
 from penstock.runtime.schedule.durations import Durations
 from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, Tables, compile_tables
@@ -41,13 +42,15 @@ class Case:
 @dataclass(frozen=True)
 class Table:
     """The cases, the lag and replicas of the run itself, and how many updates each was simulated for. `pool` has the
-    generators; `crowding` is by how much of itself a group's time grows with the groups beside it (see `crowding`);
-    `complete` is False where time ran out."""
+    generators; `measured_s` is the run's own period over as many updates, None where it has not done so many;
+    `crowding` is by how much of itself a group's time grows with the groups beside it (see `crowding`); `complete` is
+    False where time ran out."""
 
     pool: str
     lag: int
     replicas: int
     updates: int
+    measured_s: float | None
     crowding: float
     cases: tuple[Case, ...]
     complete: bool
@@ -79,7 +82,12 @@ def what_if(stage: Stage, fitted: Fit, out_of_time: Callable[[], bool]) -> Table
         faster = 1 - share + share * now[1] / size
         cases.append(_case(other, grown, limits, fitted, (pool, faster), (lag, size)))
     cases.sort(key=lambda case: (case.replicas, case.lag))
-    return Table(pool, *now, updates, share, tuple(cases), len(cases) == len(wanted))
+    return Table(pool, *now, updates, _measured_s(stage, updates), share, tuple(cases), len(cases) == len(wanted))
+
+
+def _measured_s(stage: Stage, updates: int) -> float | None:
+    ends = [end / NS for _, end in sorted(stage.followed.ends.items())]
+    return period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
 
 
 def _case(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.runtime.record.faults import RecordError
@@ -12,19 +13,31 @@ from penstock.runtime.report.report import Report, make_report
 
 REPORT = "report.html"
 SIMULATING_S = 6.0
-"""Seconds after which no further case of the what-if table is begun, where the report is all that is wanted."""
+"""Seconds from the first case of the what-if table after which no further one is begun, where the report is all that is
+wanted."""
 SHARE_OF_RUN, LEAST_S, MOST_S = 0.05, 0.5, 3.0
 """The same at the end of a run: a share of the run's seconds between two limits."""
 LARGE_LOG = 3 << 20
 """Bytes of an event log that takes some seconds to read: more than somebody has who has pressed Ctrl-C."""
 
 
-def write_report(folder: RunFolder, path: Path, limit_s: float = SIMULATING_S) -> Report:
-    """Raises RecordError for a folder that cannot be read, or a file that cannot be written."""
-    began = time.monotonic()
-    report = make_report(read_facts(folder), lambda: time.monotonic() - began > limit_s)
-    write_atomic(path, page(report).encode())
+def write_report(folder: RunFolder, path: Path, limit_s: float = SIMULATING_S, choice: str = "--out FILE") -> Report:
+    """Raises RecordError for a folder that cannot be read, or a file that cannot be written; `choice` is the flag that
+    names it."""
+    report = make_report(read_facts(folder), time_limit(limit_s))
+    write_atomic(path, page(report).encode(), choice)
     return report
+
+
+def time_limit(seconds: float) -> Callable[[], bool]:
+    """Is the time up? It begins when that is asked for the first time."""
+    asked: list[float] = []
+
+    def is_up() -> bool:
+        asked.append(time.monotonic())
+        return asked[-1] - asked[0] > seconds
+
+    return is_up
 
 
 def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple[Path | None, str]:
@@ -34,7 +47,8 @@ def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple
     try:
         if stopped and os.path.getsize(folder.events) > LARGE_LOG:
             return None, "not drawn yet: the run is long"
-        write_report(folder, path, LEAST_S if stopped else min(max(SHARE_OF_RUN * wall_s, LEAST_S), MOST_S))
+        limit_s = LEAST_S if stopped else min(max(SHARE_OF_RUN * wall_s, LEAST_S), MOST_S)
+        write_report(folder, path, limit_s, "--out DIR")
     except (RecordError, OSError) as error:
         return None, str(error)
     except KeyboardInterrupt:

@@ -172,6 +172,8 @@ class _Clock:
         self._answers: list[tuple[float, int, Event | _Alarm]] = []
         self._versions: dict[int, int] = {}
         self._asked = 0
+        # Nodes of one duration share its engines, under the name of the first of them.
+        self._owners = {id(duration): name for name, duration in reversed(list(durations.nodes.items()))}
         self._engines: dict[tuple[str, str], Engine] = {}
         self._alarms: dict[tuple[str, str], _Alarm] = {}
         self._begun: dict[Firing, _Begun] = {}
@@ -254,10 +256,11 @@ class _Clock:
             self._done(firing, replica, seconds)
         else:
             self._begun[firing] = _Begun(self.now, kind, version)
-            if (engine := self._engines.get((firing.node, replica))) is None:
-                engine = self._engines[firing.node, replica] = seconds.engine()
+            name = self._owners[id(seconds)]
+            if (engine := self._engines.get((name, replica))) is None:
+                engine = self._engines[name, replica] = seconds.engine()
             engine.begin(firing, self.now)
-            self._watch(firing.node, replica, engine)
+            self._watch(name, replica, engine)
 
     def _version(self, step: Step, ordinal: int, replica: str) -> int | None:
         """The oldest live weights that a per-group step reads; noted as what its group is made with."""

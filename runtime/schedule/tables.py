@@ -6,8 +6,12 @@ from graphlib import CycleError, TopologicalSorter
 from math import gcd
 from typing import Literal
 
+from penstock.graph.construct_rules import starving
+from penstock.graph.faults import GraphError
 from penstock.graph.ir import Graph, Node
 from penstock.runtime.plan.plan import Plan, Replica
+
+Edges = dict[str, list[tuple[str, int]]]  # (channel, lag) by consumer of a broadcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Step:
     every: it fires at each `every`th update. trails: it reads nothing but weights and nobody reads it, so that later
     updates do not wait for it. filters: it may drop its group. delays: (carried value, lag) that it reads delayed.
     turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
-    `answers` is the one that says whether there is another turn.
+    `answers` is the one that says whether there is another turn. where: "file:line" of its call.
     """
 
     name: str
@@ -96,6 +100,7 @@ class Step:
     turns: int = 0
     partner: str = ""
     answers: bool = False
+    where: str = ""
 
     def due(self, update: int) -> int:
         """The first update from `update` on at which a per-update step fires."""
@@ -132,7 +137,7 @@ class Tables:
 
 
 def compile_tables(graph: Graph, plan: Plan) -> Tables:
-    """Look up once what the scheduler needs at each event. Raises ValueError for a plan that cannot work."""
+    """Look up once what the scheduler needs at each event. Raises ValueError for what cannot work, as `check` does."""
     held = {name for pool in plan.pools for name in pool.holds}
     needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
     if missing := [name for name in needed if name not in held]:
@@ -178,22 +183,23 @@ def channel_name(carried: str, pool: str) -> str:
     return f"{carried}>{pool}"
 
 
-def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], dict[str, list[tuple[str, int]]]]:
-    """The channels by name, and for each consumer of a broadcast its (channel, lag) edges."""
+def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
+    """The channels by name, and for each consumer of a broadcast its edges."""
     channels: dict[str, Channel] = {}
-    edges: dict[str, list[tuple[str, int]]] = {}
+    edges: Edges = {}
     for node in graph.nodes:
         if node.construct != "broadcast":
             continue
+        if fault := starving(node):
+            raise GraphError(fault)
         carried = node.inputs[0].ref.node
-        home = plan.pool_of(carried)
+        home = plan.pool_of(carried).replicas[0]
         for reader in _readers(graph.nodes, node.name):
             pool = plan.pool_of(reader.name)
             name = channel_name(carried, pool.name)
             known = channels.get(name)
-            every = node.every if known is None else gcd(known.every, node.every)
-            publisher = node.name if known is None else known.node
-            channels[name] = Channel(name, carried, home.replicas[0], publisher, pool.name, pool.replicas, every)
+            every, publisher = (node.every, node.name) if known is None else (gcd(known.every, node.every), known.node)
+            channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every)
             edges.setdefault(reader.name, []).append((name, node.lag or 0))
     return channels, edges
 
@@ -203,22 +209,19 @@ def _readers(nodes: Sequence[Node], name: str) -> list[Node]:
 
 
 def _steps(
-    graph: Graph,
-    plan: Plan,
-    makers: dict[str, str],
-    channels: dict[str, Channel],
-    edges: dict[str, list[tuple[str, int]]],
+    graph: Graph, plan: Plan, makers: dict[str, str], channels: dict[str, Channel], edges: Edges
 ) -> dict[str, Step]:
     calls = [n for n in graph.nodes if n.fires]
     clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
+    delays = {n.name for n in graph.nodes if n.construct == "delay"}
     steps: dict[str, Step] = {}
     shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
-    for place, argument in enumerate(graph.sources):
-        readers = tuple(n.name for n in _readers(calls, argument.name))
-        pool = plan.pool_of(argument.name).name
-        steps[argument.name] = Step(
-            argument.name, place, pool, False, source=True, readers=readers, private=pool not in shared
+    for place, source in enumerate(graph.sources):
+        readers = tuple(n.name for n in _readers(calls, source.name))
+        pool = plan.pool_of(source.name).name
+        steps[source.name] = Step(
+            source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
         )
     for place, node in enumerate(calls, start=len(steps)):
         partner = _partner(calls, node)
@@ -249,16 +252,13 @@ def _steps(
             every=node.every,
             trails=node.clock == "update" and plain,
             filters=node.construct == "keep",
-            delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if _delays(graph, r)),
+            delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if r in delays),
             turns=node.turns or 0,
             partner=partner,
             answers=node.answers,
+            where=node.where,
         )
     return steps
-
-
-def _delays(graph: Graph, name: str) -> bool:
-    return name in graph and graph[name].construct == "delay"
 
 
 def _partner(nodes: Sequence[Node], node: Node) -> str:

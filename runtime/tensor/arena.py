@@ -98,11 +98,12 @@ class Snapshot:
             if name not in sources:
                 sources[name] = tensors[name].contiguous()
             target, source = (t.view(rows, -1)[first:last] for t in (self.parts[name].tensor, sources[name]))
-            copy_elements(target, source)
+            # Not memmove, which is faster and writes past the caches: the copy is read again at once.
+            target.copy_(source)
 
         result = digests(fill)
         for name in self.parts.keys() - sources.keys():
-            fill(name, 1, 0, 1)
+            copy_elements(self.parts[name].tensor, tensors[name])
         return result
 
 

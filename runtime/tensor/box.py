@@ -30,7 +30,7 @@ class Box:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod(self.shape)
+        return math.prod([b - a if b > a else 0 for a, b in zip(self.start, self.stop, strict=True)])
 
     def __and__(self, other: "Box") -> "Box":
         """The elements in both; boxes must have the same number of dimensions."""

@@ -7,9 +7,10 @@ on one host and all receivers' memory is shared, as messages otherwise: of all b
 
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -23,6 +24,8 @@ from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.transport import Transport, TransportError
 
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 _AGREE = 1 << 20  # the tag of the messages that settle the way: no sync uses it
 
 
@@ -39,11 +42,13 @@ class Bridge:
     sources: int = 1
     destinations: int = 1
     timeout: float = 60.0
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Backend = "gloo"
     interface: str = "lo"
     delta: int = 0
 
     def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"{self.channel}: given backend {self.backend!r}, needed one of {', '.join(BACKENDS)}")
         if self.delta < 0 or (self.delta and self.backend != "gloo"):
             needed = "0 or more" if self.delta < 0 else "0, or gloo"
             raise ValueError(f"{self.channel}: given delta={self.delta} over {self.backend}, needed {needed}")
@@ -53,6 +58,7 @@ class Bridge:
         lies, which must be there already; a source gives none.
         """
         ends = Ends(self.channel, self.sources, self.destinations)
+        started = time.monotonic()
         try:
             group = open_group(
                 self.path,
@@ -64,7 +70,8 @@ class Bridge:
             )
         except RuntimeError as error:
             ranks = f"{self.sources} source and {self.destinations} destination ranks"
-            text = f"{self.channel}: {side} rank {rank}: the bridge of {ranks} is not complete after {self.timeout} s"
+            after = f"after {time.monotonic() - started:.1f} s of {self.timeout} s"
+            text = f"{self.channel}: {side} rank {rank}: the bridge of {ranks} is not complete {after}"
             raise TransportError(f"{text}: {first_line(error)}") from error
         crossing = Crossing(ends, side, group)
         wanted = side == "source" or (memory is not None and memory.shared)

@@ -19,15 +19,10 @@ from penstock.runtime.tensor.files import StateError, StateFile, save_state
 from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.part_file import FORMAT, part_path, refusal
 from penstock.runtime.tensor.pieces import assemble
 
 T = TypeVar("T")
-FORMAT = 2
-"""What is in the facts of a part. The first one knew nothing of ranks and layouts."""
-
-
-def part_path(folder: Path, replica: str, rank: int) -> Path:
-    return folder / f"{replica.replace('/', '-')}-{rank}.safetensors"
 
 
 def value_name(firing: Firing, output: str) -> str:
@@ -94,9 +89,8 @@ class Part:
     def __init__(self, folder: Path, replica: str, rank: int) -> None:
         self.rank = rank
         first = StateFile.open(part_path(folder, replica, 0))
-        if (given := first.facts.get("format", 1)) != FORMAT:
-            needed = f"{FORMAT}: go on with the Penstock that wrote it, or start from its exported model (--model)"
-            raise StateError(f"{first.path}: given a checkpoint of format {given}, needed {needed}")
+        if text := refusal(first.path, first.facts):
+            raise StateError(text)
         others = [StateFile.open(part_path(folder, replica, k)) for k in range(1, first.facts["ranks"])]
         self._files = [first, *others]
         # The same on all ranks but for what a layout says.

@@ -42,11 +42,19 @@ class ProofError(RuntimeError):
     """What arrived is not what was sent. The peer's fault, or the wire's, or ours: never to be trained on."""
 
 
+class _Rows(NamedTuple):
+    """The rows `start` to `stop` of a tensor that has `shape` of them, in each of these dimensions."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
 class _Run(NamedTuple):
-    """Bytes `matrix` [P, W] that begin `first` bytes into the rows `rows` [P] of the whole tensor."""
+    """Bytes `matrix` [P, W] that begin `first` bytes into the P rows `rows` of the whole tensor."""
 
     matrix: Tensor
-    rows: Tensor
+    rows: _Rows
     first: int
 
     @property
@@ -101,7 +109,8 @@ def _row_dims(shape: tuple[int, ...], itemsize: int) -> int:
 
 def _runs(tensor: Tensor, shape: tuple[int, ...], box: Box, depth: int) -> Iterator[_Run]:
     """The box as runs of its rows: one, but where it cuts a row into several."""
-    rows = _row_numbers(shape[:depth], box.start[:depth], box.stop[:depth], tensor.device)
+    rows = _Rows(shape[:depth], box.start[:depth], box.stop[:depth])
+    height = math.prod(box.shape[:depth])
     cut = depth  # the last dimension that the box does not have whole
     for dim in range(depth, len(shape)):
         if (box.start[dim], box.stop[dim]) != (0, shape[dim]):
@@ -114,7 +123,7 @@ def _runs(tensor: Tensor, shape: tuple[int, ...], box: Box, depth: int) -> Itera
         for dim, at in enumerate(index, depth):
             piece = piece.select(depth, at - box.start[dim])
             first += at * math.prod(shape[dim + 1 :])
-        yield _Run(_bytes(piece, len(rows), width), rows, first * tensor.dtype.itemsize)
+        yield _Run(_bytes(piece, height, width), rows, first * tensor.dtype.itemsize)
 
 
 def _bytes(piece: Tensor, rows: int, width: int) -> Tensor:
@@ -123,37 +132,45 @@ def _bytes(piece: Tensor, rows: int, width: int) -> Tensor:
     return (flat if flat.stride(1) == 1 else flat.contiguous()).view(torch.int8)
 
 
-@lru_cache(maxsize=1024)
-def _row_numbers(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], device: torch.device) -> Tensor:
+def _row_numbers(rows: _Rows, device: torch.device) -> Tensor:
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
-    for size, a, b in zip(shape, start, stop, strict=True):
+    for size, a, b in zip(*rows, strict=True):
         numbers = (numbers[:, None] * size + torch.arange(a, b, device=device)).view(-1)
     return numbers
+
+
+@lru_cache(maxsize=1024)
+def _row_factors(rows: _Rows, tiles: int, tile: int, device: torch.device) -> Tensor:
+    """t of one tile of each row, [P]. Kept, since tensors of one shape share them and each sync needs them."""
+    return _tile_factors(_row_numbers(rows, device) * tiles + tile)
 
 
 def _run_sum(run: _Run, tiles: int, fill: Fill | None) -> int:
     """The sum over a run; `tiles` is the number of tiles of a row."""
     matrix, rows, first = run
-    height, width = matrix.shape
+    (height, width), device = matrix.shape, matrix.device
     last = first + width
     edges = [
         (tile, max(first, tile * _TILE), min(last, (tile + 1) * _TILE))
         for tile in range(first // _TILE, -(-last // _TILE))
     ]
-    tables = [_tables(matrix.device, start - tile * _TILE, stop - start) for tile, start, stop in edges]
-    sums: list[list[_Pair]] = [[] for _ in edges]
+    tables = [_tables(device, start - tile * _TILE, stop - start) for tile, start, stop in edges]
+    sums = torch.empty(len(edges), 2, height, 1, dtype=torch.int32, device=device)
     step = _rows_at_once(matrix)
-    for row in range(0, height, step):
+    places = [(torch.split(low, step), torch.split(high, step)) for low, high in sums]
+    for number, chunk in enumerate(torch.split(matrix, step)):
         if fill is not None:
-            fill(height, row, min(row + step, height))
-        chunk = matrix[row : row + step]
-        for own, table, (_, start, stop) in zip(sums, tables, edges, strict=True):
-            own.append(_products(chunk if len(edges) == 1 else chunk[:, start - first : stop - first], table))
-    return sum(_total(own, rows * tiles + tile) for own, (tile, _, _) in zip(sums, edges, strict=True))
+            fill(height, number * step, number * step + len(chunk))
+        for (low, high), table, (_, start, stop) in zip(places, tables, edges, strict=True):
+            part = chunk if len(edges) == 1 else chunk[:, start - first : stop - first]
+            _product(part, table[0], low[number])
+            _product(part, table[1], high[number])
+    factors = (_row_factors(rows, tiles, tile, device) for tile, _, _ in edges)
+    return sum(_total(own, each) for own, each in zip(sums, factors, strict=True))
 
 
 def _long_sums(run: _Run, tiles: int) -> int:
-    numbers = run.rows.tolist()
+    numbers = _row_numbers(run.rows, torch.device("cpu")).tolist()
     return sum(_long_sum(row, n * tiles * _TILE + run.first) for row, n in zip(run.matrix, numbers, strict=True))
 
 
@@ -162,18 +179,15 @@ def _long_sum(row: Tensor, first: int) -> int:
     head = min(-first % _TILE, len(row))
     whole = (len(row) - head) // _TILE
     end = head + whole * _TILE
+    tile = (first + head) // _TILE
     total = 0
     if whole:
-        middle = row[head:end].view(whole, _TILE)
-        step = _rows_at_once(middle)
-        numbers = torch.arange(whole, device=row.device) + (first + head) // _TILE
-        table = _tables(row.device, 0, _TILE)
-        total = _total([_products(middle[at : at + step], table) for at in range(0, whole, step)], numbers)
+        rows = _Rows((tile + whole,), (tile,), (tile + whole,))
+        total = _run_sum(_Run(row[head:end].view(whole, _TILE), rows, 0), 1, None)
     for a, b in ((0, head), (end, len(row))):
         if a < b:
             tile, place = divmod(first + a, _TILE)
-            table = _tables(row.device, place, b - a)
-            total += _total([_products(row[None, a:b], table)], torch.tensor([tile], device=row.device))
+            total += _run_sum(_Run(row[None, a:b], _Rows((tile + 1,), (tile,), (tile + 1,)), place), 1, None)
     return total
 
 
@@ -191,23 +205,19 @@ def _tables(device: torch.device, place: int, width: int) -> _Pair:
     return low[place : place + width], high[place : place + width]
 
 
-def _products(part: Tensor, table: _Pair) -> _Pair:
-    """The two inner sums of each row [P], of bytes [P, W]."""
-    return _product(part, table[0]), _product(part, table[1])
+def _total(sums: Tensor, factors: Tensor) -> int:
+    """The sum over the tiles with these factors [P], from their inner sums [2, P, 1]."""
+    low, high = (sums[..., 0] * factors).sum(1).tolist()
+    return int(low) * _C + int(high) * _E
 
 
-def _total(products: Sequence[_Pair], tiles: Tensor) -> int:
-    """The sum over `tiles`, whose inner sums come in several pieces."""
-    a_P, b_P = (torch.cat(each).long() for each in zip(*products, strict=True))
-    return int((a_P.mul_(_C).add_(b_P, alpha=_E) * _tile_factors(tiles)).sum())
-
-
-def _product(part: Tensor, table: Tensor) -> Tensor:
-    """[P, W] int8 times [W, 1] int8, exactly, [P]."""
+def _product(part: Tensor, table: Tensor, out: Tensor) -> None:
+    """[P, W] int8 times [W, 1] int8, exactly, into [P, 1] int32."""
     if part.device.type == "cpu":
-        return torch._int_mm(part, table)[:, 0]
-    # cuBLAS's int8 product wants other shapes than ours; below 2^53 float64 is exact.
-    return (part.double() @ table.double())[:, 0]
+        torch._int_mm(part, table, out=out)
+    else:
+        # cuBLAS's int8 product wants other shapes than ours; below 2^53 float64 is exact.
+        out.copy_(part.double() @ table.double())
 
 
 @lru_cache

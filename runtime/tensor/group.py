@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Work
 
@@ -50,7 +51,13 @@ class Group:
 
 
 def open_group(path: Path, rank: int, size: int, *, timeout: float, backend: str, interface: str) -> Group:
-    """Join as `rank` of `size`, meeting in the file `path`; blocks until all have. RuntimeError past `timeout`."""
+    """Join as `rank` of `size`, meeting in the file `path`; blocks until all have. RuntimeError past `timeout`, and for
+    what this machine lacks.
+    """
+    if not path.parent.is_dir():  # torch would look for it for minutes
+        raise RuntimeError(f"no folder {path.parent} to meet in")
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise RuntimeError(f"given nccl, which torch {torch.__version__} here is built without; needed gloo")
     store = FileStore(str(path), size)
     store.set_timeout(timedelta(seconds=timeout))
     meeting = PrefixStore("bridge", store)

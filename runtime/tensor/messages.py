@@ -1,10 +1,12 @@
 """Weights as messages over a bridge: gloo or NCCL, point to point.
 
 A sync to one peer is a header (version, messages, bytes), then the messages of `parcel`, which are made once for each
-buffer that takes part and used again at each sync.
+buffer that takes part and used again at each sync. Those that are packed take turns in `SLOTS` staging buffers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -13,10 +15,41 @@ from torch._C._distributed_c10d import Work
 
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.crossing import HEADER, Crossing, named
+from penstock.runtime.tensor.group import Group
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.parcel import Parcel, Post, pack, parcels, unpack
 
+SLOTS = 3  # one is packed while another is sent, and a third waits for the peer
 _FIELDS = "version", "messages", "bytes"
+
+
+class _Underway:
+    """The messages of one sync that have been begun, oldest first; of those in one staging buffer there is one."""
+
+    def __init__(self, crossing: Crossing, version: int, finish: Callable[[Parcel], None] | None = None) -> None:
+        self._crossing = crossing
+        self._version = version
+        self._finish = finish
+        self._begun: dict[tuple[int, int], tuple[Work, int, Parcel]] = {}
+        self._numbers = count()
+
+    def begin(self, peer: int, parcel: Parcel, start: Callable[[], Work]) -> None:
+        """`start` the message when its staging buffer is free."""
+        slot = peer, next(self._numbers) if parcel.slot is None else -1 - parcel.slot
+        if slot in self._begun:
+            self._end(*self._begun.pop(slot))
+        with self._crossing.naming(self._version, peer, named(parcel.copies)):
+            self._begun[slot] = start(), peer, parcel
+
+    def end(self) -> None:
+        """Wait for all."""
+        for entry in self._begun.values():
+            self._end(*entry)
+
+    def _end(self, work: Work, peer: int, parcel: Parcel) -> None:
+        self._crossing.wait(work, self._version, peer, named(parcel.copies))
+        if self._finish is not None:
+            self._finish(parcel)
 
 
 class MessageTransport:
@@ -25,22 +58,21 @@ class MessageTransport:
     def __init__(self, crossing: Crossing, path: Path) -> None:
         self._crossing = crossing
         self._path = path
-        self._post = Post()
+        self._post = Post(SLOTS)
 
     def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         crossing, group = self._crossing, self._crossing.group(version)
-        pending: list[tuple[Work, int, str]] = []
         by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
+        underway, headers = _Underway(crossing, version), []
         for peer, own in by_peer.items():
             with crossing.naming(version, peer, HEADER):
-                pending.append((group.send(_header(version, own, group.device), peer, 0), peer, HEADER))
+                header = _header(version, own, group.device)
+                headers.append((group.send(header, peer, 0), peer, header))
             for tag, parcel in enumerate(own, 1):
-                with crossing.naming(version, peer, named(parcel.copies)):
-                    if parcel.staged:
-                        pack(parcel)
-                    pending.append((group.send(parcel.buffer, peer, tag), peer, named(parcel.copies)))
-        for work, peer, what in pending:
-            crossing.wait(work, version, peer, what)
+                underway.begin(peer, parcel, partial(_packed_and_sent, group, parcel, peer, tag))
+        for work, peer, _ in headers:
+            crossing.wait(work, version, peer, HEADER)
+        underway.end()
         return _nbytes(by_peer.values())
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
@@ -51,17 +83,13 @@ class MessageTransport:
             header = torch.empty(3, dtype=torch.int64, device=group.device)
             with crossing.naming(version, peer, HEADER):
                 headers.append((peer, header, group.receive(header, peer, 0)))
-        pending: list[tuple[Work, int, Parcel]] = []
+        underway = _Underway(crossing, version, _unpacked)
         for peer, header, work in headers:
             crossing.wait(work, version, peer, HEADER)
             crossing.match(header, _header(version, by_peer[peer], group.device), _FIELDS, peer)
             for tag, parcel in enumerate(by_peer[peer], 1):
-                with crossing.naming(version, peer, named(parcel.copies)):
-                    pending.append((group.receive(parcel.buffer, peer, tag), peer, parcel))
-        for work, peer, parcel in pending:
-            crossing.wait(work, version, peer, named(parcel.copies))
-            if parcel.staged:
-                unpack(parcel)
+                underway.begin(peer, parcel, partial(group.receive, parcel.buffer, peer, tag))
+        underway.end()
         return _nbytes(by_peer.values())
 
     def close(self) -> None:
@@ -78,10 +106,20 @@ def parcels_by_peer(
         copies,
         parts,
         lambda staging: {
-            peer: parcels(own, parts, device, staging.setdefault(peer, {}))
-            for peer, own in crossing.by_peer(copies).items()
+            peer: parcels(own, parts, device, staging(peer)) for peer, own in crossing.by_peer(copies).items()
         },
     )
+
+
+def _packed_and_sent(group: Group, parcel: Parcel, peer: int, tag: int) -> Work:
+    if parcel.staged:
+        pack(parcel)
+    return group.send(parcel.buffer, peer, tag)
+
+
+def _unpacked(parcel: Parcel) -> None:
+    if parcel.staged:
+        unpack(parcel)
 
 
 def _header(version: int, own: Sequence[Parcel], device: torch.device) -> Tensor:

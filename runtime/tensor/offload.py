@@ -1,117 +1,155 @@
-"""State that a trainer does not need between two updates, kept on the host while its device memory serves others.
+"""State that nothing computes with between two updates, kept on the host while its device memory serves others.
 
-Optimizer moments and master weights lie in one piece of device memory, and a piece of the host's (pinned, for a GPU)
-has room for all of it. Each way is one copy, in the background: begin it before the last results of a phase are
-fetched, or while the other side's weights are swapped, and fence where the memory is needed.
+A tensor that is away is the same object with the same values: its data lie in a piece of host memory (pinned, for a
+GPU) that has room for all of them, and the memory that they had on the device is given back. Each way is in the
+background, on a GPU in a stream of its own.
 
-    state.leave()                       # after the update; goes on in the background
-    state.fence(); pool = state.lend()  # the generator's, from here on
-    state.come_back()                   # when it has given the memory back
-    state.fence()                       # before the next update reads state.tensors
+    state.leave(tensors)  # after an update
+    state.fence()         # before others take the memory: it is free
+    state.come_back()     # when the next update is due, and others have given the memory back
+    state.fence()         # before it computes
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.arena import Device, held_bytes, parts_of, touched
+from penstock.runtime.tensor.arena import held_bytes, parts_of, touched
+from penstock.runtime.tensor.background import in_background
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.layout import Layout
 
 
 class OffloadError(RuntimeError):
-    """A move that does not follow from those before it, or that has not ended in time. Nothing is lost."""
+    """A move that does not follow from those before it, that failed, or that has not ended in time. Nothing is lost."""
 
 
 class Offload:
-    """Named tensors, on the `device` or on the host, and the way between the two.
+    """Named tensors of one device, there or on the host, and the way between the two.
 
-    `tensors` are the same objects for ever, and hold their values while `where` is "device" and nothing moves. They may
-    be read, and not written, while they leave. `where` changes in `fence` alone: until then the side they come from
-    has all of them.
+    They may be read at any time, and not written while they move. `where` changes when a move ends; one that fails
+    leaves all of them where they were. `moves` counts those that have ended well, `nbytes` is what the last one copied,
+    `waited_s` the seconds spent in `fence`.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], device: Device = "cpu") -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self.where: Literal["device", "host"] = "device"
-        layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in tensors.items())
-        self._device = touched(held_bytes(layout, 0), device)
-        self._host = torch.empty(self._device.nbytes, dtype=torch.uint8, pin_memory=self._device.is_cuda).zero_()
-        views = parts_of(layout, 0, self._device)
-        empty = {key: torch.empty_like(t, device=device) for key, t in tensors.items() if key not in views}
-        self.tensors = {key: empty[key] if key in empty else views[key].tensor for key in tensors}
-        for key, tensor in tensors.items():
-            self.tensors[key].copy_(tensor.detach())
-        on_gpu = self._device.is_cuda
-        self._stream = torch.cuda.Stream(self._device.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._move: threading.Thread | None = None
-        self._fault: Exception | None = None
+        self.moves, self.waited_s = 0, 0.0
+        self.fault: OffloadError | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._layout: Layout | None = None
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
+        self._callers: torch.cuda.Stream | None = None
+        self._over: threading.Event | None = None
 
     @property
     def nbytes(self) -> int:
-        """What one move copies: the tensors, each rounded up to a multiple of the arenas' alignment."""
-        return self._device.nbytes
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def leave(self) -> None:
+    def leave(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin the way to the host, after all that the caller's stream has been given so far."""
-        self._begin("device", self._host, self._device)
+        self._require("device")
+        self._tensors = dict(tensors)
+        self._device = next((tensor.device for tensor in tensors.values()), self._device)
+        self._begin(self._to_host)
 
     def come_back(self) -> None:
-        """Begin the way back. Nobody may use the memory that was lent any more."""
-        self._begin("host", self._device, self._host)
+        """Begin the way back, into memory of the device that is taken anew."""
+        self._require("host")
+        self._begin(self._to_device)
 
-    def fence(self, timeout: float = 60.0) -> float:
-        """Wait until the move is over, if there is one; the seconds waited. Raises `OffloadError` after `timeout`
-        seconds, or with the error that ended the move; the tensors are then where they were.
+    def fence(self, timeout: float = 60.0) -> None:
+        """Wait until the move is over, if there is one. Raises `OffloadError` after `timeout` seconds, or with what
+        made it fail.
         """
-        if self._move is None:
-            return 0.0
+        if self._over is None:
+            return
         started = time.monotonic()
-        self._move.join(timeout)
+        ended = self._over.wait(timeout)
+        self.waited_s += time.monotonic() - started
+        if not ended:
+            raise OffloadError(f"{self._way()}: not there after {timeout:g} s")
+        self._over = None
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+
+    def _require(self, where: str) -> None:
+        if self.where != where or self._over is not None:
+            moving = ", moving" if self._over is not None else ""
+            given = f"on the {self.where}{moving}"
+            raise OffloadError(f"{self.name}: move from the {where}: given {given}, needed on the {where}")
+
+    def _way(self) -> str:
         target = "host" if self.where == "device" else "device"
-        given = f"{self.name}: {len(self.tensors)} tensors, {self.nbytes} bytes, to the {target}"
-        if self._move.is_alive():
-            raise OffloadError(f"{given}: not there after {timeout} s")
-        self._move = None
-        if self._fault is not None:
-            fault, self._fault = self._fault, None
-            raise OffloadError(f"{given}: {fault}") from fault
-        self.where = "host" if self.where == "device" else "device"
-        return time.monotonic() - started
+        return f"{self.name}: {len(self._tensors)} tensors, {self.nbytes} bytes, to the {target}"
 
-    def lend(self) -> Tensor:
-        """The device memory, uint8 of `nbytes`, free for any use until `come_back`."""
-        if self.where != "host" or self._move is not None:
-            raise OffloadError(f"{self.name}: lend: given {self._state()}, needed on the host")
-        return self._device
+    def _begin(self, move: Callable[[], None]) -> None:
+        if self._device.type == "cuda":
+            self._callers = torch.cuda.current_stream(self._device)
+            self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        over = self._over = threading.Event()
 
-    def _begin(self, where: str, target: Tensor, source: Tensor) -> None:
-        if self.where != where or self._move is not None:
-            raise OffloadError(f"{self.name}: move from the {where}: given {self._state()}, needed on the {where}")
-        ready = torch.cuda.current_stream(self._device.device).record_event() if self._stream is not None else None
+        def end(result: Exception | None) -> None:
+            if result is None:
+                self.where = "host" if self.where == "device" else "device"
+                self.moves += 1
+            else:
+                self.fault = OffloadError(f"{self._way()}: {result}")
+                self.fault.__cause__ = result
+            over.set()
 
-        def work() -> None:
-            try:
-                self._copy(target, source, ready)
-            except Exception as error:
-                self._fault = error
+        in_background(f"move {self.name}", move, end)
 
-        # A daemon: a copy that hangs must not hold up an interpreter that is told to end.
-        self._move = threading.Thread(target=work, name=f"move {self.name}", daemon=True)
-        self._move.start()
+    def _to_host(self) -> None:
+        host = self._room()
+        with self._aside():
+            for name, tensor in self._tensors.items():
+                host[name].copy_(tensor.detach(), non_blocking=True)
+        for name, tensor in self._tensors.items():
+            tensor.data = host[name]
+        give_back()
 
-    def _copy(self, target: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> None:
-        if self._stream is None or ready is None:
-            target.copy_(source)
+    def _to_device(self) -> None:
+        with torch.cuda.stream(self._callers):  # whose memory it is
+            device = {name: torch.empty_like(t, device=self._device) for name, t in self._tensors.items()}
+        with self._aside():
+            for name, tensor in self._tensors.items():
+                device[name].copy_(tensor.detach(), non_blocking=True)
+        for name, tensor in self._tensors.items():
+            tensor.data = device[name]
+
+    def _room(self) -> dict[str, Tensor]:
+        """Host memory for each tensor, taken when they are first seen: pages that have been touched, or are pinned."""
+        layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in self._tensors.items())
+        if layout != self._layout:
+            nbytes, on_gpu = held_bytes(layout, 0), self._stream is not None
+            self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
+            self._layout = layout
+        views = parts_of(layout, 0, self._host)
+        return {key: views[key].tensor if key in views else torch.empty_like(t) for key, t in self._tensors.items()}
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Copies in here follow what the caller's stream has been given, and are over at the end."""
+        if self._stream is None or self._callers is None:
+            yield
             return
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            target.copy_(source, non_blocking=True)
+            self._stream.wait_stream(self._callers)
+            yield
         self._stream.synchronize()
 
-    def _state(self) -> str:
-        return f"on the {self.where}" + (", moving" if self._move is not None else "")
+
+def give_back() -> None:
+    """Let other processes have the memory of GPUs that nothing here uses any more."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

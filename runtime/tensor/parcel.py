@@ -1,9 +1,12 @@
 """How the pieces of one peer become messages: a large contiguous piece as it lies, small and strided ones in buckets.
 
-Both sides compute the same messages from the same plan, so that nothing but the bytes travels.
+A piece of more than a bucket is cut into slabs, so that whoever packs one message while another travels needs a few
+buckets of memory only, which stay in a core's caches. Both sides compute the same messages from the same plan, so that
+nothing but the bytes travels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,26 +19,49 @@ from penstock.runtime.tensor.plan import LARGE as LARGE
 
 
 class Parcel(NamedTuple):
-    """One message: its copies, their places in memory, and the bytes that travel, `staged` or in place."""
+    """One message: its copies, their places in memory, and the bytes that travel: in place, or in staging buffer `slot`
+    of its peer.
+    """
 
     copies: tuple[Copy, ...]
     pieces: Sequence[Tensor]
     buffer: Tensor
-    staged: bool
+    slot: int | None
+
+    @property
+    def staged(self) -> bool:
+        return self.slot is not None
 
 
-Staging = dict[int, Tensor]
-"""The staging buffers of one peer, by the number of the message."""
+@dataclass
+class Staging:
+    """The staging buffers of one peer: `limit` of them that take turns, or as many as there are messages."""
+
+    limit: int | None
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+
+    def slot(self, number: int) -> int:
+        """Where the staged message of this number is packed."""
+        return number if self.limit is None else number % self.limit
+
+    def buffer(self, slot: int, nbytes: int, device: torch.device, pinned: bool) -> Tensor:
+        found = self.buffers.get(slot)
+        if found is None or found.nbytes < nbytes:
+            room = nbytes if self.limit is None else max(nbytes, BUCKET)
+            found = self.buffers[slot] = torch.empty(room, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return found[:nbytes]
+
 
 _KEPT = 8  # sets of messages: more than the buffers that take turns on one side of a channel
 
 
 class Post:
     """The messages of a plan for each buffer that takes part in syncs: made once, in staging buffers that they share,
-    since a bridge has one sync at a time.
+    since a bridge has one sync at a time. `limit` bounds the staging buffers of each peer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
         self._made: list[tuple[Sequence[Copy], Parts, dict[int, list[Parcel]]]] = []
         self._staging: dict[int, Staging] = {}
 
@@ -43,13 +69,13 @@ class Post:
         self,
         copies: Sequence[Copy],
         parts: Parts,
-        make: Callable[[dict[int, Staging]], dict[int, list[Parcel]]],
+        make: Callable[[Callable[[int], Staging]], dict[int, list[Parcel]]],
     ) -> dict[int, list[Parcel]]:
         """What was made for these two objects, or is made now."""
         for known_copies, known_parts, own in self._made:
             if known_copies is copies and known_parts is parts:
                 return own
-        own = make(self._staging)
+        own = make(lambda peer: self._staging.setdefault(peer, Staging(self._limit)))
         self._made = [*self._made[1 - _KEPT :], (copies, parts, own)]
         return own
 
@@ -60,9 +86,20 @@ class Post:
 
 def parcels(copies: Sequence[Copy], parts: Parts, device: torch.device, staging: Staging) -> list[Parcel]:
     """The messages to or from one peer, through a group whose buffers lie on `device`."""
-    pieces = [parts[copy.tensor].cut(copy.box) for copy in copies]
-    spans = bundle([piece.nbytes for piece in pieces])
-    return [_parcel(tuple(copies[span]), pieces[span], device, staging, number) for number, span in enumerate(spans)]
+    slabs = [slab for copy in copies for slab in _slabs(copy, parts[copy.tensor].tensor.dtype.itemsize)]
+    pieces = [parts[slab.tensor].cut(slab.box) for slab in slabs]
+    made: list[Parcel] = []
+    staged = 0
+    for span in bundle([piece.nbytes for piece in pieces]):
+        made.append(_parcel(tuple(slabs[span]), pieces[span], device, staging, staged))
+        staged += made[-1].staged
+    return made
+
+
+def _slabs(copy: Copy, itemsize: int) -> list[Copy]:
+    """A copy as copies of about a bucket at most, where it can be cut."""
+    parts = -(-copy.box.size * itemsize // BUCKET)
+    return [copy] if parts < 2 else [replace(copy, box=box) for box in copy.box.cut(parts)]
 
 
 def _parcel(
@@ -71,13 +108,10 @@ def _parcel(
     """A single contiguous piece travels from and to where it lies, if the group can read it there."""
     first = pieces[0]
     if len(pieces) == 1 and first.is_contiguous() and first.device.type == device.type:
-        return Parcel(copies, pieces, first.view(-1).view(torch.uint8), False)
-    nbytes = sum(piece.nbytes for piece in pieces)
-    buffer = staging.get(number)
-    if buffer is None or buffer.nbytes != nbytes:
-        pinned = first.is_cuda and device.type == "cpu"
-        buffer = staging[number] = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-    return Parcel(copies, pieces, buffer, True)
+        return Parcel(copies, pieces, first.view(-1).view(torch.uint8), None)
+    slot, nbytes = staging.slot(number), sum(piece.nbytes for piece in pieces)
+    pinned = first.is_cuda and device.type == "cpu"
+    return Parcel(copies, pieces, staging.buffer(slot, nbytes, device, pinned), slot)
 
 
 def bundle(sizes: Sequence[int]) -> list[slice]:

@@ -103,20 +103,23 @@ class Plan:
         loads = [0] * self.sources
         for group in self.groups:
             for lane in group.lanes:
-                nbytes = lane.box.size * group.itemsize
-                for source, start, end in zip(lane.sources, (0, *lane.ends), lane.ends, strict=False):
+                nbytes, start = lane.box.size * group.itemsize, 0
+                for source, end in zip(lane.sources, lane.ends, strict=True):
                     loads[source] += (end - start) * nbytes
+                    start = end
         return tuple(loads)
 
     @cached_property
     def bytes_in(self) -> tuple[int, ...]:
         """What each destination rank receives."""
-        loads = [0] * self.destinations
+        alike: dict[tuple[int, ...], int] = defaultdict(int)  # many lanes have the same receivers
         for group in self.groups:
             for lane in group.lanes:
-                nbytes = lane.box.size * group.itemsize * len(group.names)
-                for destination in lane.destinations:
-                    loads[destination] += nbytes
+                alike[lane.destinations] += lane.box.size * group.itemsize * len(group.names)
+        loads = [0] * self.destinations
+        for destinations, nbytes in alike.items():
+            for destination in destinations:
+                loads[destination] += nbytes
         return tuple(loads)
 
     def _expanded(self, routes: tuple[Route, ...]) -> tuple[Copy, ...]:
@@ -137,12 +140,11 @@ def _routes(
 ) -> Iterator[Route]:
     """The routes of one lane: those of one source or destination rank, if given."""
     group, lane = groups[index], groups[index].lanes[number]
-    tensors = len(group.names)
+    tensors, place = len(group.names), None if destination is None else lane.destinations.index(destination)
     for sender, start, end in zip(lane.sources, (0, *lane.ends), lane.ends, strict=False):
         if source not in (None, sender) or start == end:
             continue
-        for k in range(start // tensors, -(-end // tensors)):
-            receiver = lane.destinations[k]
-            if destination in (None, receiver):
-                first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
-                yield Route(sender, receiver, index, number, first, last, lane.box)
+        sent = range(start // tensors, -(-end // tensors))
+        for k in sent if place is None else (place,) if place in sent else ():
+            first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
+            yield Route(sender, lane.destinations[k], index, number, first, last, lane.box)

@@ -64,7 +64,7 @@ def create_segment(name: str, size: int, folders: Sequence[Path]) -> Segment:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            refusals.append(f"{folder}: {error.strerror}, {_room(folder)}")
+            refusals.append(f"{folder}: {error.strerror}, {room(folder)}")
     raise SegmentError(f"no room for segment {name} of {size} bytes ({'; '.join(refusals)})")
 
 
@@ -148,7 +148,8 @@ def _create(path: Path, size: int) -> Segment:
         raise
 
 
-def _room(folder: Path) -> str:
+def room(folder: Path) -> str:
+    """How much of a folder's file system is free, in words."""
     try:
         facts = os.statvfs(folder)
     except FileNotFoundError:

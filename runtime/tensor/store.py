@@ -7,6 +7,7 @@ value. A store belongs to one thread, a reader too. A reader on another host get
 
 import ctypes
 import json
+import logging
 import secrets
 import struct
 from collections.abc import Callable, Sequence
@@ -20,7 +21,15 @@ from torch import Tensor
 from penstock.runtime.tensor.blocks import Blocks
 from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
 from penstock.runtime.tensor.handle import Handle, HandleError
-from penstock.runtime.tensor.segments import SHM, Segment, SegmentError, create_segment, open_segment, segment_name
+from penstock.runtime.tensor.segments import (
+    SHM,
+    Segment,
+    SegmentError,
+    create_segment,
+    open_segment,
+    room,
+    segment_name,
+)
 
 _PREFIX = struct.Struct("<4sIQQ")  # magic, bytes of JSON, serial number, bytes in all
 _MAGIC = b"PSTK"
@@ -28,6 +37,7 @@ _ALIGN = 64
 _LARGEST_STEP = 256 << 20
 _JSON = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps makes one per call
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -55,7 +65,8 @@ class Store:
 
     Memory is taken a segment at a time, each at least as large as the one before, and never given back before
     `close`. A segment goes to the first of `folders` with room for it: a second one, on disk, serves where
-    `/dev/shm` is small. `host` and `endpoint` go into the handles: where the owner is, and where it answers others.
+    `/dev/shm` is small, and `warn` is told so once, with the numbers. `host` and `endpoint` go into the handles: where
+    the owner is, and where it answers others.
     """
 
     def __init__(
@@ -67,9 +78,12 @@ class Store:
         endpoint: str = "",
         folders: Sequence[Path] = (SHM,),
         segment_bytes: int = 4 << 20,
+        warn: Callable[[str], object] = _log.warning,
     ) -> None:
         self.run, self.owner, self.host, self.endpoint = run, owner, host, endpoint
         self._folders = tuple(folders)
+        self._warn = warn
+        self._fallen_back = False
         self._homes: dict[str, _Home] = {}
         self._live: dict[tuple[str, int], Handle] = {}
         self._puts = 0
@@ -130,6 +144,10 @@ class Store:
     def _grow(self, nbytes: int) -> _Home:
         size = -(-max(nbytes, self._next_bytes) // 4096) * 4096
         segment = create_segment(segment_name(self.run, self.owner, len(self._homes)), size, self._folders)
+        if segment.path.parent != self._folders[0] and not self._fallen_back:
+            self._fallen_back = True
+            lacks = f"no room for {size} bytes of samples in {self._folders[0]} ({room(self._folders[0])})"
+            self._warn(f"{self.owner}: {lacks}; they lie in {segment.path.parent} where it is full, which is slower")
         self._next_bytes = min(2 * size, _LARGEST_STEP)
         home = _Home(segment, _address(segment), Blocks(size))
         self._homes[segment.name] = home

@@ -89,6 +89,17 @@ def test_an_agent_of_another_host_joins_over_tcp_and_a_wrong_key_is_refused(tmp_
     assert_nothing_is_left(folder, running.run)
 
 
+def test_a_port_that_was_taken_since_it_was_tried_is_said_by_the_controller_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = TWO_HOSTS.model_copy(update={"bind": bind})
+        folder = make_run(tmp_path / "r", "toy", QUICK, Flags(updates=1, batch=4), cluster=cluster)
+        with Running(folder) as running:
+            assert running.wait() == 1
+    assert running.errors.startswith(f"cannot listen on tcp://{bind}: the port is in use; ")
+    assert len(running.errors.splitlines()) == 1
+
+
 def throw_bytes_at(endpoint: str) -> None:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     for _ in range(5):

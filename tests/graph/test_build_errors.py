@@ -134,10 +134,58 @@ def test_inputs_are_checked_at_the_call() -> None:
     failing(lambda m, a: call(m, ask(a), rat=0.2), "learn: option 'rat'", "nearest: rate")
     failing(lambda m, a: call(m, ask(a), rate=ask(a)), "learn: option 'rate'", "needed  a constant")
     failing(lambda m, a: call(m, ask(a), rate={1, 2}), "learn: option 'rate'", "given   {1, 2} (set)")
-    failing(lambda m, a: call(m, ask(a), rate=float("nan")), "given   nan (float)")
+    failing(lambda m, a: call(m, ask(a), rate=float("nan")), "given   nan", "needed  a finite number")
     failing(lambda m, a: call(m, ask(a), rate={"path": "x"}), "learn: option 'rate'", "(dict)")
     failing(lambda m, a: call(m, ask(a), rate=lambda: 1), "learn: option 'rate'", "the top of a module")
     failing(lambda m, a: broadcast(3), "broadcast", "given   3")
+
+
+def told(body: Callable[[Any, Any], Any], **options: Any) -> list[tuple[str, str]]:
+    """What `trace` says is wrong with a program, and what it was given."""
+
+    @program
+    def faulty(model: Model, answers: Answers, *, rate: float = 0.1, other: float = 0.1) -> Any:
+        return body(model, answers)
+
+    with pytest.raises(GraphError) as raised:
+        trace(faulty, options, batch=0)
+    return [(fault.what, fault.given) for fault in raised.value.faults]
+
+
+def test_options_that_are_left_out_are_told_with_all_that_check_finds() -> None:
+    def body(model: Any, answers: Any) -> Any:
+        call: Any = learn
+        broadcast(model, lag=-1)
+        call(model, judge(answers), rat=0.2, rate={1})  # first
+        return call(model, judge(answers), speed=judge(answers))
+
+    assert told(body) == [
+        ("batch", "0"),
+        ("broadcast: output 'out'", "nobody who uses it: broadcast (Weights)"),
+        ("broadcast: lag", "-1"),
+        ("learn: option 'rat'", "0.2"),
+        ("learn: option 'rate'", "{1} (set)"),
+        ("learn: output 'out'", "nobody who uses it: learn (Model)"),
+        ("learn: option 'speed'", "<the program's value judge_3>"),
+        ("learn_2 updates a value", f"'model', which learn ({line('first')}) updates too"),
+    ]
+
+
+def test_a_call_that_cannot_be_gone_on_from_is_told_after_the_options_before_it() -> None:
+    def body(model: Any, answers: Any) -> Any:
+        call: Any = learn
+        return call(call(model, judge(answers), rat=0.2), speed=1)
+
+    assert told(body) == [
+        ("learn: option 'rat'", "0.2"),
+        ("learn: option 'speed'", "1"),
+        ("learn: input 'rewards'", "nothing"),
+    ]
+
+
+def test_all_options_of_a_program_that_cannot_be_written_down_are_told() -> None:
+    given = [("faulty: option 'other'", "{1} (set)"), ("faulty: option 'rate'", "nan")]
+    assert told(lambda m, a: learn(m, judge(a)), rate=float("nan"), other={1}) == given
 
 
 def test_results_name_arguments() -> None:

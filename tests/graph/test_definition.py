@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.graph import Context, GraphError, Metrics, NodeDef, node
+from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
 
 
@@ -191,6 +191,19 @@ def test_a_result_that_does_not_fit_the_annotation(
     assert f"{definition.__name__} returned {given}, needed " in text
     assert needed in text
     assert text.startswith(f"{__file__}:")
+
+
+@node
+def judged(length: Length) -> tuple[Rewards, Metrics]:
+    return Rewards([1.0, 0, float(length)]), {}
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_a_reward_that_is_no_finite_number_does_not_leave_its_node(bad: str) -> None:
+    _, made, _ = judged.split((Rewards([1.0, 0, 2.5]), {}), stateful=False)
+    assert made == {"out": Rewards([1.0, 0, 2.5])}
+    with pytest.raises(ValueError, match=f"{__file__}:.* judged returned a reward of {bad} for row 1 of 3, needed a"):
+        judged.split((Rewards([1.0, float(bad), float("nan")]), {}), stateful=False)
 
 
 # Signatures that cannot be read ---------------------------------------------------------------------------

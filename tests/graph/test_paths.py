@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.graph import GraphError, NodeDef, Program, load, node, trace
-from penstock.graph.paths import encode, path_of, resolve, short
+from penstock.graph import GraphError, NodeDef, Policy, Program, load, node, program, trace
+from penstock.graph.paths import arguments, encode, imported, path_of, resolve, short
 from penstock.graph.types import Rewards, Rollouts
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
@@ -196,3 +197,50 @@ def test_short_names() -> None:
     assert short("penstock.graph.types:Rewards") == "Rewards"
     assert short("/home/me/my.py:judge") == "judge"
     assert short("m:test.<locals>.Inner") == "Inner"
+
+
+def test_an_option_that_is_a_path_is_absolute_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path | None] = []
+
+    @program
+    def shelved(policy: Policy, *, shelf: Path | None = None, home=Path("h")) -> Any:  # type: ignore[no-untyped-def]
+        seen.append(shelf)
+        return policy
+
+    monkeypatch.chdir(tmp_path)
+    assert dict(trace(shelved, {"shelf": "s"}).options) == {"shelf": f"{tmp_path}/s", "home": f"{tmp_path}/h"}
+    assert dict(trace(shelved).options) == {"shelf": None, "home": f"{tmp_path}/h"}
+    assert seen == [tmp_path / "s", None]
+
+
+def test_what_stands_beside_a_program_is_reached_by_those_who_do_not_load_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("raise SystemExit\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "nodes.py").write_text("def part(): ...\n")
+    done = f"from penstock.graph.paths import load, reach\nreach({f'{tmp_path}/program.py:mine'!r})\n"
+    code = done + "print(load('parts.nodes:part').__name__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True, timeout=60)
+    assert said.stdout == "part\n"
+
+
+def read(text: str, *, file: Path, other: "Path | None" = None, name: str = "n") -> str:
+    return f"{text} {file.name} {other and other.name} {name}"
+
+
+def test_a_function_gets_a_path_where_it_asks_for_one_and_a_text_where_not() -> None:
+    given = encode(partial(read, file=Path("/a/b"), other=Path("c"), name="d"), "x")
+    assert resolve(given)("t") == "t b c d"
+    assert arguments(read, {"file": "/a", "other": None, "name": "/n"}) == {
+        "file": Path("/a"),
+        "other": None,
+        "name": "/n",
+    }
+
+
+def test_what_is_imported_is_found_and_nothing_else_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("class A:\n    def f(self): ...\n")
+    assert imported(f"{tmp_path}/late.py:A.f") is None
+    assert load(f"{tmp_path}/late.py:A.f") is imported(f"{tmp_path}/late.py:A.f") is not None
+    assert imported(f"{tmp_path}/late.py:B") is None
+    assert imported("json:dumps") is json.dumps
+    assert imported("no_such_package.module:f") is None

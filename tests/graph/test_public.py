@@ -57,6 +57,7 @@ def test_an_error_of_several_faults_shows_them_all() -> None:
 
 def test_the_nearest_names_come_first() -> None:
     assert nearest("scoer", ["score", "generate"]) == "; the nearest: score"
+    assert nearest("apio", ["dapo", "aipo", "ppo", "sft"]) == "; the nearest: aipo, dapo, ppo"
     assert nearest("x", ["beta", "alpha"]) == "; there are: alpha, beta"
     assert nearest("x", []) == ""
     assert nearest("x", [f"name{i:02}" for i in range(20)]).endswith("name11, …")

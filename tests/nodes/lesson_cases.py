@@ -6,17 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from penstock.graph.types import Logprobs, Metrics, Rewards
 from penstock.nodes.data import Demonstrations
-from penstock.nodes.distillation import distill_update
+from penstock.nodes.distillation import distill_update, open_teacher
 from penstock.nodes.learn.dpo import dpo_update
+from penstock.nodes.learn.rescore import reference_logprobs
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import Llama, save_model
+from penstock.nodes.model import Decoder, Llama, save_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.preference_data import Pairs
-from penstock.nodes.reward_model import make_preference_model, preference_update
+from penstock.nodes.reward_model import (
+    make_preference_model,
+    open_reward_model,
+    preference_update,
+    reward_scores,
+)
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
 
@@ -50,6 +58,33 @@ def lessons(rank: int, folder: Path, mesh: str) -> None:
         assert_near(ours, theirs)
     for models in zip(*learners, strict=True):
         assert_whole(*models)
+
+
+def frozen(rank: int, folder: Path, mesh: str) -> None:
+    """Models of a directory: no rank reads what it does not keep, and all say what one rank says."""
+    if rank == 0:
+        policy(seed=5).export(str(folder / "teacher"))
+        learnt = make_preference_model(context())
+        preference_update.fn(learnt, PAIRS, micro_tokens=20)
+        learnt.export(str(folder / "reward_model"))
+    dist.barrier()
+    options = {"teacher_model": str(folder / "teacher"), "reward_model": str(folder / "reward_model")}
+    fills: list[int] = []
+    read, rollouts = Decoder.load, random_rollouts()
+
+    def counted(self: Decoder, part: nn.Module) -> None:
+        fills.append(sum(p.numel() for p in self.parameters() if not (p.is_meta or isinstance(p, DTensor))))
+        read(self, part)
+
+    Decoder.load = counted  # type: ignore[method-assign]
+    said = []
+    for place in ((mesh, rank), ("", 0)):
+        teacher, judge = (make(context(*place, options=options)) for make in (open_teacher, open_reward_model))
+        logprobs = reference_logprobs.fn(teacher, rollouts, micro_tokens=12)
+        said.append((logprobs.logprobs_NT, reward_scores.fn(judge, rollouts, micro_tokens=20)[0].values_N))
+    assert fills, "each layer is read by itself"
+    assert not any(fills), "nothing is there whole when the next layer is read"
+    torch.testing.assert_close(*said, rtol=1e-4, atol=1e-4)
 
 
 def three_stages(rank: int, folder: Path, mesh: str) -> None:

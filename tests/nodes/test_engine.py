@@ -340,7 +340,7 @@ def test_an_engine_whose_cache_no_memory_holds_is_not_made(context: Context) -> 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"max_tokens": 72}, {}, "given max_tokens 72, needed 1 to 71"),
+        ({"max_tokens": 72}, {}, r"--max-tokens\s+given +72\s+needed +1 to 71"),
         ({"slots": 0}, {}, "given samples 8 and 0 slots"),
         ({}, {"samples": 0}, "given samples 0 and 32 slots"),
         ({}, {"temperature": -1.0}, "given temperature -1.0"),
@@ -351,3 +351,12 @@ def test_what_cannot_work_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(replace(context, **changes), **options)
+
+
+def test_an_engine_that_has_released_its_memory_samples_the_same(context: Context) -> None:
+    kept, released = (make_engine(context, samples=2) for _ in range(2))
+    for ordinals in ((0, 1, 2), (3, 4)):
+        first, second = (run(engine, ordinals, weights()) for engine in (kept, released))
+        assert all(equal(first[ordinal][0], second[ordinal][0]) for ordinal in ordinals)
+        released.release()
+        assert released.memory is None

@@ -49,9 +49,3 @@ def test_two_measurements_at_once_do_not_mix() -> None:
     examiner.submit("c", {"behaviour": live})
     examiner.reset()
     assert not examiner.busy()
-
-
-def test_no_problem_is_too_few() -> None:
-    assert measure.init is not None
-    with pytest.raises(ValueError, match="given problems=0, needed at least 1"):
-        measure.init(CONTEXT, problems=0, by=math_answer)

@@ -48,6 +48,11 @@ def test_every_kind_of_update_can_be_over_ranks(mesh: str, tmp_path: Path) -> No
     spawn(2, f"{LESSONS}:lessons", mesh, folder=tmp_path)
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2", pytest.param("tp=2", marks=slow), pytest.param("pp=2", marks=slow)])
+def test_a_frozen_model_of_a_directory_is_read_in_parts(mesh: str, tmp_path: Path) -> None:
+    spawn(2, f"{LESSONS}:frozen", mesh, folder=tmp_path)
+
+
 @pytest.mark.slow
 def test_a_stage_in_the_middle_passes_on(tmp_path: Path) -> None:
     spawn(3, f"{LESSONS}:three_stages", "pp=3", folder=tmp_path)

@@ -135,9 +135,3 @@ def test_advantages_of_tokens_stay_of_tokens() -> None:
     assert isinstance(advantage, TokenAdvantages)
     assert len(mixed) == 4 * BATCH
     assert torch.equal(advantage.values_N, mixed.logprobs_NT * 2)
-
-
-@pytest.mark.parametrize("name", ["capacity", "take", "max_age"])
-def test_sizes_that_make_no_buffer_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"replay: given {name}=0, needed at least 1"):
-        open_memory(CONTEXT, **{name: 0})

@@ -111,16 +111,21 @@ class Schedule {
       if (strip.hidden) continue;
       if (strip.row !== row) y += row ? 12 : 6;
       row = strip.row;
-      strip.step = strip.tracks > 1 ? Math.min(84 / strip.tracks, 12) : 18;
-      if (guess && strip.tracks <= 1) strip.step = 12;
       strip.top = y;
-      strip.height = Math.max(strip.tracks, 1) * strip.step;
+      strip.height = row.room > 1 ? Math.min(12 * row.room, 84) : guess ? 12 : 18;
+      strip.steps = row.tracks.map(tracks => Math.min(strip.height / Math.max(tracks, 1), row.room > 1 ? 12 : 18));
       strip.syncStep = strip.syncTracks ? 6 : 0;
       strip.syncTop = y + strip.height + 1;
       y = strip.syncTop + strip.syncStep * Math.min(strip.syncTracks, 3) + 2;
     }
     this.bottom = y;
     this.height = y + 22;
+  }
+
+  // Where a bar of work is in its lane: the evaluation has other tracks than the program.
+  track(strip, b) {
+    const step = strip.steps[this.data.names[strip.main.n[b]][0].startsWith("evaluate.") ? 1 : 0];
+    return [strip.top + strip.main.k[b] * step, step];
   }
 
   x(time) { return (time - this.from) / (this.to - this.from) * (this.width - this.gutter - 4); }
@@ -171,9 +176,9 @@ class Schedule {
     const parts = [];
     this.each(strip, strip.main, (b, count, x, w) => {
       const name = this.data.names[strip.main.n[b]][0];
-      const y = strip.top + strip.main.k[b] * strip.step, h = Math.max(strip.step - (strip.step > 4 ? 1.5 : 0.3), 1);
+      const [y, step] = this.track(strip, b), h = Math.max(step - (step > 4 ? 1.5 : 0.3), 1);
       const outcome = strip.main.o[b] ? ` o${strip.main.o[b]}` : "";
-      const style = `n${this.colors.get(name)}${guess}${guess && (strip.step < 6 || w < 6) ? " thin" : ""}${outcome}`;
+      const style = `n${this.colors.get(name)}${guess}${guess && (step < 6 || w < 6) ? " thin" : ""}${outcome}`;
       const pieces = this.stripes(strip, b, count, x, w).map(([px, pw, version]) =>
         `<rect class="${style}${version % 2 ? " odd" : ""}" x="${px.toFixed(2)}" y="${y.toFixed(2)}" ` +
         `width="${pw.toFixed(2)}" height="${h.toFixed(2)}"/>`);
@@ -276,7 +281,10 @@ class Schedule {
   box({strip, all, b}) {
     if (strip.hidden) return null;
     const x = this.x(all.s[b]), w = Math.max(this.x(all.e[b]) - x, 1.5);
-    if (all === strip.main) return {x, w, y: strip.top + all.k[b] * strip.step, h: strip.step - 0.5};
+    if (all === strip.main) {
+      const [y, step] = this.track(strip, b);
+      return {x, w, y, h: step - 0.5};
+    }
     return {x, w, y: strip.syncTop + Math.min(all.k[b], 2) * strip.syncStep, h: strip.syncStep - 1};
   }
 

@@ -127,7 +127,8 @@ def _drop(state: State, group: Group, firing: Firing) -> None:
     if state.drops >= state.rules.drops * state.rules.batch * updates:
         kept = state.ledger.finished - len(state.batch or ())
         waiting = state.update + (state.batch is not None)
-        given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}, and {kept} kept"
+        where = f" (written at {place})" if (place := state.tables.steps[firing.node].where) else ""
+        given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}{where}, and {kept} kept"
         needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped (--drops)"
         state.finish("failed", f"given {given}; needed {needed}, or a filter that keeps more")
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.cli import check, launching, plan, run, show, simulate
+from penstock.graph.ir import Graph
+from penstock.runtime.cli import check, launching, plan, resume, run, show, simulate
 from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.traced import Traced, understand
-from penstock.runtime.control.config import RunConfig
+from penstock.runtime.cli.traced import CommandError, Traced, understand
+from penstock.runtime.cli.try_inputs import wrong
+from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.launch import DONE
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.record.folder import RunFolder
@@ -29,13 +31,18 @@ SUMMARY = {
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are traced in this process."""
+    """Programs are traced, and inputs tried, in this process."""
 
     def trace(verb: str, argv: Sequence[str]) -> Traced:
         return understand(verb, json.loads(json.dumps(answer(verb, argv[0], argv[1:]))))
 
+    def require(graphs: Sequence[Graph], flags: Flags) -> None:
+        if said := wrong(graphs, flags):
+            raise CommandError(said)
+
     for module in (check, plan, run, show, simulate):
         monkeypatch.setattr(module, "trace_program", trace)
+    monkeypatch.setattr(resume, "require_inputs_of", require)
 
 
 class Processes:

@@ -86,5 +86,5 @@ def test_a_cache_that_cannot_be_written_says_so(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RecordError, match="cannot be written"):
+    with pytest.raises(RecordError, match=r"cannot be written: .* \(PENSTOCK_CACHE=DIR\)"):
         base.base_model("", lambda line: None)

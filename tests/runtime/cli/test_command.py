@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
 import termios
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from penstock.runtime.cli.main import VERBS
+from penstock.runtime.control.keys import Keys
 from penstock.runtime.record.metrics import read_rows
 
 NODE = """
@@ -151,7 +153,7 @@ def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
         running.stdout.close()
         status, summary = ended(running, tmp_path / "here")
         assert b"Traceback" not in running.stderr.read()
-    assert (status, summary["status"]) == (130, "stopped")
+    assert (status, summary["status"], summary["error"]) == (130, "stopped", "stopped, since its output was closed")
     assert 0 < summary["checkpoint"] == summary["updates"]
 
 
@@ -210,3 +212,28 @@ def test_a_debugger_stops_in_a_users_node(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "('ordinal', 42)" in done.stdout
     assert "status     done" in done.stdout
+
+
+def test_a_join_file_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    path.write_text('{"program": "toy"}')
+    done = penstock("agent", "b.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"penstock agent: b\.json: not a key file .*; needed the join file that .*\n", done.stderr)
+    path.unlink()
+    Keys.make("r", "tcp://127.0.0.1:0", ["b"]).join("b", "tcp://127.0.0.1:1", tmp_path).write(path)
+    path.chmod(0o644)
+    done = penstock("agent", "b.json", cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "chmod 600 b.json" in done.stderr
+
+
+def test_a_port_in_use_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        (tmp_path / "c.toml").write_text(f'bind = "{bind}"\n[[hosts]]\nname = "a"\ncores = 1\n')
+        done = penstock("run", "toy", "--cluster", "c.toml", "--out", "here", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = "the port is in use; stop what listens there, or name another (port 0: any free one)"
+    assert done.stderr == f"penstock run: cannot listen on tcp://{bind}: {said}\n"
+    assert not (tmp_path / "here").exists()

@@ -1,12 +1,15 @@
 """A resume needs what the run was given, from wherever it is called."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.runtime.cli import resume, run
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.try_inputs import require_inputs_of
+from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import DONE, INTERRUPTED
 from penstock.runtime.record.folder import RunFolder
 
@@ -79,6 +82,85 @@ def test_all_that_is_missing_is_said_before_anything_is_touched(stopped: RunFold
         assert needed in str(error.value)
     assert stopped.read_json("summary.json")["status"] == "stopped"
     assert len(processes.configs) == 1
+
+
+NEEDY = """
+from pathlib import Path
+from penstock.graph import Rewards, broadcast, node, program, requires
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score
+
+def look(context):
+    if not Path(context.options["shelf"]).is_dir():
+        raise ValueError(f"shelf: given {context.options['shelf']}, needed a folder")
+
+@requires(look)
+def make(context):
+    return FakePolicy(context)
+
+class Shelved(FakePolicy):
+    maker = f"{__file__}:make"
+
+@node(pool="trainer", clock="update")
+def step(policy: Shelved, rewards: Rewards) -> Shelved:
+    return policy
+
+@program
+def needy(policy: Shelved, prompts: FakePrompts, *, shelf: Path | None = None):
+    return step(policy, fake_score(fake_generate(prompts, broadcast(policy, lag=1))))
+"""
+
+
+def test_an_option_that_is_a_path_is_found_from_anywhere_and_required_again(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / "shelf").mkdir(parents=True)
+    (home / "needy.py").write_text(NEEDY)
+    monkeypatch.chdir(home)
+    processes.status, processes.summary = INTERRUPTED, {**SUMMARY, "status": "stopped"}
+    assert run.main(["needy.py:needy", "--shelf", "shelf", "--out", "run"]) == INTERRUPTED
+    monkeypatch.chdir(tmp_path)
+    assert dict(processes.configs[0].graph.options) == {"shelf": str(home / "shelf")}
+    assert resume.main([str(home / "run"), "--plain"]) == INTERRUPTED
+    (home / "shelf").rmdir()
+    with pytest.raises(CommandError, match=f"shelf: given {home}/shelf, needed a folder"):
+        resume.main([str(home / "run")])
+    assert len(processes.configs) == 2
+
+
+ONE_GPU = """
+import sys, types
+sees_one = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+sys.modules["torch"] = types.SimpleNamespace(cuda=sees_one)
+"""
+
+
+def test_a_gpu_is_looked_for_with_the_torch_that_the_nodes_bring(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = needy_config(processes, tmp_path, monkeypatch)
+    on_gpu = replace(config.flags, device="cuda")
+    with pytest.raises(CommandError, match="PyTorch sees 0 GPUs here"):
+        require_inputs_of(config.graphs, on_gpu)
+    (tmp_path / "needy.py").write_text(NEEDY + ONE_GPU)
+    require_inputs_of(config.graphs, on_gpu)
+
+
+def test_nodes_are_imported_before_any_process_of_a_run_starts(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = needy_config(processes, tmp_path, monkeypatch)
+    (tmp_path / "needy.py").write_text(NEEDY.replace("def step", "def stride").replace("step(", "stride("))
+    with pytest.raises(CommandError, match=r"needy\.py:step'\n.*stride"):
+        require_inputs_of(config.graphs, config.flags)
+
+
+def needy_config(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shelf").mkdir()
+    (tmp_path / "needy.py").write_text(NEEDY)
+    run.main(["needy.py:needy", "--shelf", "shelf", "--device", "cpu", "--out", "run"])
+    return processes.configs[0]
 
 
 def test_data_that_is_made_up_needs_no_file(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from penstock.runtime.plan.cluster import Cluster, ClusterError
 from penstock.runtime.record.checkpoint import write_cut
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import LogWriter
+from penstock.runtime.record.log import LogError, LogWriter
+from penstock.runtime.tensor.files import save_state
+from penstock.runtime.tensor.part_file import FORMAT
 
 from .conftest import SUMMARY, WALL_S, Processes
 
@@ -74,6 +77,7 @@ def test_a_summary_tells_where_a_resume_begins(tmp_path: Path) -> None:
     assert "from the last checkpoint, of update 5 (2 updates will be done again)" in shown
     assert "from the beginning" in summary_text(summary | {"checkpoint": 0}, 10, "runs/x")
     assert "from update 7" in summary_text(summary | {"checkpoint": 7}, 10, "runs/x")
+    assert summary_text(summary | {"checkpoint": 0, "updates": 0}, 10, "runs/x").endswith("runs/x, from the beginning")
 
 
 def test_a_controller_that_could_not_write_leaves_a_summary_of_what_it_did(
@@ -224,6 +228,49 @@ def test_the_wall_time_is_that_of_all_lives(finished: RunFolder, processes: Proc
     log.close()
     assert resume.main([str(finished.path), "--updates", "20", "--plain"]) == 0
     assert finished.read_json("summary.json")["wall_s"] == pytest.approx(3 * 2.5 + WALL_S)
+
+
+def test_a_damaged_log_is_refused_before_anything_starts(finished: RunFolder, processes: Processes) -> None:
+    log = LogWriter(finished.events, lambda item: b"")
+    log.segment(None, {})
+    log.end({"status": "done"})
+    data = bytearray(finished.events.read_bytes())
+    data[-20] ^= 1
+    finished.events.write_bytes(data)
+    before = finished.read_json("summary.json")
+    with pytest.raises(LogError, match="record 1 does not follow"):
+        resume.main([str(finished.path), "--updates", "9"])
+    assert finished.read_json("summary.json") == before
+    assert RunConfig.load(finished).flags.updates == 5
+    assert len(processes.configs) == 1
+
+
+def test_a_port_in_use_changes_nothing_of_the_run(finished: RunFolder, processes: Processes) -> None:
+    kept = finished.read_json("config.json")
+    before = finished.read_json("summary.json")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        kept["asked"]["cluster"]["bind"] = bind
+        finished.write_json("config.json", kept)
+        with pytest.raises(CommandError, match=f"cannot listen on tcp://{bind}: the port is in use"):
+            resume.main([str(finished.path), "--updates", "9"])
+    assert (finished.read_json("config.json"), finished.read_json("summary.json")) == (kept, before)
+    assert len(processes.configs) == 1
+
+
+def test_a_checkpoint_that_no_rank_could_read_is_refused_before_anything_starts(
+    finished: RunFolder, processes: Processes
+) -> None:
+    path = finished.checkpoints / "00000005" / "trainer-0-0.safetensors"
+    save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})  # as before there were ranks
+    with pytest.raises(CommandError, match=rf"{path}: given a checkpoint of format 1, needed 2: go on with"):
+        resume.main([str(finished.path), "--updates", "9"])
+    path.write_bytes(b"torn")
+    with pytest.raises(CommandError, match=rf"{path}: not a readable state"):
+        resume.main([str(finished.path), "--updates", "9"])
+    save_state(path, {}, {"format": FORMAT})
+    assert resume.main([str(finished.path), "--updates", "9", "--plain"]) == 0
+    assert len(processes.configs) == 2
 
 
 def test_a_run_that_is_alive_is_not_resumed(finished: RunFolder) -> None:

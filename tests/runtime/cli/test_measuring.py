@@ -75,6 +75,17 @@ def test_a_place_for_nothing_is_an_error() -> None:
         doctor.main(["--out", "machine.toml"])
 
 
+def test_a_place_that_takes_no_file_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    (tmp_path / "file").touch()
+    for given, said in ((tmp_path, "given a folder, needed a file"), (tmp_path / "file" / "x.toml", r"\(--out FILE\)")):
+        with pytest.raises(CommandError, match=said) as error:
+            doctor.main(["--measure", "--out", str(given)])
+        assert error.value.status == 2
+
+
 def test_a_child_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: object) -> None:
         raise subprocess.CalledProcessError(1, command, stderr="Traceback\nRuntimeError: no room")

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.graph import Graph, Program, load, trace
-from penstock.runtime.cli.mesh_check import MODELS, check_meshes, require_meshes
+from penstock.runtime.cli.mesh_check import MODELS, check_meshes
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.try_inputs import require_inputs_of
 from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import ClusterError
 
@@ -80,6 +81,6 @@ def test_a_run_says_it_before_anything_starts() -> None:
 
 
 def test_a_command_without_torch_asks_a_child() -> None:
-    require_meshes([graph("toy")], Flags(mesh=("trainer=dp2",)))
+    require_inputs_of([graph("toy")], Flags(mesh=("trainer=dp2",)))
     with pytest.raises(CommandError, match=r"^--mesh trainer=tp3: tensor parallelism: given 4 attention heads"):
-        require_meshes([graph("aipo")], Flags(mesh=("trainer=tp3",)))
+        require_inputs_of([graph("aipo")], Flags(mesh=("trainer=tp3",)))

@@ -19,6 +19,7 @@ def sample(  # type: ignore[no-untyped-def]
     weights: tuple[float, ...] = (1.0, 0.5),
     by: Any = math_answer,
     table: dict[str, int] = {"a": 1},  # noqa: B006
+    folder: Path | None = None,
     untyped=None,
 ) -> Policy:
     """An example.
@@ -48,6 +49,7 @@ def test_defaults_are_the_programs_own() -> None:
         "weights": [1.0, 0.5],
         "by": {"path": "penstock.nodes.score:math_answer"},
         "table": {"a": 1},
+        "folder": None,
         "untyped": None,
     }
     assert (flags.updates, flags.batch) == (60, 32)
@@ -55,7 +57,8 @@ def test_defaults_are_the_programs_own() -> None:
 
 def test_keyword_arguments_are_flags() -> None:
     words = "--samples 4 --rho 2 --no-normalize --order ready --weights 1 2 3 --by my:rule --updates 5 --plain"
-    options, flags = read(*words.split(), "--table", '{"b": 2}', "--untyped", "text")
+    options, flags = read(*words.split(), "--table", '{"b": 2}', "--untyped", "text", "--folder", "here")
+    assert options["folder"] == "here"
     assert options["samples"] == 4
     assert options["rho"] == 2.0
     assert options["normalize"] is False
@@ -177,3 +180,13 @@ def test_defaults_for_a_flag_that_is_none_are_an_error() -> None:
 
     with pytest.raises(UsageError, match="there is no flag 'updats'; the nearest: updates"):
         read(of=wrong)
+
+
+@pytest.mark.parametrize("verb", ["simulate", "plan"])
+def test_the_model_that_a_program_starts_from_is_no_shape_to_plan_for(verb: str) -> None:
+    @program(defaults={"model": "new", "batch": 4, "max_tokens": 1})
+    def fresh(policy: Policy) -> Policy:
+        return policy
+
+    assert (read(of=fresh)[1].model, read(of=fresh, verb=verb)[1].model) == ("new", "")
+    assert (read(of=fresh)[1].max_tokens, read(of=fresh, verb=verb)[1].max_tokens) == (1, 4096)

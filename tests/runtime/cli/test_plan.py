@@ -9,9 +9,11 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cli import plan
+from penstock.runtime.cli.main import main
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.lengths import Lognormal
 from penstock.runtime.plan.planner import plan as planned
+from penstock.runtime.plan.roles import AskedError
 from penstock.runtime.plan.shape import SHAPES
 from penstock.runtime.plan.spec import read_cluster
 from penstock.runtime.plan.workload import Workload
@@ -63,7 +65,7 @@ def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
     assert "optimal" in plan.text(whole, "1x8xH100")
     shown = plan.text(replace(whole, outcome=cut), "1x8xH100")
     assert "optimal" not in shown
-    assert "no plan is more than 10.0 % faster" in shown
+    assert "no plan is more than 10.0 % faster" in " ".join(shown.split())  # lines are as wide as the terminal
 
 
 def test_a_cluster_file_is_read(capsys: Output, tmp_path: Path) -> None:
@@ -89,6 +91,60 @@ def test_a_cluster_file_is_read(capsys: Output, tmp_path: Path) -> None:
 def test_what_cannot_be_understood_is_said_with_what_is_needed(words: tuple[str, ...], fault: str) -> None:
     with pytest.raises(CommandError, match=fault):
         plan.main(["aipo", *words])
+
+
+@pytest.mark.parametrize("words", [("--mesh", "trainer=fsdp16"), ("--mesh", "scorer=tp2"), ("--mesh", "trainer=tp3")])
+def test_a_bad_value_of_a_flag_is_a_usage_error(words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["plan", *SMALL, *words])
+    assert leaving.value.code == 2
+
+
+def test_a_host_with_a_kind_of_gpu_and_none_of_them_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE.replace('"cuda:0", "cuda:1"', ""))
+    with pytest.raises(AskedError, match="given 1 hosts without GPUs, needed one or more with devices"):
+        plan.main(["aipo", "--cluster", str(file), "--model", "qwen3-0.6b"])
+
+
+@pytest.mark.parametrize("name", ["ppo", "rlhf", "tool_use", "tis", "decoupled_ppo", "online_dpo"])
+def test_programs_with_more_models_passes_or_turns_are_planned(name: str, capsys: Output) -> None:
+    assert plan.main([name, *SMALL[1:5], "--batch", "8", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["optimal"] is True
+    assert {pool["name"] for pool in said["pools"]} >= {"trainer", "generator"}
+
+
+def test_the_share_that_a_filter_keeps_is_named_and_can_be_given(capsys: Output) -> None:
+    periods = []
+    for words, share in ((), "70%"), (("--kept", "0.4"), "40%"):
+        plan.main(["dapo", *SMALL[1:5], "--batch", "8", *words, "--json"])
+        said = json.loads(capsys.readouterr().out)
+        assert f"keep leaves {share} of the groups (--kept)" in said["assumptions"][0]
+        periods.append(said["period_s"])
+    assert periods[1] > periods[0]
+    plan.main(["dapo", *SMALL[1:5], "--batch", "8"])
+    assert re.search(r"(?m)^assumed +keep leaves 70% of the groups", capsys.readouterr().out)
+
+
+def test_what_measures_on_a_slower_clock_is_not_of_the_plan(capsys: Output) -> None:
+    plan.main(["curriculum", *SMALL[1:5], "--batch", "8"])
+    shown = capsys.readouterr().out
+    assert re.search(r"(?m)^examiner +on machines of its own: measure$", shown)
+    assert re.search(r"(?m)^curriculum +on CPUs: choose, remember$", shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("aipo", "--kept", "0.5"), "--kept: given 0.5, needed none, since aipo has no filter"),
+        (("dapo", "--kept", "0"), "--kept: given 0, needed a share above 0, 1 at most"),
+        (("dapo", "--kept", "1.5"), "--kept: given 1.5, needed a share above 0, 1 at most"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(words: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(CommandError, match=fault):
+        plan.main([*words, *SMALL[1:]])
 
 
 def test_a_typo_in_a_cluster_file_names_the_key_that_was_meant(tmp_path: Path) -> None:

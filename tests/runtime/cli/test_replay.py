@@ -7,10 +7,11 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cli import replay
-from penstock.runtime.cli.simulate_given import servers, timing
+from penstock.runtime.cli.simulate_given import timing
 from penstock.runtime.control.records import record_bytes
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
+from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import LogError, LogWriter
@@ -24,13 +25,14 @@ def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:
     folder = RunFolder.create(path)
     folder.write_json("config.json", {})
     graphs = {n: trace(load("toy"), {"lag": n}) for n in (lag, told)}
-    plan = servers(graphs[lag], place([graphs[lag]], Cluster(hosts=(Host(name="local", cores=2),))))
+    plan = served(graphs[lag], place([graphs[lag]], Cluster(hosts=(Host(name="local", cores=2),))))
     rules = Rules(batch=4, end=5)
     log = LogWriter(folder.events, record_bytes)
     log.segment(None, {})
     log.stage(Origin("train", graphs[told], plan, rules).to_json())
     simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ()).durations, observe=log.step)
     log.end({"status": "done"})
+    folder.write_json("summary.json", {"status": "done", "records": log.records})
     folder.unlock()
     return folder
 
@@ -65,8 +67,17 @@ def test_a_log_of_another_schedule_is_refused_with_the_record(tmp_path: Path) ->
 def test_a_run_that_was_killed_is_said_to_have_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = record(tmp_path / "run")
     folder.events.write_bytes(folder.events.read_bytes()[:-5])
+    (folder.path / "summary.json").unlink()
     replay.main([str(folder.path)])
     assert "part 1 of the log has no end: its process was killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cut", [5, 200, 2000])
+def test_a_log_that_was_cut_after_the_run_had_ended_is_refused(tmp_path: Path, cut: int) -> None:
+    folder = record(tmp_path / "run")
+    folder.events.write_bytes(folder.events.read_bytes()[:-cut])
+    with pytest.raises(LogError, match=r"given \d+ records, needed the \d+ that the run wrote: it was cut"):
+        replay.main([str(folder.path)])
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

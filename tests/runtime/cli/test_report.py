@@ -1,7 +1,9 @@
 """`penstock report DIR`: whole folders, and what is left of broken ones."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,31 @@ def test_a_log_that_a_crash_cut_off_is_drawn_as_far_as_it_goes(folder: Path, cap
     assert 0 < found["updates"] < 6
     assert "has no end" in found["notes"][0]
     assert all(sum(rank["whole_ns"].values()) == found["wall_ns"] for rank in found["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (lambda text: text[:-20], r"damaged; .* is shown\. .*metrics.jsonl:6: given half a line"),
+        (lambda text: text.replace('"update": 3', '"upd', 1), r"metrics.jsonl:4: given a line that is not JSON"),
+        (lambda text: "".join(text.splitlines(keepends=True)[:4]), r"no rows of 2 updates, 4 and later"),
+        (lambda text: "".join(text.splitlines(keepends=True)[:5]), r"no rows of update 5, which the event log has"),
+    ],
+)
+def test_metrics_that_were_cut_off_are_shown_as_far_as_they_go(
+    folder: Path, capsys: Output, cut: Callable[[str], str], told: str
+) -> None:
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(cut(metrics.read_text()))
+    notes = figures(folder, capsys)["notes"]
+    assert len(notes) == 1
+    assert re.search(told, notes[0])
+    assert 'id="learning"' in (folder / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_names_the_flag(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"needed .* \(--out FILE\)$"):
+        report.main([str(folder), "--out", str(tmp_path / "none" / "report.html")])
 
 
 def test_a_log_that_nothing_was_written_into_is_as_none(folder: Path, capsys: Output) -> None:

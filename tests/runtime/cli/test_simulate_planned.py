@@ -9,7 +9,11 @@ import pytest
 from penstock.runtime.cli import plan, simulate
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.cluster import ClusterError
+from penstock.runtime.plan.measured import cluster_facts, toml
 from penstock.runtime.plan.roles import PlanError
+from penstock.runtime.plan.shape import SHAPES, Shape
+from penstock.runtime.record.faults import RecordError
+from tests.runtime.plan.machines import cpu
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]
@@ -99,3 +103,58 @@ def test_what_cannot_be_understood_is_said_with_what_is_needed(words: tuple[str,
 def test_what_has_no_plan_is_refused_with_the_numbers(words: tuple[str, ...], fault: str) -> None:
     with pytest.raises(PlanError, match=re.escape(fault)):
         simulate.main(["aipo", *words])
+
+
+CORES = ("--model", "small", "--batch", "8", "--lengths", "40,0.5", "--max-tokens", "64", "--updates", "8")
+
+
+@pytest.fixture
+def this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that was measured, and a small model."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    (tmp_path / "machine.toml").write_text(toml(cluster_facts({}, cpu())))
+    monkeypatch.setitem(SHAPES, "small", Shape("small", 128, 256, 4, 4, 4, 64, 672, tied=True))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("this")
+def test_this_machine_is_simulated_with_its_own_costs(capsys: Output) -> None:
+    words = ("aipo", "--lag", "0", "--cluster", "this", *CORES)
+    assert simulate.main([*words, "--width", "100"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("aipo with small on 2 cores: 8 updates of 8 groups")
+    assert "and GPU" not in shown
+    simulate.main([*words, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert (said["gpus"], said["tokens_per_s_per_gpu"]) == (0, None)
+    assert said["period_s"] == pytest.approx(said["planned_s"], rel=0.2)
+
+
+def test_a_plan_of_cores_in_a_file_is_refused_with_what_to_type(this: Path, capsys: Output) -> None:
+    plan.main(["aipo", "--cluster", "this", *CORES[:-2], "--json"])
+    (this / "plan.json").write_text(capsys.readouterr().out)
+    with pytest.raises(PlanError, match="given a plan of a machine's cores, needed --cluster and --model instead"):
+        simulate.main(["aipo", "--plan", str(this / "plan.json")])
+
+
+def test_a_machine_that_was_not_measured_is_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    with pytest.raises(CommandError, match="needed first: penstock doctor --measure"):
+        simulate.main(["aipo", "--cluster", "this", "--model", "llama-8b"])
+
+
+def test_the_effect_of_lag_says_of_how_many_updates_it_is(capsys: Output) -> None:
+    simulate.main(["aipo", *WORK, "--updates", "30", "--width", "100"])
+    assert "the period of runs of 24 updates, while that above is of 30" in capsys.readouterr().out
+    simulate.main(["aipo", *WORK, "--updates", "24", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    same = next(row for row in said["effect_of_lag"] if row["lag"] == said["lag"])
+    assert (same["period_s"], same["updates"]) == (said["period_s"], 24)
+
+
+def test_a_file_that_cannot_be_written_names_its_own_flag(tmp_path: Path) -> None:
+    for flag in ("--svg", "--html", "--trace"):
+        with pytest.raises(RecordError, match=rf"needed .* \({flag} FILE\)$"):
+            simulate.main([*SMALL, flag, str(tmp_path / "none" / "file")])

@@ -1,11 +1,16 @@
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from penstock.graph.ir import Graph
-from penstock.runtime.cli.flags import RunFlags
-from penstock.runtime.cli.trace_child import answer, try_inputs
+from penstock.nodes.base import initial_model
+from penstock.nodes.model import Llama, save_model
+from penstock.nodes.tokenizer import byte_tokenizer
+from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.cli.try_inputs import choose_device
 
 PROGRAM = """
 from penstock.graph import Policy, Prompts, Rewards, Rollouts, broadcast, node, program
@@ -32,6 +37,17 @@ def raising(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
     return {}["no such key"]
 
 thing = 3
+"""
+
+MISTYPED = """
+from penstock.graph import broadcast, program
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate
+
+@program
+def mistyped(policy: FakePolicy, prompts: FakePrompts):
+    rollouts = fake_generate(prompts, broadcast(policy, lag=-1), samples=3, by=3)
+    fake_generate(prompts, policy, nope=1)
+    return rollouts
 """
 
 OWN = """
@@ -81,6 +97,16 @@ def test_a_built_in_program_comes_with_its_evaluation() -> None:
     assert "evaluation" not in answer("run", "aipo", ["--eval-groups", "0"])
 
 
+def test_options_that_a_node_does_not_have_are_told_beside_all_other_faults(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MISTYPED)
+    found = answer("check", f"{tmp_path}/mine.py:mistyped", ["--batch", "0"])
+    told = [fault["what"] for fault in found["faults"]]
+    assert "graph" not in found
+    assert told[:2] == ["batch", "fake_generate: option 'by'"]
+    assert told.count("broadcast: lag") == told.count("fake_generate: option 'nope'") == 1
+    assert {"the next 'policy'", "fake_generate_2: input 'behaviour'"} < set(told)
+
+
 def test_all_faults_are_found_at_once(file: str) -> None:
     faults = answer("check", f"{file}:faulty", ["--batch", "0"])["faults"]
     assert len(faults) >= 3
@@ -111,6 +137,18 @@ def test_a_failing_import_shows_the_users_lines(tmp_path: Path) -> None:
     assert "/runtime/cli/" not in error
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("import math\nx = = 3\n", "SyntaxError: invalid syntax"), ("import math\nprint(y)\n", "NameError: name 'y'")],
+)
+def test_a_file_that_cannot_be_run_shows_its_own_line_alone(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    error = answer("run", f"{tmp_path}/broken.py:f", [])["error"]
+    assert said in error
+    assert error.count("  File ") == 1
+    assert 'broken.py", line 2' in error
+
+
 def test_a_program_that_raises_shows_the_users_lines(file: str) -> None:
     error = answer("run", f"{file}:raising", [])["error"]
     assert 'return {}["no such key"]' in error
@@ -123,6 +161,39 @@ def test_bad_data_is_told_before_anything_starts(tmp_path: Path) -> None:
     found = answer("run", "aipo", ["--data", str(tmp_path / "d.jsonl"), "--model", "new"])
     assert "d.jsonl:2" in found["error"]
     assert not found["usage"]
+
+
+def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anything_starts(tmp_path: Path) -> None:
+    rows = [{"question": "é" * half, "answer": "#### 2"} for half in (9, 1016, 1017, 9, 1500)]
+    (tmp_path / "d.jsonl").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    words = ["--data", str(tmp_path / "d.jsonl"), "--model", "new"]
+    needed = "at most 2032: the context of 2048 less max_tokens 16"
+    found = answer("run", "aipo", words)["faults"]
+    assert [(fault["given"], fault["needed"], fault["where"]) for fault in found] == [
+        ("a prompt of 2034 tokens", needed, f"{tmp_path}/d.jsonl:5"),
+        ("a prompt of 3000 tokens", needed, f"{tmp_path}/d.jsonl:9"),
+    ]
+    words += ["--max-tokens", "14"]
+    assert [fault["where"] for fault in answer("run", "aipo", words)["faults"]] == [f"{tmp_path}/d.jsonl:9"]
+
+
+def test_prompts_of_another_source_are_looked_at_by_the_first_of_them() -> None:
+    found = answer("run", "aipo", ["--max-tokens", "25"])["faults"]
+    assert {(fault["given"], fault["where"]) for fault in found} == {("a prompt of 8 tokens", "group 0")}
+    assert answer("run", "aipo", ["--max-tokens", "24"])["faults"] == []
+
+
+@pytest.mark.parametrize(("words", "most"), [([], 31), (["--model", "{model}"], 23)])
+def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_starts(
+    tmp_path: Path, words: list[str], most: int
+) -> None:
+    config = replace(initial_model("")[0], max_position_embeddings=24)
+    save_model(Llama(config, torch.float32, "cpu"), tmp_path)
+    byte_tokenizer("0123456789+-=:").save(tmp_path)
+    given = [word.format(model=tmp_path) for word in words]
+    (fault,) = answer("run", "aipo", [*given, "--max-tokens", str(most + 1)])["faults"]
+    assert (fault["what"], fault["given"]) == ("--max-tokens", str(most + 1))
+    assert f"1 to {most}: the model's context has {most + 1} tokens" in fault["needed"]
 
 
 def test_a_model_directory_that_does_not_fit_is_told_before_anything_starts(tmp_path: Path) -> None:
@@ -158,10 +229,10 @@ def test_what_a_maker_of_ones_own_requires_is_looked_at_once_and_nothing_is_made
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", "cpu:"])
 def test_a_device_that_is_not_there_is_an_error(device: str) -> None:
-    found: dict[str, Any] = try_inputs([], RunFlags(device=device))
+    found = answer("run", "toy", ["--device", device])
     assert f"--device: given {device!r}" in found["error"]
 
 
 def test_the_device_is_chosen() -> None:
-    assert try_inputs([], RunFlags(device="cpu"))["flags"]["device"] == "cpu"
-    assert try_inputs([], RunFlags(device="auto"))["flags"]["device"] in ("cpu", "cuda")
+    assert choose_device("cpu") == "cpu"
+    assert answer("run", "toy", ["--device", "auto"])["flags"]["device"] in ("cpu", "cuda")

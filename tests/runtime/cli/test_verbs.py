@@ -94,6 +94,7 @@ def test_a_simulation_at_lag_0_takes_as_long_as_the_loop(capsys: Output) -> None
     # All groups are generated at once, scored one after the other, learnt from, and the weights published.
     assert found["period_s"] == pytest.approx(0.050 + 4 * 0.005 + 0.050 + 0.010)
     assert found["period_s"] == pytest.approx(found["bound_s"])
+    assert found["bound_s"] <= found["period_s"]
     assert found["lags"] == {"0": 32}
     for replica, busy in found["busy_s"].items():
         assert busy + sum(found["idle_s"][replica].values()) == pytest.approx(found["wall_s"])

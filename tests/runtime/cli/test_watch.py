@@ -16,7 +16,9 @@ from penstock.runtime.cli.watch_terminal import watch_in_terminal
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.facts import read_facts
-from tests.runtime.report.runs import simulated_run
+from penstock.runtime.report.page import page
+from penstock.runtime.report.report import make_report
+from tests.runtime.report.runs import ACCURACY, simulated_run
 
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 
@@ -143,6 +145,22 @@ def test_what_a_run_that_goes_on_has_not_written_yet_is_no_fault(finished: Path,
     assert facts.notes == []
     assert facts.summary is not None
     assert facts.summary["status"] == "running"
+
+
+def test_the_accuracy_before_training_is_known_as_soon_as_training_begins(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy(finished, tmp_path / "run")
+    (folder.path / "summary.json").unlink()
+    folder.lock()  # a run is alive there
+    facts = read_facts(folder, alive=True)
+    assert facts.accuracy == {"before": ACCURACY}
+    shown = page(make_report(facts, lambda: True))
+    assert f"{100 * ACCURACY:.1f} %</dd" in shown.replace(" <small>before training</small>", "")
+    assert "Accuracy on held-out problems" in shown
+    assert watch_in_terminal(folder, plain=False, once=True) == 0
+    assert f"{100 * ACCURACY:.1f} %" in capsys.readouterr().out
+    folder.unlock()
 
 
 def test_one_picture_and_plain_lines_of_a_finished_run(finished: Path) -> None:

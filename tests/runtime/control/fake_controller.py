@@ -60,7 +60,7 @@ def main() -> int:
                     status = 1
         if told and mode != "deaf":
             say(kind="told", line=told[0])
-            status = 130 if told[0] == "stop" and mode != "fail" else 1
+            status = 130 if told[0].startswith("stop") and mode != "fail" else 1
             if mode == "fail":
                 say(kind="error", text="the disk is full")
     for peer in server.peers:

@@ -33,7 +33,7 @@ from penstock.runtime.control.exchange import (
 from penstock.runtime.control.exchange_client import ExchangeClient
 from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.keys import Join, Keys
-from penstock.runtime.control.wire import WireError
+from penstock.runtime.control.listen import WireError
 from penstock.runtime.tensor.handle import Handle, HandleError
 from penstock.runtime.tensor.store import Reader, Store
 

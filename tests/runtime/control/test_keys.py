@@ -1,11 +1,12 @@
 """Secrets are new for each run, private on disk, and shown to nobody."""
 
+import json
 import stat
 from pathlib import Path
 
 import pytest
 
-from penstock.runtime.control.keys import Door, Join, Keys
+from penstock.runtime.control.keys import Door, Join, KeyFileError, Keys
 
 TCP = "tcp://127.0.0.1:0"
 
@@ -76,3 +77,21 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     shown = repr(keys) + repr(keys.join("a", TCP, tmp_path))
     for secret in (keys.door.token, keys.door.secret, keys.hosts["a"].secret):
         assert secret not in shown
+
+
+def test_whoever_gives_another_file_is_told_which_is_needed(tmp_path: Path) -> None:
+    keys = Keys.make("run1", TCP, ["a"])
+    path = tmp_path / "a.json"
+    keys.door.write(path)
+    needed = r"needed the join file that `penstock run --cluster` wrote for this host"
+    with pytest.raises(KeyFileError, match=rf"a\.json: not a key file of Penstock \(.*`host`\); {needed}"):
+        Join.read(path)
+    keys.join("a", TCP, tmp_path).write(tmp_path / "b.json")
+    with pytest.raises(KeyFileError, match=r"given a key file with address, folder, host.*needed what the launcher"):
+        Door.read(tmp_path / "b.json")
+    (tmp_path / "b.json").write_text(json.dumps({**json.loads((tmp_path / "b.json").read_text()), "cores": 3}))
+    with pytest.raises(KeyFileError, match=f"given a key file with cores; {needed}"):
+        Join.read(tmp_path / "b.json")
+    for there in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(KeyFileError, match=f"{there}: cannot be read: .*; {needed}"):
+            Join.read(there)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.runtime.control import launch
+from penstock.runtime.control import launch, stops
 from penstock.runtime.control.process import processes_of, start, sweep_processes
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.record.checkpoint import write_cut
@@ -182,6 +182,16 @@ def test_output_that_nobody_reads_is_a_wish_to_stop(tmp_path: Path, error: OSErr
     run.when["ready"] = run.when["told"] = run.when["note"] = fail
     assert run.run() == 130
     assert run.said("told")["line"] == "stop"
+
+
+def test_a_controller_hears_that_it_was_not_the_user_who_stopped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stops, "nobody_reads", lambda descriptor: descriptor == 1)
+    run = Run(tmp_path, "wait")
+    run.when["ready"] = interrupt
+    assert run.run() == 130
+    assert run.said("told")["line"] == "stop stopped, since its output was closed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])

@@ -1,12 +1,18 @@
 """A cluster file says what is wrong with it, all at once; without one, this machine is the cluster."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from penstock.graph import Program, load, trace
 from penstock.runtime.plan import cluster as module
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host, cuda_devices
+from penstock.runtime.plan.gpus import GPUS, Efficiency, Gpu, Tflops
+from penstock.runtime.plan.place import place
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "clusters.md"
 
 GOOD = """
 bind = "10.0.0.1:5555"
@@ -126,3 +132,31 @@ def test_gpus_are_counted_in_proc_or_by_nvidia_smi(tmp_path: Path, monkeypatch: 
     assert module._count_gpus(tmp_path / "none") == 1
     tool.unlink()
     assert module._count_gpus(tmp_path / "none") == 0
+
+
+def _documented(folder: Path) -> list[Cluster]:
+    """The files of the page, in its order."""
+    return [_read(folder, text) for text in re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE.read_text())]
+
+
+def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
+    far, near, own = _documented(tmp_path)
+    program = load("aipo")
+    assert isinstance(program, Program)
+    for cluster, pool in ((far, "scorer"), (near, "generator")):
+        plan = place([trace(program, {})], cluster)
+        ranks = {made.name: {rank.host for replica in made.replicas for rank in replica.ranks} for made in plan.pools}
+        assert ranks == {name: {"b" if name == pool else "a"} for name in ("generator", "scorer", "trainer")}
+        assert [host.agent for host in cluster.hosts] == ["local", "external"]
+    kind = own.gpu_of(own.hosts[0])
+    assert kind is not None
+    assert (kind.memory_gib, kind.tflops.bf16, kind.tflops.fp8) == (96, 800, 1979)
+
+
+def test_all_keys_are_documented() -> None:
+    """Those of [cpus] are measured, and not for people."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    words = {word for row in rows for key in re.findall(r"`([^`]+)`", row) for word in re.findall(r"\w+", key)}
+    models = (Cluster, Host, Gpu, Tflops, Efficiency)
+    assert {key for model in models for key in model.model_fields} - words == set()
+    assert [kind for kind in GPUS if kind not in PAGE.read_text()] == []

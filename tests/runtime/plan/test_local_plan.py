@@ -54,6 +54,12 @@ def test_the_json_has_what_plans_have() -> None:
     assert found["pools"][0]["memory"]["weights"] == 4 * SHAPE.parameters
 
 
+def test_a_plan_draws_itself_in_a_notebook() -> None:
+    shown = planned(1)._repr_html_()
+    assert "<th>threads</th>" in shown
+    assert "<td>aipo_update</td><td>2</td><td>fp32</td>" in shown
+
+
 def test_a_model_with_experts_is_refused() -> None:
     with pytest.raises(PlanError, match="qwen3-30b-a3b"):
         planned(0, shape=SHAPES["qwen3-30b-a3b"])

@@ -81,7 +81,7 @@ def test_the_change_that_is_named_for_a_generator_makes_it_fit() -> None:
     assert check_generator(replace(GENERATOR, slots=slots), 2000) is None
     large = check_generator(Generator(SHAPES["llama-405b"], H100, Parallel(tp=2), 8), 1000)
     assert large is not None
-    assert "tp 32 instead of 2" in large.change
+    assert "pp 16 instead of 1" in large.change
 
 
 def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
@@ -116,3 +116,15 @@ def test_switching_and_scoring_by_hand() -> None:
     assert scoring_s(10, 0.5, 4) == 1.5
     with pytest.raises(ValueError, match="given 0 workers"):
         scoring_s(10, 0.5, 0)
+
+
+def test_the_change_that_would_fit_is_one_that_a_plan_can_have() -> None:
+    """No micro-batch below the longest sequence, and no tensor parallelism beyond NVLink."""
+    tight = Trainer(SHAPES["llama-8b"], GPUS["H100"], Parallel(), micro_tokens=4224)
+    misfit = check_trainer(tight, shortest=4224)
+    assert misfit is not None
+    assert "micro-batches" not in misfit.change
+    wide = Generator(SHAPES["llama-405b"], GPUS["H100"], Parallel(tp=8), 8, "fp8")
+    refused = check_generator(wide, 1000)
+    assert refused is not None
+    assert "tp 16" not in refused.change

@@ -73,6 +73,15 @@ def test_svg_is_well_formed_and_has_a_bar_for_each_bar() -> None:
     assert {"one < two", "generator/1", "trainer/0", "0 ms", "v1"} <= set(texts)
 
 
+def test_an_svgs_style_is_of_that_picture_alone() -> None:
+    """In a notebook there are others in the same document."""
+    style = gantt_svg(BARS).partition("<style>")[2].partition("</style>")[0]
+    style = style.replace("@media (prefers-color-scheme:dark){", "")
+    selectors = [rule.partition("{")[0].strip() for rule in style.split("}") if "{" in rule]
+    assert len(selectors) > 8
+    assert all(selector.startswith(".gantt ") for selector in selectors)
+
+
 def test_svg_bars_are_to_scale() -> None:
     root = ElementTree.fromstring(gantt_svg(BARS))
     boxes = [group[1].attrib for group in root.findall("{http://www.w3.org/2000/svg}g")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder, default_path
+from penstock.runtime.record.folder import RunFolder, absolute, default_path
 
 
 def test_a_new_folder_is_its_owners_only(tmp_path: Path) -> None:
@@ -121,3 +121,17 @@ def test_default_names_do_not_collide(tmp_path: Path, monkeypatch: pytest.Monkey
     assert first == Path("runs/aipo-20250304-050607")
     first.mkdir(parents=True)
     assert default_path("aipo", now) == Path("runs/aipo-20250304-050607-2")
+
+
+def test_a_path_is_shown_without_dots_and_keeps_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "here" / "deep")
+    monkeypatch.chdir(tmp_path / "here")
+    assert RunFolder.create("../run").path == tmp_path / "run"
+    assert absolute("../link/../x") == tmp_path / "here" / "x"  # where the shell's commands would find it, too
+    assert absolute(tmp_path / "link" / "run") == tmp_path / "link" / "run"
+
+
+def test_a_disk_fault_names_what_each_verb_calls_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"cannot be written: .*needed a folder .*\(run --out DIR, resume DIR\)"):
+        RunFolder(tmp_path / "none").write_json("summary.json", {})

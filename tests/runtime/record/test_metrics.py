@@ -1,5 +1,6 @@
 import builtins
 import json
+import re
 import sys
 from math import inf
 from pathlib import Path
@@ -10,7 +11,16 @@ import pytest
 from penstock.graph import load, trace
 from penstock.graph.ir import Firing
 from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.metrics import MetricsFile, Rows, combine, keep_rows, prefixes, read_rows, scalars
+from penstock.runtime.record.metrics import (
+    MetricsFile,
+    Rows,
+    combine,
+    keep_rows,
+    prefixes,
+    read_rows,
+    read_undamaged,
+    scalars,
+)
 from penstock.runtime.record.tensorboard import open_board
 
 
@@ -167,6 +177,22 @@ def test_a_damaged_row_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"update": 0}\noops\n{"update": 2}\n')
     with pytest.raises(RecordError, match=r"m.jsonl:2: given a line that is not JSON"):
         read_rows(tmp_path / "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "said"),
+    [
+        ('{"update": 0}\n{"upd', 1, r"m.jsonl:2: given half a line"),
+        ('{"update": 0}\noops\n{"update": 2}\n', 1, r"m.jsonl:2: given a line that is not JSON"),
+        ('{"update": 0}\n[1]\n', 1, r"m.jsonl:2: given JSON without the number of an update"),
+        ('{"update": 0}\n{}\n', 1, r"m.jsonl:2: given JSON without the number of an update"),
+    ],
+)
+def test_the_rows_before_damage_are_read_with_what_it_is(tmp_path: Path, text: str, rows: int, said: str) -> None:
+    (tmp_path / "m.jsonl").write_text(text)
+    found, damage = read_undamaged(tmp_path / "m.jsonl")
+    assert len(found) == rows
+    assert re.search(said, str(damage))
 
 
 def test_a_figure_that_json_cannot_say_is_null(tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ DURATIONS = Durations(
 )
 
 
+ACCURACY = 0.42
+"""Before training."""
+
+
 @dataclass(frozen=True)
 class Made:
     """A run folder and the simulation that it is a record of."""
@@ -63,7 +67,7 @@ def simulated_run(
     tables = compile_tables(graph, _served(plan))
     log = LogWriter(folder.events, record_bytes)
     log.segment(None, {"run": config.run})
-    log.stage(Origin("train", graph, _served(plan), rules).to_json())
+    log.stage({**Origin("train", graph, _served(plan), rules).to_json(), "accuracy": {"before": ACCURACY}})
 
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         log.step(started_s + time, event, commands)
@@ -118,7 +122,7 @@ def _summary(folder: RunFolder, simulation: Simulation, batch: int) -> dict[str,
     groups = batch * len(simulation.ends)
     return {
         "status": "done",
-        "accuracy_before": 0.42,
+        "accuracy_before": ACCURACY,
         "accuracy_after": 0.93,
         "updates": len(simulation.ends),
         "groups": groups,

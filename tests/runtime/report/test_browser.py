@@ -114,6 +114,15 @@ def test_there_is_a_lane_for_every_rank_real_and_predicted(page: "Page") -> None
     page.check("input[data-do=predicted]")
 
 
+def test_the_lanes_of_a_pool_are_as_high_as_the_firings_it_may_have_in_work(page: "Page") -> None:
+    """Whatever of them the run had: real and predicted, all ranks."""
+    heights = page.evaluate(
+        """() => document.querySelector('.schedule').view.strips.map(s => [s.row.pool, s.row.room, s.height])"""
+    )
+    assert {tuple(row) for row in heights if row[0] == "generator"} == {("generator", 18, 84)}
+    assert {row[1] for row in heights if row[0] != "generator"} == {1}
+
+
 def test_buttons_wheel_and_keys_zoom(page: "Page") -> None:
     whole = seen(page)
     page.click("button[data-do=in]")
@@ -285,6 +294,8 @@ def test_it_prints_with_its_pictures_and_without_its_buttons(browser: "Browser",
     )
     assert found.page.locator(".toolbar button").first.is_hidden()
     assert found.page.locator(".chart > svg").is_visible()
+    found.page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
+    assert found.page.evaluate("document.documentElement.scrollWidth") <= 688
     found.page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
     assert found.complaints == []

@@ -52,3 +52,18 @@ def test_few_bars_stay_as_they_are() -> None:
     strip = Strip([work(i, i, i + 1) for i in range(10)])
     assert thin([strip], 10) == 0
     assert len(strip.work) == 10
+
+
+def test_a_lanes_room_and_the_programs_tracks_do_not_depend_on_the_evaluation() -> None:
+    program = [work(i, i, i + 10) for i in range(4)]
+    evaluation = [work(i, 100, 200, node="evaluate.n") for i in range(50)]
+    alone, both = (decoded(Chart([Row("p/0", "p", Strip(items), room=6)], []))["rows"][0] for items in
+                   (program, program + evaluation))  # fmt: skip
+    assert (alone["room"], alone["tracks"]) == (6, [4, 0])
+    assert (both["room"], both["tracks"]) == (6, [4, 50])
+
+
+def test_the_real_side_and_the_predicted_one_have_the_same_tracks() -> None:
+    predicted = Strip([work(0, 0, 10), work(1, 5, 15), work(2, 6, 16)])
+    row = decoded(Chart([Row("p/0", "p", Strip([work(0, 0, 10)]), predicted)], []))["rows"][0]
+    assert (row["room"], row["tracks"]) == (3, [3, 0])

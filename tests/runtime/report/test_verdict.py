@@ -16,7 +16,7 @@ def toy() -> Graph:
 
 def table(periods: dict[int, float], lag: int = 1) -> Table:
     cases = tuple(Case(at, 1, seconds, float(at), {}) for at, seconds in periods.items())
-    return Table("generator", lag, 1, 20, 0.0, cases, True)
+    return Table("generator", lag, 1, 20, None, 0.0, cases, True)
 
 
 def test_it_says_what_bounds_what_a_lag_would_gain_and_how_far_the_model_is_off() -> None:

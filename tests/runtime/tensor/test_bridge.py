@@ -5,7 +5,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,8 @@ import psutil
 import pytest
 import torch
 
-from penstock.runtime.tensor.arena import Part
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.layout import Box, Boxes, Layout, TensorLayout
-from penstock.runtime.tensor.parcel import BUCKET, LARGE, bundle
-from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport, TransportError
 
@@ -164,7 +159,7 @@ def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monk
     publisher = Publisher(CHANNEL, Policy(large=40_000_000))
     peer.tell(**publisher.publish(0))
     kill_after_the_header(monkeypatch, transport, peer)
-    with pytest.raises(TransportError, match=r"version 0: embed \[0:40000000\] to destination rank 0 failed"):
+    with pytest.raises(TransportError, match=r"version 0: embed \[\d+:\d+\] to destination rank 0 failed"):
         publisher.send(0, transport)
 
 
@@ -206,7 +201,7 @@ def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on
     facts = publisher.publish(1)
     first.tell(**facts)
     kill_after_the_header(monkeypatch, broken, first)
-    with pytest.raises(TransportError, match=r"version 1: embed \[0:40000000\] to destination rank 0 failed"):
+    with pytest.raises(TransportError, match=r"version 1: embed \[\d+:\d+\] to destination rank 0 failed"):
         publisher.send(1, broken)
     third, rebuilt = peers("destination")
     for peer, transport in ((second, sound), (third, rebuilt)):
@@ -219,80 +214,19 @@ def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on
 
 def test_a_peer_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
     bridge = Bridge(CHANNEL, tmp_path / "bridge", destinations=2, timeout=1)
-    with pytest.raises(TransportError, match=r"1 source and 2 destination ranks is not complete after 1 s"):
+    with pytest.raises(
+        TransportError, match=r"1 source and 2 destination ranks is not complete after \d+\.\d s of 1 s"
+    ):
         bridge.open("source")
 
 
-def test_boxes_are_resharded_between_two_and_three_ranks(tmp_path: Path) -> None:
-    """Rows on two ranks to columns on three, large and strided pieces among them: each rank a thread here."""
-    shapes = {"big": (1200, 600), "small": (5, 6), "tall": (9, 1)}
-    wholes = {n: torch.arange(s[0] * s[1], dtype=torch.float32).view(s) for n, s in shapes.items()}
-    src = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 0, 2)) for n, s in shapes.items()))
-    dst = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 1, 3)) for n, s in shapes.items()))
-    plan = reshard(src, dst)
-    bridge = Bridge("test", tmp_path / "bridge", sources=2, destinations=3, timeout=30)
-    got: list[dict[str, Part]] = [_parts(dst, rank) for rank in range(3)]
-    errors: queue.Queue[BaseException] = queue.Queue()
-
-    def source(rank: int) -> None:
-        parts = _parts(src, rank)
-        for name, part in parts.items():
-            part.tensor.copy_(wholes[name][part.box.slices(Box.whole(shapes[name]))])
-        transport = bridge.open("source", rank)
-        for version in (0, 1):
-            transport.send(version, plan.sends(rank), parts)
-
-    def destination(rank: int) -> None:
-        transport = bridge.open("destination", rank)
-        for version in (0, 1):
-            transport.receive(version, plan.receives(rank), got[rank])
-
-    def guarded(role: Any, rank: int) -> None:
-        try:
-            role(rank)
-        except BaseException as error:
-            errors.put(error)
-
-    roles = [(source, 0), (source, 1), (destination, 0), (destination, 1), (destination, 2)]
-    threads = [threading.Thread(target=guarded, args=role, daemon=True) for role in roles]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors.empty(), errors.get()
-    for parts in got:
-        for name, part in parts.items():
-            assert torch.equal(part.tensor, wholes[name][part.box.slices(Box.whole(shapes[name]))])
-
-
-def _split(shape: tuple[int, int], dim: int, ranks: int) -> Boxes:
-    whole = Box.whole(shape)
-    edges = [shape[dim] * r // ranks for r in range(ranks + 1)]
-    return Boxes(
-        tuple(
-            (
-                r,
-                Box(
-                    (*whole.start[:dim], edges[r], *whole.start[dim + 1 :]),
-                    (*whole.stop[:dim], edges[r + 1], *whole.stop[dim + 1 :]),
-                ),
-            )
-            for r in range(ranks)
-        )
-    )
-
-
-def _parts(layout: Layout, rank: int) -> dict[str, Part]:
-    boxes = {t.name: t.held_by(rank) for t in layout.tensors}
-    return {name: Part(held[0], torch.zeros(held[0].shape)) for name, held in boxes.items() if held}
-
-
-def test_messages_hold_every_piece_once_in_order_and_large_ones_alone() -> None:
-    sizes = [10, LARGE, 20, 30, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, 5, LARGE * 9, LARGE]
-    spans = bundle(sizes)
-    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(len(sizes)))
-    for span in spans:
-        group = sizes[span]
-        assert len(group) == 1 or max(group) < LARGE
-        assert len(group) == 1 or sum(group[:-1]) < BUCKET
-    assert bundle([]) == []
+def test_what_a_machine_lacks_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="given backend 'cuda_ipc', needed one of gloo, nccl"):
+        Bridge(CHANNEL, tmp_path / "bridge", backend="cuda_ipc")  # type: ignore[arg-type]
+    lacks = {"no folder .*absent to meet in": Bridge(CHANNEL, tmp_path / "absent" / "bridge")}
+    lacks["Unable to find address for: none0"] = Bridge(CHANNEL, tmp_path / "bridge", interface="none0")
+    if not torch.distributed.is_nccl_available():
+        lacks["given nccl, which torch .* needed gloo"] = Bridge(CHANNEL, tmp_path / "bridge", backend="nccl")
+    for text, bridge in lacks.items():
+        with pytest.raises(TransportError, match=rf"not complete after 0\.\d s of 60\.0 s: .*{text}"):
+            bridge.open("source")

@@ -210,6 +210,17 @@ def test_a_full_folder_is_an_error_and_the_store_goes_on(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
+def test_the_user_is_told_once_that_samples_lie_in_another_folder(tmp_path: Path) -> None:
+    told: list[str] = []
+    store = Store(RUN, "a", folders=[tmp_path / "absent", tmp_path], segment_bytes=4096, warn=told.append)
+    for _ in range(3):
+        store.put(rewards(2000))
+    assert store.usage().segments > 2
+    lacks = f"a: no room for 4096 bytes of samples in {tmp_path / 'absent'} (no such folder)"
+    assert told == [f"{lacks}; they lie in {tmp_path} where it is full, which is slower"]
+    store.close()
+
+
 def test_a_store_made_anew_under_the_same_name_repeats_no_handle(reader: Reader) -> None:
     first = Store(RUN, "again")
     old = first.put(rewards(3))

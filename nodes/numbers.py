@@ -1,0 +1,59 @@
+"""What nodes and losses require of the numbers among their options, told before a run starts.
+
+@requires(positive("rho"), not_negative("lr"))
+@node(pool="trainer", clock="update")
+def my_update(policy: Policy, rollouts: Rollouts, *, rho: float = 4.0, lr: float = 1e-4) -> Policy: ...
+"""
+
+import math
+from collections.abc import Callable
+
+from penstock.graph.call import Call
+
+Requirement = Callable[[Call], None]
+
+
+def positive(*names: str) -> Requirement:
+    """More than 0, infinity included."""
+    return _numbers("a number above 0", lambda number: number > 0, names)
+
+
+def not_negative(*names: str) -> Requirement:
+    return _numbers("a finite number of at least 0", lambda number: 0 <= number < math.inf, names)
+
+
+def bound(*names: str) -> Requirement:
+    """At least 0; infinity is a bound that bounds nothing."""
+    return _numbers("a number of at least 0", lambda number: number >= 0, names)
+
+
+def share(*names: str) -> Requirement:
+    """A discount, which may be 1."""
+    return _numbers("a number from 0 to 1", lambda number: 0 <= number <= 1, names)
+
+
+def above(least: float, *names: str) -> Requirement:
+    return _numbers(f"a number above {least:g}", lambda number: number > least, names)
+
+
+def count(least: int, *names: str) -> Requirement:
+    needed = f"a whole number of at least {least}"
+    return _numbers(needed, lambda number: isinstance(number, int) and number >= least, names)
+
+
+def betas(call: Call) -> None:
+    given = call.options.get("betas")
+    fit = isinstance(given, list) and len(given) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in given)
+    if given is not None and not fit:
+        raise call.lack(repr(given), "two numbers from 0 to below 1", "betas")
+
+
+def _numbers(needed: str, fit: Callable[[float], bool], names: tuple[str, ...]) -> Requirement:
+    def check(call: Call) -> None:
+        call.numbers(needed, fit, *names)
+
+    return check
+
+
+ADAMW = (not_negative("lr", "weight_decay"), positive("clip_norm"), count(1, "micro_tokens"), betas)
+"""Of an update that has AdamW's options and a bound of the gradient under their usual names."""

@@ -1,0 +1,127 @@
+"""What a run reads and needs, tried before any process of it starts: data, models, meshes, what nodes require.
+
+Needs torch, so the command line asks a child: the one that traces the program, or, to go on with one that is traced,
+`python -m penstock.runtime.cli.try_inputs`, which reads {"graphs", "flags"} as JSON and writes what is wrong, if
+anything is.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from penstock.graph import check, load
+from penstock.graph.faults import Fault
+from penstock.graph.ir import Graph, Node
+from penstock.graph.paths import reach, resolve
+from penstock.graph.requirement import Check, requirements
+from penstock.graph.types import Context, Source
+from penstock.runtime.cli.mesh_check import check_meshes
+from penstock.runtime.cli.own_frames import own_frames
+from penstock.runtime.cli.traced import DEADLINE, CommandError, faults_text
+from penstock.runtime.control.config import EVALUATION, Flags
+
+
+def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]:
+    """(the device chosen, what nodes lack in view of the run). Reads a little of what the program reads, and looks at
+    what the makers of the other values require. Raises ValueError for what is wrong with them."""
+    sources: dict[str, Source] = {}
+    checks: dict[Check[Context], Context] = {}
+    for graph in graphs:
+        reach(graph.op)
+    for graph in graphs:
+        for argument in graph.arguments:
+            maker, context = load(argument.maker), _context(argument.name, graph, flags)
+            if argument.kind == "source":
+                sources[argument.name] = maker(context)
+                sources[argument.name].read(0)
+            for required in requirements(maker):
+                checks.setdefault(required, context)
+        for node in graph.nodes:
+            _import(node)
+    device = choose_device(flags.device)  # not before what may bring a torch is imported
+    for required, context in checks.items():
+        required(context)
+    check_meshes(graphs, flags)
+    faults: list[Fault] = []
+    for graph in graphs:
+        contexts = {node.name: _context(node.name, graph, flags) for node in graph.nodes}
+        faults += check(graph, sources=sources, contexts=contexts)
+    return device, list(dict.fromkeys(faults))
+
+
+def require_inputs_of(graphs: Sequence[Graph], flags: Flags) -> None:
+    """The same in a child, for a parent without torch. Raises CommandError."""
+    asked = json.dumps({"graphs": [graph.to_json() for graph in graphs], "flags": asdict(flags)})
+    command = [sys.executable, "-m", "penstock.runtime.cli.try_inputs"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=DEADLINE)
+    if done.returncode:
+        raise CommandError(done.stdout.strip() or done.stderr.strip())
+
+
+def choose_device(name: str) -> str:
+    """The device that a flag names; "auto" is the GPU where the program's modules brought a torch that sees one.
+
+    Raises ValueError for one that is not there.
+    """
+    torch = sys.modules.get("torch")
+    num_gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if num_gpus else "cpu"
+    kind, _, index = name.partition(":")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= num_gpus:
+        raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")
+    return name
+
+
+def _import(node: Node) -> None:
+    """What the workers of a node import: `check` knows what that requires once it is here."""
+    if node.construct == "call":
+        load(node.op)
+    for _, option in node.options:
+        resolve(option)
+
+
+def _context(name: str, graph: Graph, flags: Flags) -> Context:
+    """What a node or an argument is made with, but for where it runs."""
+    held_out = name.startswith(EVALUATION)
+    return Context(
+        node=name,
+        seed=flags.seed,
+        model=flags.model,
+        data=flags.eval_data or flags.data if held_out else flags.data,
+        dtype=flags.dtype,
+        max_tokens=flags.max_tokens,
+        batch=flags.batch,
+        updates=flags.updates,
+        slots=flags.slots,
+        split="evaluate" if held_out else "train",
+        options=dict(graph.options),
+    )
+
+
+def wrong(graphs: Sequence[Graph], flags: Flags) -> str:
+    """What is wrong with a run's inputs; "" if nothing is."""
+    try:
+        faults = try_inputs(graphs, flags)[1]
+    except ValueError as error:
+        return str(error)
+    except Exception:
+        return own_frames()
+    return faults_text(faults) if faults else ""
+
+
+def main() -> int:
+    asked = json.load(sys.stdin)
+    flags = Flags(**{**asked["flags"], "mesh": tuple(asked["flags"]["mesh"])})
+    said = wrong([Graph.from_json(graph) for graph in asked["graphs"]], flags)
+    print(said)
+    return int(bool(said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What of a plan is decided, step by step: what a search has open. Pure."""
+
+from dataclasses import dataclass
+
+from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.found import Split, tie
+from penstock.runtime.plan.islands import Island
+from penstock.runtime.plan.syncing import switch_cost
+from penstock.runtime.plan.ways import Generating, Training
+
+
+@dataclass(frozen=True)
+class Row:
+    """Splits that differ in the generator's GPUs: the `index`th size of its island, and all smaller ones."""
+
+    trainer: Island
+    gpus: int
+    generator: Island
+    index: int
+    apart: bool
+
+    @property
+    def split(self) -> Split:
+        islands = (self.trainer, self.generator, self.trainer)
+        return Split(False, islands, self.gpus, self.generator.sizes[self.index])
+
+
+@dataclass(frozen=True)
+class Room:
+    """A split of which no layout is decided. `apart`: a frozen model is to have GPUs of its own, still to be chosen.
+    `decoded`: its bound is by the generators that there are on so many GPUs."""
+
+    split: Split
+    apart: bool
+    decoded: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A split with a trainer, the `index`th of its list."""
+
+    split: Split
+    reading: Training | None
+    train: Training
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """All but the sync, and the rollout while it is None. With GPUs of its own the trainer is the `index`th of its
+    list, and the others follow."""
+
+    split: Split
+    reading: Training | None
+    train: Training
+    decode: Generating
+    rollout_s: float | None = None
+    index: int = 0
+    offloads: bool = False
+
+    @property
+    def tie(self) -> tuple[int, ...]:
+        return tie(self.decode, self.split)
+
+    @property
+    def switch(self) -> Cost:
+        """The trainer's moments to the host and back."""
+        parts = self.train.memory.parts
+        moments = parts["moments"] + parts.get("critic moments", 0.0) if self.offloads else 0.0
+        return switch_cost(self.split.islands[0].gpu, moments, moments)

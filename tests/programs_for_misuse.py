@@ -1,0 +1,250 @@
+"""Programs that a user might write, each with one thing that a node or a loss cannot work with."""
+
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.graph import (
+    Context,
+    Logprobs,
+    Policy,
+    Prompts,
+    Rewards,
+    Rollouts,
+    broadcast,
+    keep,
+    node,
+    program,
+    requires,
+)
+from penstock.graph.call import Call
+from penstock.graph.types import Critic, Reference, RewardModel, Source
+from penstock.nodes.advantage import greedy_advantage, group_advantage, leave_one_out_advantage
+from penstock.nodes.critic import critic_update, critic_values, gae
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.dpo import dpo_update
+from penstock.nodes.learn.minibatches import take_rows
+from penstock.nodes.learn.objectives import aipo, ppo, reinforce, tis
+from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
+from penstock.nodes.learn.sampled import Sampled, reads
+from penstock.nodes.learn.update import aipo_update, policy_update
+from penstock.nodes.measure import measure
+from penstock.nodes.replay import replay
+from penstock.nodes.reward_model import reward_scores
+from penstock.nodes.score import math_answer, score
+
+
+@program
+def alone(policy: Policy, prompts: Prompts, *, samples: int = 1) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=samples)
+    rewards = half(score(rollouts, by=math_answer))
+    return aipo_update(policy, rollouts, group_advantage(rewards))  # alone
+
+
+@node(pool="scorer")
+def half(rewards: Rewards) -> Rewards:
+    return rewards * 0.5
+
+
+@program
+def judged_once(policy: Policy, prompts: Prompts) -> Policy:
+    """A judge's option `samples` is about its own opinions: no fault."""
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    return aipo_update(policy, rollouts, group_advantage(opinions(rollouts, samples=1)))
+
+
+@node(pool="scorer")
+def opinions(rollouts: Rollouts, *, samples: int) -> Rewards:
+    return Rewards(torch.zeros(len(rollouts.texts)))
+
+
+@program
+def forked(policy: Policy, prompts: Prompts) -> Policy:
+    """A node that makes rollouts of rollouts may make more of them: no fault."""
+    rollouts = fork(generate(prompts, broadcast(policy), samples=1))
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
+
+
+@node(pool="generator")
+def fork(rollouts: Rollouts) -> Rollouts:
+    return take_rows(rollouts, [0, 0])
+
+
+@program
+def alone_and_learnt(policy: Policy, reward: RewardModel, prompts: Prompts) -> dict[str, object]:
+    rollouts = generate(prompts, broadcast(policy), samples=1)
+    advantage = group_advantage(reward_scores(reward, rollouts))  # alone_and_learnt
+    return {"policy": aipo_update(policy, rollouts, advantage), "reward": reward}
+
+
+def well(call: Call) -> None:
+    raise ValueError("nobody can")
+
+
+@requires(well)
+@node(pool="scorer")
+def unwell(rollouts: Rollouts) -> Rewards:
+    return Rewards(torch.zeros(len(rollouts.texts)))
+
+
+@program
+def refused_plainly(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    rewards = unwell(rollouts)  # refused_plainly
+    return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+@program
+def one_left_out(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=1)
+    advantage = leave_one_out_advantage(score(rollouts, by=math_answer))  # one_left_out
+    return aipo_update(policy, rollouts, advantage)
+
+
+@program
+def compared_with_the_batch(policy: Policy, prompts: Prompts) -> Policy:
+    """One sample per prompt is enough where a whole batch is the baseline: no fault."""
+    rollouts = generate(prompts, broadcast(policy), samples=1)
+    rewards = score(rollouts, by=math_answer)
+    return aipo_update(policy, rollouts, group_advantage.per_update(rewards))
+
+
+@program
+def many_greedy(policy: Policy, prompts: Prompts) -> Policy:
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour, samples=1)
+    greedy = generate(prompts, behaviour, samples=4, temperature=0.0)
+    advantage = greedy_advantage(score(rollouts, by=math_answer), score(greedy, by=math_answer))  # many_greedy
+    return policy_update(policy, rollouts, advantage, loss=reinforce)
+
+
+@program
+def no_pair(policy: Policy, reference: Reference, prompts: Prompts) -> dict[str, Policy]:
+    rollouts = generate(prompts, broadcast(policy), samples=1)
+    rewards, close = score(rollouts, by=math_answer), reference_logprobs(reference, rollouts)
+    return {"policy": dpo_update(policy, rollouts, rewards, close), "reference": reference}  # no_pair
+
+
+@program
+def penalised_by_nothing(policy: Policy, prompts: Prompts, *, kl: float = 0.1) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    return policy_update(policy, rollouts, advantage, loss=ppo, kl=kl)  # penalised_by_nothing
+
+
+@program
+def expected_by_nothing(policy: Policy, critic: Critic, prompts: Prompts) -> dict[str, object]:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    values = critic_values(critic, rollouts)
+    advantage, returns = gae(score(rollouts, by=math_answer), values, rollouts, kl=0.1)  # expected_by_nothing
+    learnt = policy_update(policy, rollouts, advantage, loss=ppo)
+    return {"policy": learnt, "critic": critic_update(critic, rollouts, values, returns)}
+
+
+@program
+def without_old(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    return policy_update(policy, rollouts, advantage, loss=partial(tis, cap=3.0))  # without_old
+
+
+@requires(reads("reference"))
+@requires(reads("proximal"))
+def own_loss(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
+    return (logprobs_P - sampled.proximal_P) * sampled.reference_P
+
+
+@program
+def own(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage, old = group_advantage(score(rollouts, by=math_answer)), policy_logprobs(policy, rollouts)
+    return policy_update(policy, rollouts, advantage, proximal=old, loss=own_loss)  # own
+
+
+@program
+def empty_buffer(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    batch, worth = replay(rollouts, advantage, take=0, max_age=-1)  # empty_buffer
+    return policy_update(policy, batch, worth, loss=aipo)
+
+
+@program
+def empty_exam(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    measure.every(2)(broadcast(policy), problems=0)  # empty_exam
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
+
+
+@program
+def out_of_range(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4, temperature=-1, top_k=1.5, top_p=0.0)  # type: ignore
+    loss = partial(ppo, clip_low="wide", dual_clip=1)  # type: ignore[arg-type]
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    return policy_update(policy, rollouts, advantage, loss=loss, clip_norm=0, betas=(0.9, 1.0), micro_tokens=0)
+
+
+class Logged(Rollouts):
+    """Responses that somebody sampled somewhere, one to each of two prompts."""
+
+    maker: ClassVar[str] = f"{__file__}:open_logged"
+
+
+class _Log:
+    def __init__(self, recorded: bool) -> None:
+        self.recorded = recorded
+
+    def read(self, ordinal: int) -> Logged:
+        length_N = torch.full((2,), 3)
+        logprobs_NT = torch.zeros(2, 3) if self.recorded else None
+        tokens_NS, versions_NT, finished_N = torch.ones(2, 5, dtype=torch.long), torch.zeros(2, 3), length_N > 0
+        texts = ("=3",) * 2
+        return Logged(
+            (ordinal,) * 2, texts, texts, texts, tokens_NS, length_N - 1, length_N, logprobs_NT, versions_NT, finished_N
+        )
+
+
+def open_logged(context: Context) -> Source:
+    return _Log(bool(context.options["recorded"]))
+
+
+@program
+def offline(policy: Policy, logged: Logged, *, recorded: bool = False) -> Policy:
+    kept, rewards = keep(logged, score(logged, by=math_answer), when=every)
+    return policy_update(policy, kept, group_advantage(rewards), loss=ppo)  # offline
+
+
+def every(logged: Logged, rewards: Rewards) -> bool:
+    return True
+
+
+@program
+def offline_filled(policy: Policy, logged: Logged, *, recorded: bool = False) -> Policy:
+    """What a node makes of rollouts may have what they lack: no fault."""
+    rollouts = filled(logged)
+    return policy_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)), loss=ppo)
+
+
+@node(pool="scorer")
+def filled(rollouts: Logged) -> Logged:
+    return replace(rollouts, logprobs_NT=torch.zeros(rollouts.versions_NT.shape))
+
+
+@program
+def offline_without_ratios(policy: Policy, logged: Logged, *, recorded: bool = False) -> Policy:
+    return policy_update(policy, logged, group_advantage(score(logged, by=math_answer)), loss=reinforce)
+
+
+@node(pool="trainer", clock="update")
+def another_update(policy: Policy, rollouts: Rollouts, old: Logprobs, *, loss: object = tis) -> Policy:
+    """An update of one's own, which gives the loss what it needs under another name."""
+    raise NotImplementedError
+
+
+@program
+def another(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=1)
+    return another_update(policy, rollouts, policy_logprobs(policy, rollouts), loss=tis)

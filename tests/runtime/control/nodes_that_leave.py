@@ -1,0 +1,91 @@
+"""A carried value that can leave its device, what changes it and what reads it, and a stream that gives up memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, node, program, trace
+from penstock.nodes.fake import FakePolicy, FakePrompts
+from penstock.runtime.control.setup import Setup
+from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+
+from .nodes_for_tests import Basket
+
+HOLDS = ("policy", "prompts", "basket", "peek", "grow", "look_back")
+
+
+class Heavy(FakePolicy):
+    """Its momentum may leave. `seen` notes where it lay whenever a node worked with it."""
+
+    maker: ClassVar[str] = f"{__name__}:make_heavy"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.seen: list[int] = []
+
+    def offloadable(self) -> Mapping[str, Tensor]:
+        return {"momentum": self.momentum_W}
+
+    @property
+    def place(self) -> int:
+        return self.momentum_W.untyped_storage().data_ptr()
+
+
+def make_heavy(context: Context) -> Heavy:
+    return Heavy(context)
+
+
+class Cupboard(Basket):
+    """`released` counts how often its memory was given up."""
+
+    released = 0
+
+    def release(self) -> None:
+        assert not self.busy()
+        self.released += 1
+
+
+def make_cupboard(context: Context) -> Cupboard:
+    return Cupboard(-1, -1, -1)
+
+
+@node(pool="worker", init=make_cupboard)
+def basket(state: Cupboard, prompts: Prompts) -> tuple[Cupboard, Rewards]:
+    raise NotImplementedError("the executor drives the stream")
+
+
+@node(pool="worker", clock="update")
+def peek(policy: Heavy, rewards: Rewards) -> Rewards:
+    """Reads the value before its update."""
+    policy.seen.append(policy.place)
+    return rewards
+
+
+@node(pool="worker", clock="update")
+def grow(policy: Heavy, rewards: Rewards) -> tuple[Heavy, Metrics]:
+    policy.seen.append(policy.place)
+    policy.momentum_W.add_(rewards.values_N.sum())
+    return policy, {}
+
+
+@node(pool="worker", clock="update")
+def look_back(policy: Heavy) -> Metrics:
+    """Reads it after its update."""
+    policy.seen.append(policy.place)
+    return {"momentum": float(policy.momentum_W.sum())}
+
+
+@program
+def growing(policy: Heavy, prompts: FakePrompts) -> Policy:
+    grown = grow(policy, peek(policy, basket(prompts)))
+    look_back(grown)
+    return grown
+
+
+def make_setup(folder: Path, restore: Path | None = None, **settings: Any) -> Setup:
+    """For one rank that holds everything."""
+    plan = Plan((Pool("worker", HOLDS, (Replica("worker/0", (Rank(),), 8),)),))
+    contexts = {name: Context(node=name) for name in HOLDS}
+    return Setup((trace(growing, {}),), plan, "worker/0", 0, contexts, folder, restore, **settings)

@@ -1,0 +1,133 @@
+"""What nodes and losses cannot work with is told by `check`, at the line of the call, before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import Graph, Program, check, load, trace
+from penstock.runtime.cli.trace_child import answer
+
+FILE = Path(__file__).parent / "programs_for_misuse.py"
+
+
+def graph(name: str, **options: Any) -> Graph:
+    found = load(f"{FILE}:{name}")
+    assert isinstance(found, Program)
+    return trace(found, options)
+
+
+def line(mark: str) -> str:
+    """Where the misuse stands."""
+    number = next(n for n, text in enumerate(FILE.read_text().splitlines(), 1) if text.endswith(f"  # {mark}"))
+    return f"{FILE}:{number}"
+
+
+ONE = "rewards of samples=1, one response to a prompt"
+MISUSE = {
+    "alone": ("group_advantage", ONE, "2 or more responses to a prompt"),
+    "one_left_out": ("leave_one_out_advantage", ONE, "2 or more responses to a prompt"),
+    "alone_and_learnt": ("group_advantage", ONE, "2 or more responses to a prompt"),
+    "refused_plainly": ("unwell", "nobody can", f"what well requires ({FILE}:"),
+    "many_greedy": ("greedy_advantage", "greedy rewards of samples=4", "samples=1: one greedy response"),
+    "no_pair": ("dpo_update", ONE, "2 or more responses to a prompt"),
+    "penalised_by_nothing": ("policy_update: option 'kl'", "0.1 without a reference", "see reference_logprobs"),
+    "expected_by_nothing": ("gae: option 'kl'", "0.1 without a reference", "see reference_logprobs"),
+    "without_old": ("policy_update: loss tis", "no proximal_P for it", "see policy_logprobs"),
+    "own": ("policy_update: loss own_loss", "no reference_P for it", "see reference_logprobs"),
+    "empty_exam": ("measure: option 'problems'", "0", "a whole number of at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_what_a_node_or_a_loss_cannot_work_with_is_a_fault_at_its_line(name: str) -> None:
+    (fault,) = check(graph(name))
+    what, given, needed = MISUSE[name]
+    assert (fault.what, fault.given, fault.where) == (what, given, line(name))
+    assert needed in fault.needed
+
+
+def test_all_options_that_are_too_small_are_told() -> None:
+    faults = check(graph("empty_buffer"))
+    assert [(f.what, f.given) for f in faults] == [("replay: option 'take'", "0"), ("replay: option 'max_age'", "-1")]
+    assert {f.where for f in faults} == {line("empty_buffer")}
+
+
+FACTORS = "a finite number of at least 0"
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "what", "needed"),
+    [
+        ("aipo", {"rho": 0.0}, "aipo_update: option 'rho'", "a number above 0"),
+        ("aipo", {"lr": -1.0}, "aipo_update: option 'lr'", FACTORS),
+        ("aipo", {"lr": float("inf")}, "aipo_update: option 'lr'", FACTORS),
+        ("grpo", {"clip": -0.2}, "policy_update: loss ppo: option 'clip_low'", "a number of at least 0"),
+        ("cispo", {"clip_high": -4.0}, "policy_update: loss cispo: option 'clip_high'", "a number of at least 0"),
+        ("tis", {"cap": 0.0}, "policy_update: loss tis: option 'cap'", "a number above 0"),
+        ("grpo", {"kl": -0.1}, "policy_update: option 'kl'", FACTORS),
+        ("ppo", {"lam": 1.5}, "gae: option 'lam'", "a number from 0 to 1"),
+        ("online_dpo", {"beta": 0.0}, "dpo_update: option 'beta'", "a number above 0"),
+        ("dapo", {"minibatches": 0}, "policy_update: minibatches", "a whole number of at least 1"),
+    ],
+)
+def test_numbers_that_cannot_work_are_faults(program: str, options: dict[str, Any], what: str, needed: str) -> None:
+    found = load(program)
+    assert isinstance(found, Program)
+    faults = {(fault.what, fault.needed) for fault in check(trace(found, options))}
+    assert (what, needed) in faults
+
+
+def test_all_numbers_of_a_call_that_cannot_work_are_told() -> None:
+    faults = check(graph("out_of_range"))
+    assert {(f.what, f.given) for f in faults} == {
+        ("generate: option 'temperature'", "-1"),
+        ("generate: option 'top_k'", "1.5"),
+        ("generate: option 'top_p'", "0.0"),
+        ("policy_update: loss ppo: option 'clip_low'", "'wide'"),
+        ("policy_update: loss ppo: option 'dual_clip'", "1"),
+        ("policy_update: option 'clip_norm'", "0"),
+        ("policy_update: option 'betas'", "[0.9, 1.0]"),
+        ("policy_update: option 'micro_tokens'", "0"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("alone", {"samples": 2}),
+        ("penalised_by_nothing", {"kl": 0.0}),
+        ("compared_with_the_batch", {}),
+        ("another", {}),
+        ("judged_once", {}),
+        ("forked", {}),
+        ("offline", {}),
+    ],
+)
+def test_what_can_work_is_no_fault(name: str, options: dict[str, Any]) -> None:
+    assert check(graph(name, **options)) == []
+
+
+def test_data_without_mu_is_told_to_a_loss_that_needs_it_and_to_no_other() -> None:
+    """What the first value of a source has is known once it has been read: by `run`, before any process starts."""
+    (fault,) = answer("run", f"{FILE}:offline", [])["faults"]
+    assert (fault["what"], fault["given"], fault["where"]) == (
+        "policy_update: loss ppo",
+        "no behaviour_P for it",
+        line("offline"),
+    )
+    assert "logprobs_NT were recorded" in fault["needed"]
+    assert answer("run", f"{FILE}:offline", ["--recorded"])["faults"] == []
+    assert answer("run", f"{FILE}:offline_without_ratios", [])["faults"] == []
+    assert answer("run", f"{FILE}:offline_filled", [])["faults"] == []
+
+
+def test_a_graph_whose_nodes_are_not_imported_is_checked_without_them() -> None:
+    strange = Graph.from_json(graph("alone").to_json())
+    nodes = [node.__class__(**{**_fields(node), "op": "nowhere.to_be:found"}) for node in strange.nodes if node.fires]
+    ways = [node for node in strange.nodes if not node.fires]
+    assert check(strange.replace(nodes=(*ways, *nodes))) == []
+
+
+def _fields(node: Any) -> dict[str, Any]:
+    return {slot: getattr(node, slot) for slot in type(node).__slots__}
