@@ -84,7 +84,8 @@ def _error(text: str, *, usage: bool = False) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C, or help that nobody reads on, ends it without a traceback
+        signal.signal(number, signal.SIG_DFL)
     fd, verb, name, *argv = sys.argv[1:]
     data = json.dumps(answer(verb, name, argv)).encode()
     with os.fdopen(int(fd), "wb") as pipe:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ def faults_text(faults: Sequence[Fault]) -> str:
 def _leave(name: str, status: int) -> NoReturn:
     if status in (0, 2):  # help, or a usage error that has been printed
         raise SystemExit(status)
+    if status == -signal.SIGPIPE:  # help that nobody read to its end
+        raise SystemExit(128 + signal.SIGPIPE)
     how = f"signal {-status}" if status < 0 else f"exit status {status}"
     raise CommandError(f"{name}: the process that imported it ended with {how}")
 

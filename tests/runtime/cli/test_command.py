@@ -196,10 +196,11 @@ def test_a_full_disk_is_one_clear_message_and_a_summary(tmp_path: Path) -> None:
     assert done.stderr.decode().splitlines() == [f"penstock: {summary['error']}"]
 
 
-def test_output_that_is_not_read_to_its_end_is_no_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("--help",), ("run", "toy", "--help")])
+def test_output_that_is_not_read_to_its_end_is_no_success(tmp_path: Path, words: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", "--help"]
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *words]
     done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
