@@ -28,7 +28,7 @@ class Actor:
 
 
 def measure(processes: int, threads: int, window: int, seconds: float) -> dict[str, float]:
-    """Seconds of start-up, and calls per second with one and with `window` in flight for each thread."""
+    """Seconds of start-up, and calls per second with one in flight, one for each thread, and `window` for each."""
     begin = perf_counter()
     ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     try:
@@ -38,10 +38,27 @@ def measure(processes: int, threads: int, window: int, seconds: float) -> dict[s
         started = perf_counter() - begin
         sleep(1.0)  # let what starting has left to do settle
         workers = [a for a in actors for _ in range(threads)]
-        one, pipelined = rate(workers, 1, seconds), rate(workers, window, seconds)
-        return {"start_s": started, "one_in_flight": one, "pipelined": pipelined}
+        one = rate_one_at_a_time(workers, seconds)
+        each, pipelined = rate(workers, 1, seconds), rate(workers, window, seconds)
+        return {"start_s": started, "one_in_flight": one, "one_at_each": each, "pipelined": pipelined}
     finally:
         ray.shutdown()
+
+
+def rate_one_at_a_time(workers: list["ray.actor.ActorHandle"], seconds: float) -> float:
+    """Calls per second where each is asked for when the one before has returned, the workers taking turns."""
+    _call_in_turn(workers, seconds / 4)
+    begin = perf_counter()
+    done = _call_in_turn(workers, seconds)
+    return done / (perf_counter() - begin)
+
+
+def _call_in_turn(workers: list["ray.actor.ActorHandle"], seconds: float) -> int:
+    done, until = 0, perf_counter() + seconds
+    while perf_counter() < until:
+        ray.get(workers[done % len(workers)].nothing.remote(), timeout=ANSWER_S)
+        done += 1
+    return done
 
 
 def rate(workers: list["ray.actor.ActorHandle"], window: int, seconds: float) -> float:

@@ -2,8 +2,8 @@
 
     python benchmarks/round_trips.py PROCESSES THREADS WINDOW SECONDS
 
-prints one JSON object: seconds of start-up (not part of the rates) and tasks per second with one task in flight at
-each worker, and with WINDOW. A worker is all that a rank is: a socket of its own, Hello, Setup and Ready, a heartbeat,
+prints one JSON object: seconds of start-up (not part of the rates) and tasks per second with one task in flight, the
+workers taking turns; with one at each worker; and with WINDOW at each. A worker is all that a rank is: a socket of its own, Hello, Setup and Ready, a heartbeat,
 the work loop, the executor, the store. A process holds THREADS of them. A task is an order of its own, as a controller
 sends one for each answer: a Fire of a node that returns nothing, and a Free.
 """
@@ -188,6 +188,21 @@ class Driver:
             self.server.send(rank_peer(name, 0), Order(fires))
         self._await(window * len(self.names))
 
+    def rate_one_at_a_time(self, seconds: float) -> float:
+        """Tasks per second where each is asked for when the one before is done, the workers taking turns."""
+        self._ask_in_turn(seconds / 4)
+        begin = perf_counter()
+        done = self._ask_in_turn(seconds)
+        return done / (perf_counter() - begin)
+
+    def _ask_in_turn(self, seconds: float) -> int:
+        done, until = 0, perf_counter() + seconds
+        while perf_counter() < until:
+            self.ask(Firing("nothing", 0), self.names[done % len(self.names)])
+            self._await(1)
+            done += 1
+        return done
+
     def rate(self, window: int, seconds: float) -> float:
         """Tasks per second with `window` in flight at each worker, after a quarter of the time to warm up."""
         for group in range(window):
@@ -222,14 +237,15 @@ def _done(event: object) -> Done:
 
 
 def measure(processes: int, threads: int, window: int, seconds: float) -> dict[str, float]:
-    """Seconds of start-up, and tasks per second with one and with `window` in flight at each worker."""
+    """Seconds of start-up, and tasks per second with one in flight, one at each worker, and `window` at each."""
     begin = perf_counter()
     with cluster(processes, threads) as driver:
         started = perf_counter() - begin
         driver.provide(window)
         sleep(1.0)  # let what starting has left to do settle
-        one, pipelined = driver.rate(1, seconds), driver.rate(window, seconds)
-    return {"start_s": started, "one_in_flight": one, "pipelined": pipelined}
+        one = driver.rate_one_at_a_time(seconds)
+        each, pipelined = driver.rate(1, seconds), driver.rate(window, seconds)
+    return {"start_s": started, "one_in_flight": one, "one_at_each": each, "pipelined": pipelined}
 
 
 if __name__ == "__main__":
