@@ -3,9 +3,10 @@
     python benchmarks/round_trips.py PROCESSES THREADS WINDOW SECONDS
 
 prints one JSON object: seconds of start-up (not part of the rates) and tasks per second with one task in flight, the
-workers taking turns; with one at each worker; and with WINDOW at each. A worker is all that a rank is: a socket of its own, Hello, Setup and Ready, a heartbeat,
-the work loop, the executor, the store. A process holds THREADS of them. A task is an order of its own, as a controller
-sends one for each answer: a Fire of a node that returns nothing, and a Free.
+workers taking turns; with one at each worker; and with WINDOW at each. A worker is all that a rank is: a socket of its
+own, Hello, Setup and Ready, a heartbeat, the work loop, the executor, the store. A process holds THREADS of them. A
+task is an order of its own, as a controller sends one for each answer: a Fire of a node that returns nothing, and a
+Free.
 """
 
 import json
