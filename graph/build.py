@@ -14,7 +14,7 @@ from penstock.graph.check import by_place, check
 from penstock.graph.faults import Fault, GraphError, defined, fault, nearest
 from penstock.graph.interface import REQUIRED, signature, type_of
 from penstock.graph.ir import Graph, Json, Ref
-from penstock.graph.paths import PATHS, encode, path_of, resolve
+from penstock.graph.paths import PATHS, encode, located, path_of, resolve
 from penstock.graph.recorder import Handle, Recorder, current
 
 P = ParamSpec("P")
@@ -116,16 +116,11 @@ class Program(Generic[P, T]):
             needed = f"an option of {self.name}{nearest(name, flags)}"
             raise fault(f"{self.name}: option {name!r}", repr(given[name]), needed, self.where)
         values = {name: resolve(given[name]) if name in given else default for name, default in flags.items()}
-        # Absolute, so that a run can be resumed from any folder.
-        values |= {f.name: Path(values[f.name]).absolute() for f in self.flags if f.is_path and _names(values[f.name])}
+        values = {flag.name: located(values[flag.name], flag.annotation) for flag in self.flags}
         if missing := [name for name, value in values.items() if value is REQUIRED]:
             needed = "a value, since it has no default"
             raise fault(f"{self.name}: option {missing[0]!r}", "nothing", needed, self.where)
         return values
-
-
-def _names(path: Any) -> bool:
-    return path is not None and path is not REQUIRED
 
 
 @overload

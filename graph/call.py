@@ -1,6 +1,6 @@
 """A node's call, for those who require something of it: its options, its inputs, and where these come from."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.graph.faults import Fault, GraphError
@@ -39,19 +39,11 @@ class Call:
         """What to raise, at the line of the call; `option` is the option that it is about."""
         return GraphError(self._fault(given, needed, option))
 
-    def at_least(self, least: int, *options: str) -> None:
-        """Raises for options that are no whole numbers of at least so much, with all of them."""
-        wrong = [name for name in options if type(self.options[name]) is not int or self.options[name] < least]
-        self._refuse(wrong, f"a whole number of at least {least}")
-
     def numbers(self, needed: str, fit: Callable[[float], bool], *options: str) -> None:
         """Raises for options that are no numbers, or do not fit, with all of them; None, and what was not bound to the
         function, is not looked at."""
         given = {name: self.options[name] for name in options if self.options.get(name) is not None}
         wrong = [name for name, value in given.items() if type(value) not in (int, float) or not fit(value)]
-        self._refuse(wrong, needed)
-
-    def _refuse(self, wrong: Sequence[str], needed: str) -> None:
         if wrong:
             raise GraphError(*(self._fault(repr(self.options[name]), needed, name) for name in wrong))
 

@@ -1,6 +1,7 @@
 """The rules of `check` for what a program says beside calling nodes: slower clocks, delays, turns, steps."""
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Node
@@ -90,7 +91,7 @@ def _turns(view: View) -> Iterator[Fault]:
                 yield Fault(say(node, item), "a value of the turn before", "a node of `alternate`", node.where)
             continue
         if (type(node.turns) is not int or node.turns < 1) and not node.answers:
-            given = "no bound" if node.turns == 0 else repr(node.turns)
+            given = "no bound" if node.turns == inf else repr(node.turns)
             yield Fault(f"{node.name}: turns", given, "turns=k, a whole number of at least 1", node.where)
         if node.clock != "group":
             yield Fault(f"{node.name}: takes turns", "a node per update", "a node per group", node.where)

@@ -11,7 +11,7 @@ import math
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -24,6 +24,8 @@ PROGRAMS = "penstock.programs"
 
 PATHS = (Path, Path | None, "Path", "Path | None")
 """The annotations of an option that is a file or a folder, evaluated or not."""
+LISTS = (list[Path], Sequence[Path], tuple[Path, ...], "list[Path]", "Sequence[Path]", "tuple[Path, ...]")
+"""And of one that is several of them."""
 
 _files: dict[str, str] = {}
 """The modules that were loaded from a file: their names, and the files' absolute paths."""
@@ -153,11 +155,12 @@ def _built_in() -> list[str]:
 
 def encode(value: Any, what: str) -> Json:
     """An option as JSON; a node, function or class as `{"path": …}`, a `functools.partial` of one with its keyword
-    arguments as `{"path": …, "options": {…}}`. `what` names the option in the error."""
+    arguments as `{"path": …, "options": {…}}`; paths absolute, so that a run can be resumed from any folder. `what`
+    names the option in the error."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
     if isinstance(value, Path):
-        return str(value)
+        return str(value.absolute())
     if isinstance(value, list | tuple):
         return [encode(item, what) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value) and not names_function(value):
@@ -165,7 +168,8 @@ def encode(value: Any, what: str) -> Json:
     if isinstance(value, partial):
         if value.args:
             raise fault(what, f"{value!r}, with arguments by place", "a functools.partial with keyword arguments only")
-        return {**encode(value.func, what), "options": encode(value.keywords, what)}
+        function = encode(value.func, what)  # a partial itself, where that has attributes
+        return {**function, "options": {**function.get("options", {}), **encode(value.keywords, what)}}
     if isinstance(value, FunctionType | BuiltinFunctionType | type) or hasattr(value, "__wrapped__"):
         path = path_of(value)
         if "<" not in path:
@@ -196,9 +200,15 @@ def resolve(option: Json) -> Any:
 
 
 def arguments(function: Callable[..., Any], options: Mapping[str, Json]) -> dict[str, Any]:
-    """Encoded options as a function takes them: a text as a `Path`, where that is its annotation."""
+    """Encoded options as a function takes them: with a `Path` for a text where that is its annotation."""
     annotations = getattr(function, "__annotations__", {})
-    return {
-        name: Path(option) if isinstance(option, str) and annotations.get(name) in PATHS else resolve(option)
-        for name, option in options.items()
-    }
+    return {name: located(resolve(option), annotations.get(name)) for name, option in options.items()}
+
+
+def located(value: Any, annotation: Any) -> Any:
+    """An option's value, and an absolute `Path` for each file or folder that its annotation says it is."""
+    if annotation in PATHS and isinstance(value, str | Path):
+        return Path(value).absolute()
+    if annotation in LISTS and isinstance(value, list | tuple):
+        return [located(item, Path) for item in value]
+    return value

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from penstock.graph.faults import Fault, GraphError, caller, fault, nearest
@@ -195,8 +196,7 @@ class Recorder:
             Input(name, self.declare(ports[name].type), Ref(node.name, node.outputs[0].name), back=True)
             for name, node in zip(BACK, (said, heard), strict=True)
         )
-        bound = encode(turns, "alternate: option 'turns'")
-        bound = 0 if bound is None else bound
+        bound = encode(inf if turns is None else turns, "alternate: option 'turns'")
         said, heard = (replace(node, op="" if unknown else node.op, turns=bound) for node in (said, heard))
         self.nodes += [replace(said, inputs=said.inputs + back), heard]
         return self._outputs(speak, said), self._outputs(answer, heard)

@@ -1,9 +1,10 @@
 """What a maker needs of a run, and a node of its call, looked at before any process of a run starts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from penstock.graph.call import Call
+from penstock.graph.choices import strange
 from penstock.graph.definition import NodeDef
 from penstock.graph.faults import Fault, GraphError, defined
 from penstock.graph.ir import Json
@@ -48,7 +49,7 @@ def requirements(made: Callable[..., Any] | None) -> tuple[Check[Any], ...]:
 
 
 def calls(view: View) -> Iterator[Fault]:
-    """What nodes require, and functions that are their options: a rule of `check`.
+    """What nodes require, and functions that are their options, or are bound to these in turn: a rule of `check`.
 
     Only modules that this process has imported are asked, as one has that has traced the program.
     """
@@ -56,15 +57,26 @@ def calls(view: View) -> Iterator[Fault]:
         definition = imported(node.op) if node.construct == "call" else None
         if not isinstance(definition, NodeDef):
             continue
+        own = dict(node.options)
+        yield from strange(definition.fn, own, node.name, node.where)
         yield from _lacks(definition, Call(view, node, definition, node.name, {}))
-        for name, option in node.options:
-            if names_function(option) and not isinstance(function := imported(option["path"]), NodeDef):
-                bound: dict[str, Json] = option.get("options", {})
-                what = f"{node.name}: {name} {short(option['path'])}"
-                yield from _lacks(function, Call(view, node, definition, what, bound))
+        for function, what, bound in _functions(node.name, own):
+            yield from strange(function, bound, what, node.where)
+            yield from _lacks(function, Call(view, node, definition, what, bound))
 
 
-def _lacks(made: Callable[..., Any] | None, call: Call) -> Iterator[Fault]:
+def _functions(what: str, options: Mapping[str, Json]) -> Iterator[tuple[Callable[..., Any], str, dict[str, Json]]]:
+    """The functions among options, however deep: (the function, how the message begins, what is bound to it)."""
+    for name, option in options.items():
+        for item in option if isinstance(option, list) else [option]:
+            if names_function(item) and callable(function := imported(item["path"])):
+                said, bound = f"{what}: {name} {short(item['path'])}", item.get("options", {})
+                if not isinstance(function, NodeDef):
+                    yield function, said, bound
+                yield from _functions(said, bound)
+
+
+def _lacks(made: Callable[..., Any], call: Call) -> Iterator[Fault]:
     for check in requirements(made):
         try:
             check(call)

@@ -6,6 +6,7 @@ import torch
 
 from penstock.graph import node, requires
 from penstock.graph.types import Average, Carried, Context, Metrics, Policy
+from penstock.nodes import numbers
 from penstock.nodes.base import open_model, require_model
 from penstock.nodes.mastered import Mastered
 from penstock.nodes.model import Llama
@@ -25,6 +26,7 @@ def make_average(context: Context) -> Carried:
     return FollowingPolicy(model.requires_grad_(False), tokenizer, context)
 
 
+@requires(numbers.decay("decay"))
 @node(pool="trainer", clock="update")
 def ema(average: Average, policy: Policy, *, decay: float = 0.9) -> tuple[Average, Metrics]:
     """average ← decay · average + (1 − decay) · policy, in float32: Polyak and Juditsky 1992, with a fixed decay.
@@ -32,8 +34,6 @@ def ema(average: Average, policy: Policy, *, decay: float = 0.9) -> tuple[Averag
     `policy` is the one after its update. Figure: `average_distance`, the 2-norm of the difference before this step, as
     a share of the policy's.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"ema: given decay={decay}, needed at least 0 and less than 1")
     return average, _follow(average, policy, decay)
 
 

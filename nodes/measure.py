@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.graph import node, requires
-from penstock.graph.call import Call
 from penstock.graph.types import Context, Metrics, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.length import room
+from penstock.nodes.numbers import count
 from penstock.nodes.score import Rule, math_answer, score
 
 
@@ -59,12 +59,7 @@ def _make_examiner(context: Context, *, problems: int, by: Rule) -> Examiner:
     return Examiner(context, problems, by)
 
 
-def exam(call: Call) -> None:
-    """What a measurement requires: problems."""
-    call.at_least(1, "problems")
-
-
-@requires(exam, room)
+@requires(count(1, "problems"), room)
 @node(pool="examiner", clock="update", init=_make_examiner)
 def measure(
     examiner: Examiner, behaviour: Weights, *, problems: int = 100, by: Rule = math_answer

@@ -32,6 +32,11 @@ def share(*names: str) -> Requirement:
     return _numbers("a number from 0 to 1", lambda number: 0 <= number <= 1, names)
 
 
+def decay(*names: str) -> Requirement:
+    """What is kept of a moving average: not all of it."""
+    return _numbers("a number from 0 to below 1", lambda number: 0 <= number < 1, names)
+
+
 def above(least: float, *names: str) -> Requirement:
     return _numbers(f"a number above {least:g}", lambda number: number > least, names)
 

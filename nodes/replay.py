@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from penstock.graph import node, requires
-from penstock.graph.call import Call
 from penstock.graph.types import Advantages, Array, Context, Metrics, Rollouts
 from penstock.nodes.learn.minibatches import take_rows
+from penstock.nodes.numbers import count
 
 
 @dataclass
@@ -36,11 +36,6 @@ class Memory(Past):
         return Past(**{field.name: getattr(self, field.name) for field in fields(Past)})
 
 
-def sizes(call: Call) -> None:
-    """What a buffer requires: room, groups to take, and an age to keep them to."""
-    call.at_least(1, "capacity", "take", "max_age")
-
-
 def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> Memory:
     """An empty buffer."""
     nothing: dict[str, Array] = dict.fromkeys(field.name for field in fields(Rollouts))
@@ -48,7 +43,7 @@ def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_ag
     return Memory(**nothing, key=context.key("replay"))
 
 
-@requires(sizes)
+@requires(count(1, "capacity", "take", "max_age"))
 @node(pool="trainer", clock="update", init=open_memory)
 def replay(
     memory: Memory, rollouts: Rollouts, advantage: Advantages, *, capacity: int = 256, take: int = 16, max_age: int = 4

@@ -1,8 +1,10 @@
 """What is done with rewards before they become advantages: penalties, and which groups are worth learning from."""
 
-from penstock.graph import node
+from penstock.graph import node, requires
+from penstock.graph.call import Call
 from penstock.graph.types import Rewards, Rollouts
 from penstock.nodes.learn.advantages import overlong_penalty
+from penstock.nodes.numbers import count
 
 
 def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
@@ -13,6 +15,14 @@ def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
     return bool((rewards.values_N != rewards.values_N[0]).any())
 
 
+def buffer_fits(call: Call) -> None:
+    """What a penalty on length requires: a buffer that ends at the longest length, and is no longer than that."""
+    longest, buffer = call.options["max_length"], call.options["buffer"]
+    if type(longest) is int and type(buffer) is int and buffer > longest:
+        raise call.lack(repr(buffer), f"at most max_length={longest}, where the buffer ends", "buffer")
+
+
+@requires(count(1, "max_length", "buffer"), buffer_fits)
 @node(pool="scorer")
 def penalize_overlong(rewards: Rewards, rollouts: Rollouts, *, max_length: int, buffer: int) -> Rewards:
     """Rewards less what a response's length costs: nothing up to `max_length` − `buffer` tokens, then up to 1.

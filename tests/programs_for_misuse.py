@@ -24,12 +24,14 @@ from penstock.graph.call import Call
 from penstock.graph.types import Critic, Reference, RewardModel, Source
 from penstock.nodes.advantage import greedy_advantage, group_advantage, leave_one_out_advantage
 from penstock.nodes.critic import critic_update, critic_values, gae
+from penstock.nodes.environments.python_tool import python_tool
 from penstock.nodes.generate import generate
+from penstock.nodes.generate.converse import converse
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.minibatches import take_rows
-from penstock.nodes.learn.objectives import aipo, ppo, reinforce, tis
+from penstock.nodes.learn.objectives import aipo, importance_weighted, ppo, reinforce, tis
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
-from penstock.nodes.learn.sampled import Sampled, reads
+from penstock.nodes.learn.sampled import Loss, Sampled, reads
 from penstock.nodes.learn.update import aipo_update, policy_update
 from penstock.nodes.measure import measure
 from penstock.nodes.replay import replay
@@ -162,6 +164,34 @@ def own(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
     advantage, old = group_advantage(score(rollouts, by=math_answer)), policy_logprobs(policy, rollouts)
     return policy_update(policy, rollouts, advantage, proximal=old, loss=own_loss)  # own
+
+
+def with_bonus(logprobs_P: Tensor, sampled: Sampled, *, base: Loss, bonus: float = 0.1) -> Tensor:
+    """A loss of one's own on top of another one."""
+    return base(logprobs_P, sampled)[0] - bonus * logprobs_P
+
+
+@program
+def on_top(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    loss = partial(with_bonus, base=partial(tis, cap=-1.0))
+    return policy_update(policy, rollouts, advantage, loss=loss)  # on_top
+
+
+@program
+def misspelt(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    loss = partial(importance_weighted, level="sequance", bound="mask")  # type: ignore[arg-type]
+    return policy_update(policy, rollouts, advantage, loss=loss, average="tokenmean")  # type: ignore[arg-type]
+
+
+@program
+def no_time(policy: Policy, prompts: Prompts) -> Policy:
+    options = {"deadline": 0, "seconds": 0.0, "workers": 0, "memory_mib": 8, "on_timeout": None}
+    rollouts, _ = converse(prompts, broadcast(policy), environment=python_tool, turns=2, samples=4, **options)
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
 
 
 @program

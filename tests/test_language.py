@@ -360,6 +360,13 @@ def test_turns_need_a_bound() -> None:
         assert "needed  turns=k" in said
 
 
+@pytest.mark.parametrize("turns", [0, -1, 1.5])
+def test_a_bound_of_turns_that_is_none_is_told_as_it_was_given(turns: Any) -> None:
+    said = faults("talking", turns=turns)
+    assert f"given   {turns}\n" in said
+    assert "needed  turns=k" in said
+
+
 def test_those_who_take_turns_are_nodes() -> None:
     with pytest.raises(GraphError, match=r"the node that answers\n.*function reply.*\n.*@environment") as refused:
         graph("answered_by_a_function")

@@ -68,6 +68,9 @@ FACTORS = "a finite number of at least 0"
         ("grpo", {"kl": -0.1}, "policy_update: option 'kl'", FACTORS),
         ("ppo", {"lam": 1.5}, "gae: option 'lam'", "a number from 0 to 1"),
         ("online_dpo", {"beta": 0.0}, "dpo_update: option 'beta'", "a number above 0"),
+        ("ema", {"decay": 1.0}, "ema: option 'decay'", "a number from 0 to below 1"),
+        ("dapo", {"buffer": 0}, "penalize_overlong: option 'buffer'", "a whole number of at least 1"),
+        ("dapo", {"buffer": 17}, "penalize_overlong: option 'buffer'", "at most max_length=16, where the buffer ends"),
         ("dapo", {"minibatches": 0}, "policy_update: minibatches", "a whole number of at least 1"),
     ],
 )
@@ -89,6 +92,32 @@ def test_all_numbers_of_a_call_that_cannot_work_are_told() -> None:
         ("policy_update: option 'clip_norm'", "0"),
         ("policy_update: option 'betas'", "[0.9, 1.0]"),
         ("policy_update: option 'micro_tokens'", "0"),
+    }
+
+
+def test_a_loss_that_is_bound_to_a_loss_is_asked_too() -> None:
+    faults = check(graph("on_top"))
+    assert [(f.what, f.given, f.where) for f in faults] == [
+        ("policy_update: loss with_bonus: base tis", "no proximal_P for it", line("on_top")),
+        ("policy_update: loss with_bonus: base tis: option 'cap'", "-1.0", line("on_top")),
+    ]
+
+
+def test_a_word_that_is_none_of_the_choices_is_a_fault() -> None:
+    assert {(f.what, f.given, f.needed) for f in check(graph("misspelt"))} == {
+        ("policy_update: option 'average'", "'tokenmean'", "'token_mean' or 'sequence_mean' or 'constant'"),
+        ("policy_update: loss importance_weighted: option 'level'", "'sequance'", "'token' or 'sequence'"),
+    }
+
+
+def test_an_environment_and_its_tools_get_some_time() -> None:
+    faults = {(f.what, f.given, f.needed) for f in check(graph("no_time"))}
+    assert faults == {
+        ("python_tool: option 'deadline'", "0", "a number above 0"),
+        ("python_tool: option 'seconds'", "0.0", "a number above 0"),
+        ("python_tool: option 'workers'", "0", "a whole number of at least 1"),
+        ("python_tool: option 'memory_mib'", "8", "a whole number of at least 32"),
+        ("python_tool: option 'on_timeout'", "None", "'reply' or 'fail'"),
     }
 
 

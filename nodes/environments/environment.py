@@ -10,6 +10,7 @@ from penstock.graph.faults import defined, fault
 from penstock.graph.interface import Interface, interface
 from penstock.graph.types import Context, Metrics
 from penstock.nodes.environments.calls import Calls
+from penstock.nodes.numbers import positive
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
     def __init__(self, fn: Callable[..., Any], pool: str, deadline: float) -> None:
         super().__init__(fn, pool, "group", self._begin)
         self.deadline = deadline
+        self.requires = (positive("deadline"),)
 
     @functools.cached_property
     def interface(self) -> Interface:

@@ -14,9 +14,11 @@ from typing import Literal
 
 import torch
 
+from penstock.graph import requires
 from penstock.graph.types import Metrics, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.sandbox import Answer, Limits, isolation, run_python
+from penstock.nodes.numbers import count, positive
 
 DEADLINE_S = 500.0
 """For a whole group, which waits for other groups' calls as well: every call has limits of its own."""
@@ -34,6 +36,7 @@ def find_call(text: str) -> str | None:
     return calls[-1] if calls else None
 
 
+@requires(positive("seconds"), count(1, "cpu_seconds", "max_output", "workers"), count(32, "memory_mib"))
 @environment(deadline=DEADLINE_S)
 def python_tool(
     rollouts: Rollouts,
@@ -52,9 +55,6 @@ def python_tool(
     has no end after `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises ToolTimeout
     with group and code. Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
     """
-    if workers < 1 or on_timeout not in ("reply", "fail"):
-        needed = 'needed 1 or more workers and "reply" or "fail"'
-        raise ValueError(f"python_tool: given workers {workers} and on_timeout {on_timeout!r}, {needed}")
     limits = Limits(seconds, cpu_seconds, memory_mib, max_output)
     finished = rollouts.finished_N.tolist()
     calls = [find_call(text) if ended else None for text, ended in zip(rollouts.texts, finished, strict=True)]

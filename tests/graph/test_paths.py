@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,20 @@ def test_an_option_that_is_a_path_is_absolute_in_the_graph(tmp_path: Path, monke
     assert seen == [tmp_path / "s", None]
 
 
+def test_so_are_several_paths_and_those_of_nodes_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Path]] = []
+
+    @program
+    def shelved(policy: Policy, *, shelves: list[Path]) -> Any:
+        seen.append(shelves)
+        return policy
+
+    monkeypatch.chdir(tmp_path)
+    assert dict(trace(shelved, {"shelves": ["s", "/t"]}).options) == {"shelves": [f"{tmp_path}/s", "/t"]}
+    assert seen == [[tmp_path / "s", Path("/t")]]
+    assert encode(partial(read_all, files=(Path("f"),)), "x")["options"] == {"files": [f"{tmp_path}/f"]}
+
+
 def test_what_stands_beside_a_program_is_reached_by_those_who_do_not_load_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise SystemExit\n")
     (tmp_path / "parts").mkdir()
@@ -225,6 +239,21 @@ def test_what_stands_beside_a_program_is_reached_by_those_who_do_not_load_it(tmp
 
 def read(text: str, *, file: Path, other: "Path | None" = None, name: str = "n") -> str:
     return f"{text} {file.name} {other and other.name} {name}"
+
+
+def read_all(text: str, *, files: tuple[Path, ...]) -> str:
+    return " ".join([text, *(file.name for file in files)])
+
+
+def test_a_function_gets_several_paths_where_it_asks_for_them() -> None:
+    given = encode(partial(read_all, files=(Path("/a/b"), Path("/c"))), "x")
+    assert resolve(given)("t") == "t b c"
+
+
+def test_a_function_with_options_bound_in_two_steps_keeps_those_of_both() -> None:
+    """functools.partial makes one of two by itself, unless the first has attributes."""
+    first = update_wrapper(partial(read, name="n", file=Path("/a")), read)
+    assert encode(partial(first, file=Path("/b")), "x")["options"] == {"name": "n", "file": "/b"}
 
 
 def test_a_function_gets_a_path_where_it_asks_for_one_and_a_text_where_not() -> None:

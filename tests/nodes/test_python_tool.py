@@ -228,13 +228,6 @@ def test_a_hung_tool_is_answered_or_fails_its_firing_by_name() -> None:
         python_tool.fn(hung, seconds=1.0, on_timeout="fail")
 
 
-def test_options_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="given workers 0"):
-        python_tool.fn(rollouts("1"), workers=0)
-    with pytest.raises(ValueError, match='needed 1 or more workers and "reply" or "fail"'):
-        python_tool.fn(rollouts("1"), on_timeout="never")
-
-
 def test_a_call_whose_caller_is_killed_ends_by_itself() -> None:
     """Nobody is left who would kill it: the alarm in its process does."""
     code = f"""
