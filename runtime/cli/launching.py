@@ -29,6 +29,7 @@ from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
+from penstock.runtime.plan.transport import why_not
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -60,6 +61,9 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
         check_rules(compile_tables(config.graph, plan), config.rules(0))
     except ValueError as error:
         raise CommandError(str(error), 2) from None
+    for channel in config.channels().values():
+        if why := why_not(flags.transport, channel.source, channel.replicas):
+            raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)
     return config
 
 

@@ -43,6 +43,7 @@ class Flags:
     proof: Literal["full", "sampled", "off"] = "full"
     wire: Literal["", "bfloat16", "int8", "fp8", "fp8_block"] = ""
     delta: int = 0
+    transport: Literal["auto", "messages", "shm", "cuda_ipc"] = "auto"
     offload: Literal["auto", "on", "off"] = "off"
 
 

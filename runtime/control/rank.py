@@ -68,6 +68,8 @@ def make_rank(
     own = config.plan.replica(replica)
     place = own.ranks[index]
     torch.set_num_threads(place.threads)
+    if place.device != "cpu":
+        torch.cuda.set_device(place.device)  # where libraries put what names no device
     # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
     bridges = folder / "bridges" / join.run
     bridges.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,7 @@ def make_rank(
     notes: SimpleQueue[str] = SimpleQueue()
     # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
     patience = PATIENCE * f.deadline
-    ground = Ground(join.run, bridges, patience, f.proof, f.wire, f.delta, wake, notes.put)
+    ground = Ground(join.run, bridges, patience, f.proof, f.wire, f.delta, f.transport, wake, notes.put)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
         meeting = bridges / f"world-{replica.replace('/', '.')}"

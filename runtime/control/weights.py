@@ -22,14 +22,16 @@ from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import Bridge, Side
+from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.differences import DeltaTransport
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.memory import Exported, SharedMemory
 from penstock.runtime.tensor.proof import Mode
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
 from penstock.runtime.tensor.transport import Transport, TransportError
+from penstock.runtime.tensor.ways import Choice
 
 T = TypeVar("T")
 Handles = Mapping[tuple[Firing, str], Handle]
@@ -92,8 +94,9 @@ class Ways(ABC):
 @dataclass(frozen=True)
 class Ground:
     """What the ways of a process stand on: the run's id, a folder for meeting files that no earlier process has used,
-    the seconds that a wait for a peer may take, how much of each sync is proved, the format in which weights travel
-    and how often all of them do (0: always), how to wake the rank, and how to tell the user of a slower way."""
+    the seconds that a wait for a peer may take, how much of each sync is proved, the format in which weights travel,
+    how often all of them do (0: always), the way that they are to go, how to wake the rank, and how to tell the user of
+    a slower way."""
 
     run: str
     folder: Path
@@ -101,6 +104,7 @@ class Ground:
     proof: Mode
     wire: str
     delta: int
+    transport: Choice
     wake: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -108,7 +112,8 @@ class Ground:
 class BridgeWays(Ways):
     """Ways between processes: one bridge for each channel and destination replica, opened at the first send.
 
-    A receiver's arena lies in shared memory where it can, for senders of the same host to write into.
+    A receiver's arena lies in shared memory where it can, or in such memory of its GPU, for senders of the same host to
+    write into.
     """
 
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
@@ -116,7 +121,7 @@ class BridgeWays(Ways):
         self.ground = ground
         self.transports: dict[tuple[str, str], Transport] = {}
         self.adders: dict[str, Adder] = {}
-        self.memories: dict[str, SharedMemory] = {}
+        self.memories: dict[str, Exported] = {}
 
     def counts(self) -> Counter[str]:
         """The syncs that went out in full and as deltas, where there are any."""
@@ -143,9 +148,10 @@ class BridgeWays(Ways):
             sources, destinations = len(way.source.ranks), len(self._replica(command).ranks)
             label = f"{command.channel} from {way.source.name} to {command.replica}"
             path, timeout, delta = self.ground.folder / name, self.ground.timeout, self.ground.delta
-            bridge = Bridge(label, path, sources, destinations, timeout=timeout, delta=delta)
+            choice = self.ground.transport
+            bridge = Bridge(label, path, sources, destinations, timeout=timeout, delta=delta, way=choice)
             memory = self.memories.get(command.channel) if side == "destination" else None
-            self.transports[key] = bridge.open(side, self.rank, memory)
+            self.transports[key] = bridge.open(side, self.rank, memory, self.device)
         return self.transports[key]
 
     def close(self) -> None:
@@ -178,9 +184,8 @@ class BridgeWays(Ways):
     def _new_receiver(self, channel: str) -> Receiver:
         own = next(r for r in self.channels[channel].replicas if r.name == self.replica)
         ranks, memory = len(own.ranks), None
-        if self.device == "cpu":
-            owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
-            memory = self.memories[channel] = SharedMemory(self.ground.run, owner, warn=self.ground.warn)
+        if self.ground.transport != "messages":
+            memory = self.memories[channel] = self._memory(channel)
         return Receiver(
             channel,
             rank=self.rank,
@@ -190,6 +195,12 @@ class BridgeWays(Ways):
             add=self._adder(channel, ranks),
             allocate=memory,
         )
+
+    def _memory(self, channel: str) -> Exported:
+        owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
+        if self.device == "cpu":
+            return SharedMemory(self.ground.run, owner, warn=self.ground.warn)
+        return DeviceMemory(self.device, owner, self.ground.timeout, self.ground.warn)
 
     def _adder(self, channel: str, ranks: int) -> Adder | None:
         """For the proofs of this replica's ranks; one alone needs none."""

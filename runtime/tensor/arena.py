@@ -61,6 +61,7 @@ class Snapshot:
 
     def __init__(self, source: Layout, wire: Layout, rank: int = 0, device: Device = "cpu") -> None:
         self.version = -1
+        self._device = torch.device(device)
         self.parts = allocate(wire, rank, device)
         self._needed = {t.name: torch.Size(box.shape) for t, box, _ in _held(source, rank)}
 
@@ -88,6 +89,8 @@ class Snapshot:
             if convert is not None:
                 convert(tensors, self.parts)
             result = self._copied(tensors, digests) if convert is None else digests(None)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # it is read from other streams
         self.version = version
         return result
 

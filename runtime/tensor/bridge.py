@@ -1,12 +1,11 @@
 """Two replicas joined by a process group of their own, point to point: no other rank waits for it.
 
 The death of a replica breaks its own bridge only. A bridge that failed once stays broken: a new one is made in
-milliseconds. How weights cross it is settled when it opens: put into the receivers' shared memory where every rank is
-on one host and all receivers' memory is shared, as messages otherwise: of all bytes, or, with `delta`, of what changed.
+milliseconds. How weights cross it is settled when it opens (`ways`): put straight into the receivers' memory where
+every rank is on one host and can do that, be it shared memory or a GPU's, as messages otherwise: of all bytes, or, with
+`delta`, of what changed.
 """
 
-import hashlib
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,17 @@ import torch
 
 from penstock.runtime.tensor.crossing import Crossing, Ends, first_line
 from penstock.runtime.tensor.crossing import Side as Side
+from penstock.runtime.tensor.cuda_ipc import OpenedMemory
 from penstock.runtime.tensor.differences import DeltaTransport
-from penstock.runtime.tensor.group import Group, open_group
-from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.group import open_group
+from penstock.runtime.tensor.memory import Exported, MappedMemory
 from penstock.runtime.tensor.messages import MessageTransport
 from penstock.runtime.tensor.put import PutTransport
-from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.transport import Transport, TransportError
+from penstock.runtime.tensor.ways import CHOICES, Choice, agree, can_go
 
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-_AGREE = 1 << 20  # the tag of the messages that settle the way: no sync uses it
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Bridge:
     """Where two replicas meet: `path` is a file that both can write and that no earlier attempt has used.
 
     `timeout` bounds, in seconds, making the bridge and each wait for a peer. With `delta` n, messages say what changed,
-    and at least each n-th sync is full; for gloo. Shared memory gains nothing by it, and goes on as it is.
+    and at least each n-th sync is full; for gloo. Writing the receivers' memory gains nothing by it, and goes on as it
+    is. `way` asks for one of the ways of `ways`, with gloo; a bridge whose ranks cannot all go it does not open.
     """
 
     channel: str
@@ -45,6 +45,7 @@ class Bridge:
     backend: Backend = "gloo"
     interface: str = "lo"
     delta: int = 0
+    way: Choice = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -52,10 +53,16 @@ class Bridge:
         if self.delta < 0 or (self.delta and self.backend != "gloo"):
             needed = "0 or more" if self.delta < 0 else "0, or gloo"
             raise ValueError(f"{self.channel}: given delta={self.delta} over {self.backend}, needed {needed}")
+        needed_ways = CHOICES if self.backend == "gloo" else ("auto", "messages")
+        if self.way not in needed_ways:
+            given = f"way {self.way!r} over {self.backend}"
+            raise ValueError(f"{self.channel}: given {given}, needed one of {', '.join(needed_ways)}")
 
-    def open(self, side: Side, rank: int = 0, memory: SharedMemory | None = None) -> Transport:
+    def open(
+        self, side: Side, rank: int = 0, memory: Exported | None = None, device: torch.device | str = "cpu"
+    ) -> Transport:
         """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
-        lies, which must be there already; a source gives none.
+        lies, which must be there already; a source gives none, but the `device` of its weights.
         """
         ends = Ends(self.channel, self.sources, self.destinations)
         started = time.monotonic()
@@ -74,35 +81,9 @@ class Bridge:
             text = f"{self.channel}: {side} rank {rank}: the bridge of {ranks} is not complete {after}"
             raise TransportError(f"{text}: {first_line(error)}") from error
         crossing = Crossing(ends, side, group)
-        wanted = side == "source" or (memory is not None and memory.shared)
-        if self.backend == "gloo" and _all_agree(crossing, group, ends.place(side, rank), wanted):
-            return PutTransport(crossing, self.path, memory)
+        if self.backend == "gloo":
+            way = agree(crossing, group, ends.place(side, rank), can_go(side, memory, device), self.way)
+            if way is not None:
+                mapped = OpenedMemory(self.timeout) if way == "cuda_ipc" else MappedMemory()
+                return PutTransport(crossing, self.path, memory, mapped)
         return DeltaTransport(crossing, self.path, self.delta) if self.delta else MessageTransport(crossing, self.path)
-
-
-def _all_agree(crossing: Crossing, group: Group, place: int, wanted: bool) -> bool:
-    """Whether every rank wants shared memory and is on the first one's host; on all ranks the same."""
-    size = crossing.ends.sources + crossing.ends.destinations
-    own = torch.tensor([_host(), int(wanted)])
-    verdict = torch.zeros(1, dtype=torch.int64)
-    if place:
-        crossing.wait(group.send(own, 0, _AGREE), -1, 0, "the way")
-        crossing.wait(group.receive(verdict, 0, _AGREE), -1, 0, "the way")
-        return bool(verdict)
-    answers = [torch.empty_like(own) for _ in range(1, size)]
-    for peer, work in enumerate([group.receive(answer, k, _AGREE) for k, answer in enumerate(answers, 1)], 1):
-        crossing.wait(work, -1, peer, "the way")
-    verdict.fill_(int(all(answer.tolist() == [own[0].item(), 1] for answer in (own, *answers))))
-    for peer, work in enumerate([group.send(verdict, k, _AGREE) for k in range(1, size)], 1):
-        crossing.wait(work, -1, peer, "the way")
-    return bool(verdict)
-
-
-def _host() -> int:
-    """Equal for processes that see the same shared memory: of one boot, and with one `/dev/shm` mounted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        facts = f"{boot}\n{os.stat(SHM).st_dev}"
-    except OSError:
-        facts = f"alone\n{os.getpid()}\n{os.urandom(8).hex()}"
-    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")

@@ -1,8 +1,10 @@
-"""Weights put straight into the receivers' shadows: shared memory, one host. The receiver copies nothing.
+"""Weights put straight into the receivers' shadows, which lie in shared memory or on a GPU of one host. The receiver
+copies nothing.
 
 A sync with one source: the receiver says which shadow is free (version, shadow, copies, bytes of the map), and where
 each piece goes in it, the first time that it names this shadow (the map: JSON). The source writes, and says that it
-has (version, copies, bytes). So nothing is ever written into a shadow that its owner has not offered.
+has (version, copies, bytes). So nothing is ever written into a shadow that its owner has not offered, or that its GPU
+is still reading, and nothing is called written that a GPU has yet to write.
 """
 
 import json
@@ -17,7 +19,7 @@ from torch._C._distributed_c10d import Work
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.crossing import HEADER, Crossing
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.memory import MappedMemory, Place, SharedMemory, copy_elements
+from penstock.runtime.tensor.memory import Exported, Mapped, Place
 from penstock.runtime.tensor.segments import SegmentError
 from penstock.runtime.tensor.transport import TransportError
 
@@ -28,13 +30,15 @@ _KEPT = 256  # peers times shadows times buffers whose views are kept
 
 
 class PutTransport:
-    """One rank of a bridge whose receivers' arenas lie in shared memory; `memory` is a receiver's."""
+    """One rank of a bridge whose receivers' arenas lie where senders can write them; `memory` is a receiver's, `mapped`
+    a sender's view of all of them.
+    """
 
-    def __init__(self, crossing: Crossing, path: Path, memory: SharedMemory | None) -> None:
+    def __init__(self, crossing: Crossing, path: Path, memory: Exported | None, mapped: Mapped) -> None:
         self._crossing = crossing
         self._path = path
         self._memory = memory
-        self._mapped = MappedMemory()
+        self._mapped = mapped
         self._places: dict[tuple[int, int], list[tuple[Place, list[int]]]] = {}  # by peer and shadow, as offered
         self._pairs: list[tuple[Sequence[Copy], Parts, int, int, list[tuple[Tensor, Tensor]]]] = []
         self._offered: list[tuple[Parts, set[int]]] = []  # shadows by number, and the peers that have their map
@@ -60,6 +64,7 @@ class PutTransport:
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         crossing, group = self._crossing, self._crossing.group(version)
+        self._settle(version)
         pending: list[tuple[Work, int, Tensor, Tensor]] = []
         sent: list[tuple[Work, int, object]] = []
         for peer, own in crossing.by_peer(copies).items():
@@ -85,6 +90,15 @@ class PutTransport:
         self._pairs.clear()
         self._mapped.close()
         self._path.unlink(missing_ok=True)
+
+    def _settle(self, version: int) -> None:
+        assert self._memory is not None, "a receiver's transport has its memory"
+        try:
+            self._memory.settle()
+        except RuntimeError as error:
+            raise TransportError(
+                f"{self._crossing.ends.channel}: version {version}: no shadow is free: {error}"
+            ) from error
 
     def _offer(self, version: int, peer: int, own: Sequence[Copy], parts: Parts) -> tuple[Tensor, Tensor]:
         """The header, and the map unless this peer has it: [[segment, byte, strides of the piece], …]."""
@@ -115,8 +129,8 @@ class PutTransport:
                 crossing.wait(crossing.group(version).send(word, peer, _DONE), version, peer, HEADER)
         crossing.match(offer, needed, _OFFERED, peer)
         pairs = self._paired(peer, number, own, copies, parts)
-        for target, piece in pairs:
-            copy_elements(target, piece)
+        with crossing.naming(version, peer, "the writing of the shadow"):
+            self._mapped.write(pairs)
         return sum(piece.nbytes for _, piece in pairs)
 
     def _receive_map(self, version: int, peer: int, nbytes: int) -> list[tuple[Place, list[int]]]:

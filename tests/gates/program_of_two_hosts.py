@@ -9,7 +9,7 @@ from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
-from penstock.runtime.tensor import bridge
+from penstock.runtime.tensor import ways
 
 
 def more_digits(prompt: str, response: str, answer: str) -> float:
@@ -18,7 +18,7 @@ def more_digits(prompt: str, response: str, answer: str) -> float:
 
 
 def make_far_engine(context: Context, *, samples: int) -> Engine:
-    bridge._host = os.getpid
+    ways._host = os.getpid
     return make_engine(context, samples=samples)
 
 

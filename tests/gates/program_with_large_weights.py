@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import Work
 from penstock.graph import broadcast, node, program
 from penstock.graph.types import Carried, Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.runtime.tensor import bridge, put
+from penstock.runtime.tensor import memory, ways
 from penstock.runtime.tensor.group import Group
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
 PATIENCE_S = 60.0
-COPY, SEND = put.copy_elements, Group.send  # type: ignore[attr-defined]
+COPY, SEND = memory.copy_elements, Group.send
 
 
 class LargePolicy(FakePolicy):
@@ -77,14 +77,14 @@ def make_large_policy(context: Context) -> Carried:
     on_a_host_of_its_own(options["way"])
     if options["mark"]:
         halfway = Halfway(Path(options["mark"]), options["at"])
-        put.copy_elements = halfway.copy  # type: ignore[attr-defined]
+        memory.copy_elements = halfway.copy
         Group.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
     return LargePolicy(context)
 
 
 def on_a_host_of_its_own(way: str) -> None:
     if way == "messages":
-        bridge._host = os.getpid
+        ways._host = os.getpid
 
 
 def make_engine(context: Context, *, samples: int, ms: float) -> FakeEngine:

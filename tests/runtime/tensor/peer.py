@@ -23,18 +23,19 @@ CHANNEL = "policy>generator"
 class Policy:
     """Weights that are a function of the version: large and small, of several dtypes."""
 
-    def __init__(self, large: int = 300_000) -> None:
+    def __init__(self, large: int = 300_000, device: str = "cpu") -> None:
+        self.device = device
         self.tensors: dict[str, Tensor] = {
-            "embed": torch.zeros(large, dtype=torch.bfloat16),
-            "norm": torch.zeros(7),
-            "matrix": torch.zeros(600, 700),
-            "step": torch.zeros((), dtype=torch.int64),
-            "flags": torch.zeros(3, dtype=torch.bool),
+            "embed": torch.zeros(large, dtype=torch.bfloat16, device=device),
+            "norm": torch.zeros(7, device=device),
+            "matrix": torch.zeros(600, 700, device=device),
+            "step": torch.zeros((), dtype=torch.int64, device=device),
+            "flags": torch.zeros(3, dtype=torch.bool, device=device),
         }
 
     def advance(self, version: int) -> None:
         """What an optimizer does: change everything in place."""
-        generator = torch.Generator().manual_seed(version)
+        generator = torch.Generator(self.device).manual_seed(version)
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
                 tensor.normal_(generator=generator)

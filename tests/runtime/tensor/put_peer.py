@@ -1,4 +1,5 @@
-"""The other process of the tests of shared memory: `python put_peer.py SIDE FOLDER TIMEOUT`, one rank.
+"""The other process of the tests of shared memory: `python put_peer.py SIDE FOLDER TIMEOUT DEVICE`,
+one rank.
 
 It does what each line of its input says: a source publishes (`publish`), sends (`send`), and dies after the first
 piece (`die`); a destination receives what is published (`facts`) and swaps. Errors are answers too.
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor import put
+from penstock.runtime.tensor import memory as memories
 from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.memory import SharedMemory
+from penstock.runtime.tensor.memory import Exported, SharedMemory
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport
 from tests.runtime.tensor.peer import CHANNEL, Policy, answer
@@ -26,12 +28,12 @@ from tests.runtime.tensor.peer import CHANNEL, Policy, answer
 class Opening:
     """A transport that is opened at its first use: a receiver's arena must be there."""
 
-    def __init__(self, bridge: Bridge, side: Any, memory: SharedMemory | None = None) -> None:
-        self.bridge, self.side, self.memory = bridge, side, memory
+    def __init__(self, bridge: Bridge, side: Any, memory: Exported | None = None, device: str = "cpu") -> None:
+        self.bridge, self.side, self.memory, self.device = bridge, side, memory, device
         self.transport: Transport | None = None
 
     def opened(self) -> Transport:
-        self.transport = self.transport or self.bridge.open(self.side, 0, self.memory)
+        self.transport = self.transport or self.bridge.open(self.side, 0, self.memory, self.device)
         return self.transport
 
     def send(self, *facts: Any) -> int:
@@ -50,12 +52,17 @@ def die_after_one_piece(target: Tensor, source: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(side: Any, folder: str, timeout: str) -> None:
+def exported(run: str, device: str) -> Exported:
+    """A receiver's memory on a device, that others can write."""
+    return SharedMemory(run, "destination") if device == "cpu" else DeviceMemory(device, "destination", 30.0)
+
+
+def main(side: Any, folder: str, timeout: str, device: str) -> None:
     torch.set_num_threads(1)
-    memory = SharedMemory(Path(folder).name, side) if side == "destination" else None
-    transport = Opening(Bridge(CHANNEL, Path(folder) / "bridge", timeout=float(timeout)), side, memory)
-    policy, receiver = Policy(), Receiver(CHANNEL, allocate=memory)
-    publisher = Publisher(CHANNEL, policy, keep=4)
+    memory = exported(Path(folder).name, device) if side == "destination" else None
+    transport = Opening(Bridge(CHANNEL, Path(folder) / "bridge", timeout=float(timeout)), side, memory, device)
+    policy, receiver = Policy(device=device), Receiver(CHANNEL, allocate=memory, device=device)
+    publisher = Publisher(CHANNEL, policy, keep=4, device=device)
     answer(started=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -67,7 +74,7 @@ def main(side: Any, folder: str, timeout: str) -> None:
                 publisher.send(order["send"], transport)
                 answer(sent=order["send"], way=type(transport.transport).__name__)
             elif "die" in order:
-                put.copy_elements = die_after_one_piece  # type: ignore[attr-defined]
+                memories.copy_elements = die_after_one_piece
             else:
                 receiver.receive(order["version"], order, transport)
                 receiver.swap(order["version"])

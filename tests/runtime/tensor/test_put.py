@@ -1,4 +1,4 @@
-"""Weights put into another process's shared memory: equal, nothing left behind, and never a hang."""
+"""Weights put into another process's memory: equal, nothing left behind, and never a hang."""
 
 import json
 import secrets
@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.tensor import put
+from penstock.runtime.tensor import memory as memories
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import ProofError, digest
 from penstock.runtime.tensor.memory import MappedMemory, Place, SharedMemory, copy_elements
+from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import SHM, SegmentError, sweep
 from penstock.runtime.tensor.sync import Publisher, Receiver, SyncError
 from penstock.runtime.tensor.transport import TransportError
 
 from .peer import CHANNEL, Policy
-from .put_peer import Opening
+from .put_peer import Opening, exported
 from .test_bridge import Peer
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class PutPeer(Peer):
-    def __init__(self, side: str, folder: Path, timeout: float) -> None:
-        command = [sys.executable, "-m", "tests.runtime.tensor.put_peer", side, str(folder), str(timeout)]
+    def __init__(self, side: str, folder: Path, timeout: float, device: str) -> None:
+        command = [sys.executable, "-m", "tests.runtime.tensor.put_peer", side, str(folder), str(timeout), device]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
         assert self.read() == {"started": True}
@@ -54,8 +55,8 @@ def run(tmp_path: Path) -> Iterator[Path]:
 def other(run: Path) -> Iterator[Any]:
     peers: list[PutPeer] = []
 
-    def start(side: str, timeout: float = 30.0) -> PutPeer:
-        peers.append(PutPeer(side, run, timeout))
+    def start(side: str, timeout: float = 30.0, device: str = "cpu") -> PutPeer:
+        peers.append(PutPeer(side, run, timeout, device))
         return peers[-1]
 
     yield start
@@ -63,20 +64,24 @@ def other(run: Path) -> Iterator[Any]:
         peer.end()
 
 
-def source(run: Path, timeout: float = 30.0) -> tuple[Policy, Publisher, Opening]:
-    policy = Policy()
-    return policy, Publisher(CHANNEL, policy), Opening(Bridge(CHANNEL, run / "bridge", timeout=timeout), "source")
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_A_GPU)])
 
 
-def destination(run: Path, timeout: float = 30.0) -> tuple[Receiver, Opening]:
-    memory = SharedMemory(run.name, "destination")
-    receiver = Receiver(CHANNEL, allocate=memory)
-    return receiver, Opening(Bridge(CHANNEL, run / "bridge", timeout=timeout), "destination", memory)
+def source(run: Path, timeout: float = 30.0, device: str = "cpu") -> tuple[Policy, Publisher, Opening]:
+    policy, bridge = Policy(device=device), Bridge(CHANNEL, run / "bridge", timeout=timeout)
+    return policy, Publisher(CHANNEL, policy, device=device), Opening(bridge, "source", None, device)
 
 
-def test_each_version_arrives_equal_and_both_halves_are_used(run: Path, other: Any) -> None:
-    peer = other("destination")
-    policy, publisher, transport = source(run)
+def destination(run: Path, timeout: float = 30.0, device: str = "cpu") -> tuple[Receiver, Opening]:
+    memory, bridge = exported(run.name, device), Bridge(CHANNEL, run / "bridge", timeout=timeout)
+    return Receiver(CHANNEL, allocate=memory, device=device), Opening(bridge, "destination", memory, device)
+
+
+@DEVICES
+def test_each_version_arrives_equal_and_both_halves_are_used(run: Path, other: Any, device: str) -> None:
+    peer = other("destination", device=device)
+    policy, publisher, transport = source(run, device=device)
     for version in (0, 1, 2, 5):
         policy.advance(version)
         facts = publisher.publish(version)
@@ -85,8 +90,8 @@ def test_each_version_arrives_equal_and_both_halves_are_used(run: Path, other: A
         policy.advance(99)
         publisher.send(version, transport)
         assert peer.read() == {"version": version, "digest": expected}
-    assert isinstance(transport.transport, put.PutTransport)
-    assert len(list(SHM.glob(f"penstock-{run.name}-*"))) == 1
+    assert isinstance(transport.transport, PutTransport)
+    assert len(list(SHM.glob(f"penstock-{run.name}-*"))) == (device == "cpu")
 
 
 def test_a_sender_that_dies_while_it_writes_leaves_the_live_version_as_it_was(run: Path, other: Any) -> None:
@@ -119,16 +124,17 @@ def test_a_receiver_that_dies_while_it_is_written_fails_the_send(run: Path, othe
             peer.process.wait(20)
         copy_elements(target, piece)
 
-    monkeypatch.setattr(put, "copy_elements", kill_then_copy)
+    monkeypatch.setattr(memories, "copy_elements", kill_then_copy)
     with pytest.raises(TransportError, match=r"version 0: .*to destination rank 0 failed"):
         publisher.send(0, transport)
     with pytest.raises(TransportError, match="the bridge is broken"):
         publisher.send(0, transport)
 
 
-def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, other: Any) -> None:
-    peer = other("destination", timeout=3)
-    policy, publisher, transport = source(run, timeout=3)
+@DEVICES
+def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, other: Any, device: str) -> None:
+    peer = other("destination", timeout=3, device=device)
+    policy, publisher, transport = source(run, timeout=3, device=device)
     peer.tell(**publisher.publish(0))
     publisher.send(0, transport)
     assert peer.read()["version"] == 0
@@ -139,9 +145,10 @@ def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, othe
         publisher.send(1, transport)
 
 
-def test_another_version_than_is_awaited_is_an_error_on_both_sides(run: Path, other: Any) -> None:
-    peer = other("source")
-    receiver, transport = destination(run)
+@DEVICES
+def test_another_version_than_is_awaited_is_an_error_on_both_sides(run: Path, other: Any, device: str) -> None:
+    peer = other("source", device=device)
+    receiver, transport = destination(run, device=device)
     peer.ask(publish=0)
     facts = peer.ask(publish=1)
     peer.tell(send=0)

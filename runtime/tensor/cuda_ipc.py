@@ -1,0 +1,226 @@
+"""A GPU's memory that other processes of its host write: each block is exported once, and named by its handle.
+
+The blocks are taken from the CUDA driver itself (`libcuda`, by its C names, as torch loads it too), not from torch's
+allocator: a handle names a whole block of the driver, so that of a tensor of torch's it would give away whatever else
+lies in its block, and with expandable segments or the asynchronous allocator there is no such block. Torch's own way
+(`_share_cuda_`) counts references in files that a killed process leaves behind. Here nothing is counted: a block lives
+as long as its process, and whoever has opened it must not use it longer.
+
+What the driver calls are given and give is in `_Driver`; everything else is `memory`'s.
+"""
+
+import ctypes
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.memory import Place, place_among, view_at
+from penstock.runtime.tensor.segments import SegmentError
+
+_UNIT = 2 << 20  # bytes: smaller blocks of the driver share one, and a handle would give away all of that
+_HANDLE_BYTES = 64
+_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: copies between two GPUs go straight where they can
+_POLL_S = 5e-5
+
+_log = logging.getLogger(__name__)
+
+
+class Export(NamedTuple):
+    """A block of a GPU's memory as other processes find it: the GPU's number, which is the same for all of them (see
+    `visible_devices`), the driver's handle, and the bytes."""
+
+    device: int
+    handle: bytes
+    nbytes: int
+
+    def name(self) -> str:
+        return f"cuda:{self.device}/{self.handle.hex()}/{self.nbytes}"
+
+    @staticmethod
+    def parse(name: str) -> "Export":
+        """Raises SegmentError for what `name` did not give."""
+        found = re.fullmatch(rf"cuda:(\d{{1,3}})/([0-9a-f]{{{2 * _HANDLE_BYTES}}})/(\d{{1,15}})", name)
+        if found is None:
+            needed = "the name of a GPU's block (cuda:<number>/<handle>/<bytes>)"
+            raise SegmentError(f"given {name[:40]!r}, needed {needed}")
+        return Export(int(found[1]), bytes.fromhex(found[2]), int(found[3]))
+
+
+class DeviceMemory:
+    """Memory of one GPU that belongs to one rank, `owner`, for senders of the same host to write.
+
+    Where the driver has none that can be exported, it is torch's, `warn` is told why, and `shared` is false: weights
+    must then come as messages. Waits for the GPU end after `timeout` seconds.
+    """
+
+    way: Literal["cuda_ipc"] = "cuda_ipc"
+
+    def __init__(
+        self, device: torch.device | str, owner: str, timeout: float, warn: Callable[[str], object] = _log.warning
+    ) -> None:
+        self._device = torch.device(device)
+        self._owner = owner
+        self._timeout = timeout
+        self._warn = warn
+        self._blocks: list[tuple[str, Tensor]] = []
+        self.refused = ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all that was asked for can be written by others."""
+        return bool(self._blocks) and not self.refused
+
+    def __call__(self, nbytes: int) -> Tensor:
+        try:
+            block, buffer = _driver(self._device.index or 0).export(max(nbytes, 1))
+        except (OSError, RuntimeError) as error:
+            self.refused = str(error)
+            self._warn(f"{self._owner}: {error}; weights come as messages through the host, which is slower")
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._blocks.append((block.name(), buffer.zero_()))
+        return buffer[:nbytes]
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where the first element of a tensor lies; it must be in a block."""
+        return place_among(self._blocks, tensor, self._owner)
+
+    def settle(self) -> None:
+        """Until the GPU is through with what this process has given it so far: it may still read, for a step of
+        decoding that was begun before the swap, what lies in the shadow now. RuntimeError past the deadline."""
+        finish(torch.cuda.current_stream(self._device), self._timeout)
+
+    def close(self) -> None:
+        """Nothing: others may have a block open, so that it goes with the process."""
+
+
+class OpenedMemory:
+    """Other ranks' blocks, each opened once. Copies are in a stream of their own, beside what the GPU computes."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._opened: dict[str, Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
+        """The tensor of the dtype and shape of `like`, with these strides (in elements), that begins at `place`."""
+        if place.segment not in self._opened:
+            block = Export.parse(place.segment)
+            try:
+                self._opened[place.segment] = _driver(block.device).open(block)
+            except (OSError, RuntimeError) as error:
+                raise SegmentError(f"a block of {block.nbytes} bytes on cuda:{block.device}: {error}") from error
+        return view_at(self._opened[place.segment], place, like, strides)
+
+    def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy into each first tensor the second, and wait until the GPU has. RuntimeError past the deadline."""
+        for device in {piece.device for _, piece in pairs}:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                for target, piece in pairs:
+                    if piece.device == device:
+                        target.copy_(piece, non_blocking=True)
+            finish(stream, self._timeout)
+
+    def close(self) -> None:
+        """Forget the blocks. They stay mapped until this process ends: a view may still be in use."""
+        self._opened.clear()
+
+
+def finish(stream: torch.cuda.Stream, timeout: float) -> None:
+    """Until a GPU is through with what a stream has been given so far. RuntimeError past `timeout` seconds."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    deadline = time.monotonic() + timeout
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{stream.device} is not through with the work of this process after {timeout:g} s")
+        time.sleep(_POLL_S)
+
+
+def visible_devices() -> int:
+    """Equal for processes that see the same GPUs under the same numbers; 0 without any."""
+    count = torch.cuda.device_count()
+    facts = "\n".join(str(torch.cuda.get_device_properties(k).uuid) for k in range(count))
+    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little") if count else 0
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which calls take by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class _Block:
+    """Memory at an address, as torch takes it without a copy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class _Driver:
+    """The driver's calls on one GPU, in the context that torch works in. RuntimeError for one that fails."""
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+        torch.zeros(1, device=self._device)  # torch makes its context first
+        self._library = ctypes.CDLL("libcuda.so.1")
+        number, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+
+    def export(self, nbytes: int) -> tuple[Export, Tensor]:
+        """A new block of at least `nbytes` bytes that others can open."""
+        nbytes = -(-nbytes // _UNIT) * _UNIT
+        torch.cuda.empty_cache()  # what torch keeps for itself is not there for others
+        address, handle = ctypes.c_uint64(), _Handle()
+        with self._current():
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+            try:
+                self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+            except RuntimeError:
+                self._call("cuMemFree_v2", address)
+                raise
+        return Export(self._device.index, bytes(handle.reserved), nbytes), self._tensor(address.value, nbytes)
+
+    def open(self, block: Export) -> Tensor:
+        """Another process's block. The driver refuses one of this process."""
+        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(block.handle)
+        with self._current():
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_PEERS))
+        return self._tensor(address.value, block.nbytes)
+
+    def _tensor(self, address: int, nbytes: int) -> Tensor:
+        tensor = torch.as_tensor(_Block(address, nbytes), device=self._device)
+        if tensor.data_ptr() != address:
+            raise RuntimeError(f"torch {torch.__version__} copied a block of {self._device}, needed to use it as it is")
+        return tensor
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Calls in here are in the context of this GPU, whichever thread makes them."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+            raise RuntimeError(f"{name} on {self._device}: {(text.value or b'unknown error').decode()} ({code})")
+
+
+@lru_cache
+def _driver(index: int) -> _Driver:
+    """One for each GPU, for ever: its context is torch's."""
+    return _Driver(index)

@@ -1,0 +1,96 @@
+"""Which way weights go: what all ranks of a bridge can do, or what was asked for; else who cannot, and why."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime.tensor import ways
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.memory import Exported, SharedMemory
+from penstock.runtime.tensor.messages import MessageTransport
+from penstock.runtime.tensor.put import PutTransport
+from penstock.runtime.tensor.segments import sweep
+from penstock.runtime.tensor.transport import Transport, TransportError
+from penstock.runtime.tensor.ways import CHOICES, Choice, can_go
+
+pytestmark = pytest.mark.timeout(60)
+RUN = "testways"
+SHM, IPC = 0, 1
+"""The ways by number."""
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    found = SharedMemory(RUN, "destination")
+    found(4096)
+    yield found
+    sweep(RUN)
+
+
+def opened(path: Path, choice: Choice, memory: Exported | None) -> list[Future[Transport]]:
+    """Both sides of a bridge, each in its thread."""
+    bridge = Bridge("policy>generator", path, timeout=20, way=choice)
+    with ThreadPoolExecutor(2) as threads:
+        return [
+            threads.submit(bridge.open, "source"),
+            threads.submit(bridge.open, "destination", 0, memory),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"), [("auto", PutTransport), ("shm", PutTransport), ("messages", MessageTransport)]
+)
+def test_both_sides_go_the_way_that_is_asked_for(tmp_path: Path, memory: Any, choice: Choice, kind: type) -> None:
+    assert {type(side.result()) for side in opened(tmp_path / "bridge", choice, memory)} == {kind}
+
+
+def test_a_way_that_a_rank_cannot_go_is_refused_on_both_sides_with_its_name(tmp_path: Path, memory: Any) -> None:
+    asked: list[tuple[Choice, Exported | None, str]] = [
+        ("cuda_ipc", memory, "source rank 0 has its weights on no GPU"),
+        ("shm", None, "destination rank 0 has no arena in shared memory"),
+    ]
+    for number, (choice, own, why) in enumerate(asked):
+        for side in opened(tmp_path / str(number), choice, own):
+            with pytest.raises(TransportError, match=f"given the way {choice}, needed auto or messages: {why}"):
+                side.result()
+
+
+def test_what_a_rank_can_do_follows_from_where_its_weights_lie(memory: SharedMemory) -> None:
+    assert can_go("destination", memory, "cpu") == ("shm",)
+    assert can_go("destination", None, "cuda:0") == can_go("destination", SharedMemory(RUN, "none"), "cpu") == ()
+    assert can_go("source", None, torch.device("cpu")) == ("shm",)
+    assert set(can_go("source", None, "cuda:1")) == {"shm", "cuda_ipc"}
+
+
+HERE, BOTH = [5, 9], 0b11
+
+
+@pytest.mark.parametrize(
+    ("said", "choice", "verdict"),
+    [
+        ([[*HERE, BOTH], [*HERE, 0b10]], "auto", (IPC, 0, 0)),
+        ([[*HERE, BOTH], [*HERE, 0b01]], "auto", (SHM, 0, 0)),
+        ([[*HERE, BOTH], [*HERE, 0b10]], "messages", (-1, 0, 0)),
+        ([[*HERE, BOTH], [*HERE, 0b10], [*HERE, 0b01]], "auto", (-1, 2, 2)),
+        ([[*HERE, BOTH], [*HERE, 0b10]], "shm", (-1, 1, 2)),
+        ([[*HERE, 0b01], [*HERE, 0b10]], "cuda_ipc", (-1, 0, 2)),
+        ([[*HERE, BOTH], [6, 9, 0b10]], "cuda_ipc", (-1, 1, 0)),
+        ([[*HERE, BOTH], [5, 8, 0b10]], "cuda_ipc", (-1, 1, 1)),
+        ([[*HERE, BOTH], [5, 8, 0b10]], "auto", (-1, 1, 1)),
+        ([[*HERE, BOTH], [5, 0, 0b01]], "auto", (SHM, 0, 0)),
+    ],
+)
+def test_a_way_needs_all_ranks_on_one_host_and_for_a_gpu_the_same_gpus(said: Any, choice: Any, verdict: Any) -> None:
+    assert ways._verdict(said, choice) == verdict
+
+
+def test_a_way_that_is_none_is_refused(tmp_path: Path) -> None:
+    make: Callable[..., Bridge] = Bridge
+    for given in ({"way": "gloo"}, {"way": "shm", "backend": "nccl"}):
+        with pytest.raises(ValueError, match=r"policy: given way .*needed one of auto, messages"):
+            make("policy", tmp_path / "bridge", **given)
+    assert CHOICES == ("auto", "messages", "shm", "cuda_ipc")
