@@ -14,7 +14,7 @@ from types import MappingProxyType
 from penstock.graph.ir import Graph, Node
 from penstock.graph.sharding import Axes, num_ranks
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
-from penstock.runtime.plan.meshes import check_pools
+from penstock.runtime.plan.meshes import check_pools, spelled
 from penstock.runtime.plan.names import nearest
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 
@@ -29,11 +29,13 @@ STREAM_CAPACITY = 32
 @dataclass(frozen=True, slots=True)
 class _Role:
     """What a pool holds and is: `rows` is the fewest samples that a group of its decoding node has (0: none).
-    `streams`: it has a node that works on several groups at once."""
+    `streams`: it has a node that works on several groups at once. `carries`: it holds a value that the program carries,
+    be it one that never changes."""
 
     name: str
     holds: tuple[str, ...]
     updates: bool
+    carries: bool
     rows: int
     streams: bool
     host: Host
@@ -41,6 +43,11 @@ class _Role:
     @property
     def generates(self) -> bool:
         return self.rows > 0 and not self.updates
+
+    @property
+    def models(self) -> bool:
+        """Whether it may have a language model, and so a mesh and a GPU."""
+        return self.carries or self.generates
 
     def capacity(self, slots: int) -> int:
         if self.rows:
@@ -62,8 +69,8 @@ def place(
     """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
 
     `slots` are the rows that a generator decodes at once; `device` is "cpu", "cuda" (the hosts' devices in turn,
-    shared where there are too few), or one device. `meshes` gives pools several ranks. Raises ClusterError for pools
-    or devices that are not there.
+    shared by replicas where there are too few), or one device. `meshes` gives pools several ranks. Raises ClusterError
+    for pools or devices that are not there, and for ranks of one replica that would share a GPU.
     """
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
@@ -71,9 +78,8 @@ def place(
     names = [role.name for role in roles]
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
     threads = {role.name: _threads(role, roles, generators, overlapping) for role in roles}
-    carried = {argument.name for graph in graphs for argument in graph.carried}
-    modelling = [r.name for r in roles if r.updates or r.generates or not carried.isdisjoint(r.holds)]
-    check_pools(meshes, modelling, names)
+    updating = {r.host.name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}
+    check_pools(meshes, [role.name for role in roles if role.models], names)
     for pool in cluster.pools:
         if pool not in names:
             raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
@@ -85,7 +91,7 @@ def place(
                 tuple(
                     Replica(
                         f"{role.name}/{index}",
-                        _ranks(role, index, meshes.get(role.name, ()), device, threads[role.name]),
+                        _ranks(role, index, meshes.get(role.name, ()), device, threads[role.name], updating),
                         role.capacity(slots),
                         meshes.get(role.name, ()),
                     )
@@ -97,24 +103,31 @@ def place(
     )
 
 
-def _ranks(role: _Role, index: int, mesh: Axes, device: str, threads: int) -> tuple[Rank, ...]:
-    """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads."""
-    count = num_ranks(mesh)
-    return tuple(
-        Rank(role.host.name, _device(role, index * count + number, device), max(1, threads // count))
-        for number in range(count)
-    )
+def _ranks(
+    role: _Role, index: int, mesh: Axes, device: str, threads: int, updating: Mapping[str, int]
+) -> tuple[Rank, ...]:
+    """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads. Of other
+    pools, those that update have the first `updating` devices of their host.
+    """
+    count, first = num_ranks(mesh), 0 if role.updates else updating.get(role.host.name, 1)
+    devices = [_device(role, first + index * count + number, device) for number in range(count)]
+    if devices[0] != "cpu" and len(set(devices)) < count:
+        given = f"--mesh {role.name}={spelled(mesh)}: given {count} ranks for {', '.join(dict.fromkeys(devices))}"
+        raise ClusterError(f"{given} of host {role.host.name}, needed a GPU for each: NCCL joins no two ranks on one")
+    return tuple(Rank(role.host.name, device, max(1, threads // count)) for device in devices)
 
 
 def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
     """The pools in the order in which the programs name them; a pool that is left with nothing is left out."""
     homes: dict[str, str] = {}
     updating: set[str] = set()
+    carrying: set[str] = set()
     for graph in graphs:
         for argument in graph.arguments:
             pool = homes.setdefault(argument.name, argument.pool)
-            if argument.kind == "carried" and graph.producer(argument.name):
-                updating.add(pool)
+            if argument.kind == "carried":
+                carrying.add(pool)
+                updating |= {pool} if graph.producer(argument.name) else set()
         for node in graph.nodes:
             if node.fires:
                 homes.setdefault(node.name, node.pool)
@@ -130,6 +143,7 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
             pool,
             tuple(name for name, home in homes.items() if home == pool),
             pool in updating,
+            pool in carrying,
             rows.get(pool, 0),
             pool in streaming,
             cluster.host_of(pool),
@@ -169,8 +183,8 @@ def _threads(role: _Role, roles: Sequence[_Role], generators: int, overlapping: 
 
 
 def _device(role: _Role, index: int, device: str) -> str:
-    """Updates take a host's first device, generators those after it, in turn; small work stays on the CPU."""
-    if device == "cpu" or not (role.updates or role.generates):
+    """The device of this index, in turn, of a host; small work stays on the CPU."""
+    if device == "cpu" or not role.models:
         return "cpu"
     has = role.host.accelerators
     if not has or device not in ("cuda", *has):
@@ -178,4 +192,4 @@ def _device(role: _Role, index: int, device: str) -> str:
         raise ClusterError(f"device: given {device!r} for pool {role.name}; host {role.host.name} has {known}")
     if device != "cuda":
         return device
-    return has[index % len(has)] if role.updates else has[(index + 1) % len(has)]
+    return has[index % len(has)]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.graph.ir import Argument, Graph, Input, Node, Output, Ref
+from penstock.graph.sharding import Axes
 from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
 from penstock.runtime.plan.place import GROUPS_AHEAD, SMALL_CAPACITY, STREAM_CAPACITY, place
 from penstock.runtime.plan.plan import Plan
@@ -143,6 +144,31 @@ def test_devices_are_taken_in_turn_and_shared_where_there_are_too_few(
     devices: tuple[str, ...], placed: list[str]
 ) -> None:
     assert _devices(place([TRAIN], _cluster(8, *devices), generators=2, device="cuda")) == placed
+
+
+def test_ranks_of_a_replica_have_a_gpu_each_and_generators_come_after_the_trainer() -> None:
+    meshes: dict[str, Axes] = {"trainer": (("fsdp", 2),), "generator": (("tp", 2),)}
+    four = _cluster(8, *(f"cuda:{index}" for index in range(4)))
+    plan = place([TRAIN], four, device="cuda", meshes=meshes)
+    placed = [[rank.device for rank in replica.ranks] for replica in plan.replicas]
+    assert placed == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"], ["cpu"]]
+    for cluster, device in ((_cluster(8, "cuda:0"), "cuda"), (four, "cuda:0")):
+        with pytest.raises(
+            ClusterError, match=r"--mesh trainer=fsdp2: given 2 ranks for cuda:0 of host a, needed a GPU"
+        ):
+            place([TRAIN], cluster, device=device, meshes=meshes)
+
+
+def test_a_model_that_never_changes_is_on_a_gpu_too() -> None:
+    reference = Argument("reference", "carried", TYPE, "m:reference", "reference")
+    graph = replace(TRAIN, arguments=(*TRAIN.arguments, reference))
+    plan = place([graph], _cluster(8, "cuda:0", "cuda:1"), device="cuda")
+    assert {r.name: r.ranks[0].device for r in plan.replicas} == {
+        "trainer/0": "cuda:0",
+        "generator/0": "cuda:1",
+        "reference/0": "cuda:1",
+        "scorer/0": "cpu",
+    }
 
 
 def test_one_device_may_be_named_and_cpu_leaves_them_alone() -> None:
