@@ -1,38 +1,20 @@
 """`penstock plan PROGRAM`: which GPUs do what on a cluster, what fits, and what bounds an update."""
 
 import json
-import shutil
 from collections.abc import Sequence
-from textwrap import wrap
 
-from penstock.graph.ir import Graph
-from penstock.runtime.cli.figures import percent, seconds
-from penstock.runtime.cli.flags import PlanFlags, Planning
-from penstock.runtime.cli.labelled import assumed, labelled
-from penstock.runtime.cli.local_text import local_text
-from penstock.runtime.cli.measuring import profile_path
 from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.traced import CommandError, trace_program
-from penstock.runtime.plan.cluster import Cluster, ClusterError
-from penstock.runtime.plan.gpus import Precision
-from penstock.runtime.plan.lengths import LengthError
-from penstock.runtime.plan.local_plan import MICRO_TOKENS, LocalPlan, local_plan
-from penstock.runtime.plan.meshes import read_meshes
-from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
-from penstock.runtime.plan.roles import Roles, roles_of
-from penstock.runtime.plan.shape import ShapeError, read_shape
-from penstock.runtime.plan.spec import read_cluster
-from penstock.runtime.plan.workload import Workload, given_lengths
-
-KEPT = 0.7
-"""The share of the groups that filters leave, unless it is said."""
+from penstock.runtime.cli.traced import trace_program
 
 
 def main(argv: Sequence[str]) -> int:
     require_program("plan", argv)
-    traced = trace_program("plan", argv)
-    flags: PlanFlags = traced.flags
-    graph = traced.sound()
+    traced = trace_program("plan", argv, ("penstock.runtime.cli.planning", "penstock.runtime.cli.plan_text"))
+    from penstock.runtime.cli.local_text import local_text  # the planner is imported while a child traces
+    from penstock.runtime.cli.plan_text import text
+    from penstock.runtime.cli.planning import local, search
+
+    flags, graph = traced.flags, traced.sound()
     cores = local(graph, flags, flags.batch)
     if cores is not None:
         print(json.dumps(cores.to_json()) if flags.json else local_text(cores, flags.cluster))
@@ -40,168 +22,3 @@ def main(argv: Sequence[str]) -> int:
     found = search(graph, flags, flags.batch)
     print(json.dumps(found.to_json()) if flags.json else text(found, flags.cluster))
     return 0
-
-
-def search(graph: Graph, flags: Planning, batch: int) -> Planned:
-    """The plan that the flags ask for. Raises CommandError for those that cannot be understood, PlanError for what has
-    no plan."""
-    cluster, work = asked(graph, flags, batch)
-    try:
-        meshes = read_meshes(flags.mesh)
-    except ClusterError as error:
-        raise CommandError(str(error), 2) from None
-    return plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
-
-
-def asked(graph: Graph, flags: Planning, batch: int) -> tuple[Cluster, Workload]:
-    """The machines and the work that the flags name. Raises CommandError for those that cannot be understood."""
-    for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
-        if not getattr(flags, name):
-            raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
-    if not flags.time_limit > 0:
-        raise CommandError(f"--time-limit: given {flags.time_limit:g}, needed more than 0 seconds", 2)
-    try:
-        return read_cluster(flags.cluster, profile_path()), workload(graph, flags, batch)
-    except (ClusterError, LengthError, ShapeError) as error:
-        raise CommandError(str(error), 2) from None
-
-
-def local(graph: Graph, flags: Planning, batch: int) -> LocalPlan | None:
-    """The plan on one machine's cores; None where the cluster has GPUs."""
-    cluster, work = asked(graph, flags, batch)
-    if any(host.accelerators or host.gpu for host in cluster.hosts):
-        return None
-    if flags.mesh:
-        raise CommandError(f"--mesh: given {' '.join(flags.mesh)} on a machine without GPUs, needed none", 2)
-    precision: Precision = "bf16" if flags.dtype == "bfloat16" else "fp32"
-    micro_tokens = min(flags.micro_tokens, MICRO_TOKENS)
-    return local_plan(graph, cluster, work, slots=flags.slots, micro_tokens=micro_tokens, precision=precision)
-
-
-def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
-    """What the flags say, and the program of samples, epochs and minibatches."""
-    roles = roles_of(graph)
-    try:
-        return Workload(
-            read_shape(flags.model),
-            batch,
-            roles.samples,
-            given_lengths(flags.lengths, flags.max_tokens),
-            flags.prompt_tokens,
-            roles.epochs,
-            roles.minibatches,
-            flags.micro_tokens,
-            flags.environment_s,
-            kept(roles, flags.kept),
-            sum(samples for _, samples in roles.baselines),
-            roles.buffer.adds(batch) if roles.buffer else 0,
-        )
-    except ValueError as error:
-        if type(error) is not ValueError:
-            raise
-        raise CommandError(str(error), 2) from None
-
-
-def kept(roles: Roles, given: float | None) -> float:
-    """The share of the groups that filters leave."""
-    if not roles.filters:
-        if given is not None:
-            raise CommandError(f"--kept: given {given:g}, needed none, since {roles.graph} has no filter (keep)", 2)
-        return 1.0
-    share = KEPT if given is None else given
-    if not 0 < share <= 1:
-        raise CommandError(f"--kept: given {share:g}, needed a share above 0, 1 at most", 2)
-    return share
-
-
-def text(found: Planned, cluster: str) -> str:
-    """For people: the plan, why, the memory, and what else there is."""
-    work, width = found.work, shutil.get_terminal_size((100, 24)).columns
-    responses = f"{work.responses} responses of {work.lengths.mean:.0f} tokens on average"
-    lines = [
-        f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
-        "",
-        *labelled("period", f"{seconds(found.best.period_s)} per update, {_sure(found)}", width),
-        *labelled("bound", f"by {found.best.bound}", width),
-        *labelled("", _why(found), width),
-        *_crowded(found, width),
-        *assumed(found.assumptions, width),
-        *labelled("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
-        "",
-    ]
-    for pool in found.pools:
-        lines += [*_pool(pool, width), ""]
-    lines.append("Alternatives, each with its best layouts:")
-    name_width = max(len(other.name) for other in found.alternatives)
-    for other in found.alternatives:
-        lines += _alternative(other, found, name_width, width)
-    lines += ["", f"{found.outcome.opened} parts of plans looked at in {found.seconds:.1f} s"]
-    return "\n".join(lines)
-
-
-def _sure(found: Planned) -> str:
-    if found.optimal:
-        return "optimal under the model"
-    return f"the best found in time: no plan is more than {percent(found.outcome.gap)} faster"
-
-
-def _why(found: Planned) -> str:
-    """What a batch costs, stage by stage."""
-    best = found.best
-    parts = [f"generation {seconds(best.rollout_s)}", f"steps {seconds(best.training.steps.seconds)}"]
-    if found.roles.turns > 1:
-        answers = found.roles.turns * found.work.environment_s
-        parts.append(f"{found.roles.turns} answers of {found.roles.environment} {seconds(answers)}")
-    if found.roles.beside:
-        beside = best.reading or best.training
-        parts.append(f"passes of {', '.join(found.roles.beside)} {seconds(beside.reads.seconds)}")
-        if found.roles.learners:
-            parts.append(f"steps of {', '.join(found.roles.learners)} {seconds(beside.learns.seconds)}")
-    parts.append(f"weight sync {seconds(best.sync.seconds)}")
-    if best.offloads:
-        parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
-    generator = best.generating.generator
-    steps = f"most of a step goes to {best.training.steps.bound}"
-    rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
-    decodes = generator.step(rows, rows * (found.work.prompt_tokens + found.work.lengths.mean)).bound
-    return f"one batch: {', '.join(parts)}; {steps}, of decoding to {decodes}"
-
-
-def _crowded(found: Planned, width: int) -> list[str]:
-    """What batches that are in work at once cost each other."""
-    if found.best.alone_s > 0.999 * found.best.period_s:
-        return []
-    return labelled("", f"if no batch slowed the others, {seconds(found.best.alone_s)} would be the bound", width)
-
-
-def _pool(pool: PoolPlan, width: int) -> list[str]:
-    work = ", ".join(pool.nodes)
-    if not pool.devices:
-        return labelled(pool.name, f"{pool.shares or 'on CPUs'}: {work}", width)
-    copies = f"{pool.replicas} × " if pool.replicas > 1 else ""
-    mesh = " × ".join(f"{axis} {size}" for axis, size in pool.mesh) or "one GPU"
-    how = [f"{pool.devices} {pool.kind}: {copies}({mesh})", pool.precision]
-    how += [f"{pool.slots} slots"] if pool.slots else []
-    how += [f"micro-batches of {pool.micro_tokens} tokens"] if pool.micro_tokens else []
-    how += ["weights sharded"] if pool.zero3 else []
-    how += [pool.shares] if pool.shares else []
-    parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])
-    held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
-    hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
-    return [
-        *labelled(pool.name, "; ".join(how), width),
-        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB: {held}", width),
-        *labelled("", f"{work or 'reads responses'}, on {hosts}", width),
-    ]
-
-
-def _alternative(other: Alternative, found: Planned, name_width: int, width: int) -> list[str]:
-    name = f"  {other.name:<{name_width}}  "
-    if other.found is None:
-        return [f"{name}{other.why}"]
-    slower = percent(other.found.period_s / found.best.period_s - 1)
-    split = other.found.split
-    sizes = f"{split.trainer} shared" if split.shared else " + ".join(map(str, split.sizes))
-    sure = "" if other.proved else " (best found)"
-    line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
-    return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock import __path__ as roots
-from penstock.runtime.cli.parse import verb_help
 from penstock.runtime.cli.traced import CommandError
 
 
@@ -22,6 +21,8 @@ def built_in() -> dict[str, str]:
 def require_program(verb: str, argv: Sequence[str]) -> None:
     """Leave with help, or with an error, unless the words begin with a PROGRAM."""
     if argv and argv[0] in ("-h", "--help"):
+        from penstock.runtime.cli.parse import verb_help  # imports what only help needs
+
         verb_help(verb, built_in())
     if not argv or argv[0].startswith("-"):
         given = f"the flag {argv[0]!r} first" if argv else "nothing"

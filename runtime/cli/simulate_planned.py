@@ -9,7 +9,7 @@ from penstock.graph.ir import Graph
 from penstock.runtime.cli.figures import figure, many, percent, seconds
 from penstock.runtime.cli.flags import PlanFlags, Planning, SimulateFlags
 from penstock.runtime.cli.labelled import assumed, labelled
-from penstock.runtime.cli.plan import local, search
+from penstock.runtime.cli.planning import local, search
 from penstock.runtime.cli.simulate_given import duration
 from penstock.runtime.cli.simulate_text import depth_lines, lag_lines, pool_lines
 from penstock.runtime.cli.traced import CommandError

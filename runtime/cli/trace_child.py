@@ -88,6 +88,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     fd, verb, name, *argv = sys.argv[1:]
     data = json.dumps(answer(verb, name, argv)).encode()
+    sys.stdout.flush()  # what the program printed: nobody waits for this process once it has answered
     with os.fdopen(int(fd), "wb") as pipe:
         pipe.write(data)
 

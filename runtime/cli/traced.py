@@ -1,5 +1,10 @@
-"""What a program is, without importing it: a child with torch traces it and says."""
+"""What a program is, without importing it: a child with torch traces it and says.
 
+The child takes seconds to import torch. So it is started by as little as can be, and what its answer takes to
+understand is imported beside it.
+"""
+
+import importlib
 import json
 import os
 import signal
@@ -7,16 +12,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.graph.faults import Fault
-from penstock.graph.ir import Graph
-from penstock.runtime.cli.flags import VERBS
+if TYPE_CHECKING:
+    from penstock.graph.faults import Fault
+    from penstock.graph.ir import Graph
 
+UNDERSTANDS = ("penstock.graph.faults", "penstock.graph.ir", "penstock.runtime.cli.flags")
+"""Modules that `understand` takes."""
 DEADLINE = 300.0
 """Seconds for a child to import the program and what it needs, to trace it, and to look at its data."""
-
-F = TypeVar("F")
 
 
 class CommandError(Exception):
@@ -34,38 +39,43 @@ class Traced:
     name: str
     path: str
     flags: Any
-    graph: Graph | None
-    evaluation: Graph | None
-    faults: tuple[Fault, ...]
+    graph: "Graph | None"
+    evaluation: "Graph | None"
+    faults: "tuple[Fault, ...]"
 
-    def sound(self) -> Graph:
+    def sound(self) -> "Graph":
         """The graph. Raises CommandError with all faults if there are any."""
         if self.faults or self.graph is None:
             raise CommandError(faults_text(self.faults))
         return self.graph
 
 
-def trace_program(verb: str, argv: Sequence[str]) -> Traced:
-    """Trace the program that `argv` begins with. Leaves the command for help and usage errors."""
+def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ()) -> Traced:
+    """Trace the program that `argv` begins with, and import the modules `meanwhile`. Leaves the command for help and
+    usage errors."""
     name, *words = argv
     read, write = os.pipe()
     command = [sys.executable, "-m", "penstock.runtime.cli.trace_child", str(write), verb, name, *words]
     child = subprocess.Popen(command, pass_fds=[write])
     os.close(write)
     try:
+        for module in (*UNDERSTANDS, *meanwhile):
+            importlib.import_module(module)
         with os.fdopen(read, "rb") as pipe:
             data = pipe.read()
-        status = child.wait(DEADLINE)
+        if not data:
+            _leave(name, child.wait(DEADLINE))
     finally:
-        child.kill()
+        child.kill()  # torch takes a while to leave, and it has said all that it will
         child.wait()
-    if not data:
-        _leave(name, status)
     return understand(verb, json.loads(data))
 
 
 def understand(verb: str, found: Mapping[str, Any]) -> Traced:
     """What the child said. Raises CommandError for an error that it found."""
+    from penstock.graph.faults import Fault
+    from penstock.runtime.cli.flags import VERBS
+
     if "error" in found:
         raise CommandError(found["error"], 2 if found["usage"] else 1)
     return Traced(
@@ -78,7 +88,7 @@ def understand(verb: str, found: Mapping[str, Any]) -> Traced:
     )
 
 
-def faults_text(faults: Sequence[Fault]) -> str:
+def faults_text(faults: "Sequence[Fault]") -> str:
     count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
     return "\n".join([*map(str, faults), count])
 
@@ -92,7 +102,9 @@ def _leave(name: str, status: int) -> NoReturn:
     raise CommandError(f"{name}: the process that imported it ended with {how}")
 
 
-def _graph(found: Mapping[str, Any], key: str) -> Graph | None:
+def _graph(found: Mapping[str, Any], key: str) -> "Graph | None":
+    from penstock.graph.ir import Graph
+
     return Graph.from_json(found[key]) if key in found else None
 
 

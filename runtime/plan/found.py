@@ -10,48 +10,60 @@ from penstock.runtime.plan.ways import Generating, Training
 
 
 @dataclass(frozen=True)
+class Apart:
+    """GPUs that some pools of models beside the policy have for themselves."""
+
+    pools: tuple[str, ...]
+    island: Island
+    gpus: int
+
+
+@dataclass(frozen=True)
 class Split:
-    """Who has which GPUs. `shared`: the generator has the trainer's. `reader` is 0 where there is no frozen model, or
-    where it lies beside the trainer."""
+    """Who has which GPUs. `islands` are the trainer's and the generator's. `shared`: the generator has the trainer's
+    GPUs. Models beside the policy that are not `apart` lie on the trainer's."""
 
     shared: bool
-    islands: tuple[Island, Island, Island]
+    islands: tuple[Island, Island]
     trainer: int
     generator: int
-    reader: int = 0
+    apart: tuple[Apart, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """GPUs of each group of pools that has its own."""
-        return tuple(n for n in (self.trainer, 0 if self.shared else self.generator, self.reader) if n)
+        return (self.trainer, *(() if self.shared else (self.generator,)), *(each.gpus for each in self.apart))
 
     @property
     def gpus(self) -> int:
         return sum(self.sizes)
 
     def left(self, island: Island) -> int:
-        """GPUs of an island that the trainer and the generator leave."""
+        """GPUs of an island that nobody has."""
         taken = self.trainer * (island == self.islands[0])
-        return island.gpus - taken - (0 if self.shared else self.generator * (island == self.islands[1]))
+        taken += 0 if self.shared else self.generator * (island == self.islands[1])
+        return island.gpus - taken - sum(each.gpus for each in self.apart if each.island == island)
 
     @property
     def has_room(self) -> bool:
         """Whole hosts only have to be counted, as whoever makes a split does; parts have to be packed."""
-        whole = all(size % self.islands[0].each == 0 for size in self.sizes) and len(set(self.islands)) == 1
+        islands = {*self.islands, *(each.island for each in self.apart)}
+        whole = all(size % self.islands[0].each == 0 for size in self.sizes) and len(islands) == 1
         return whole or self.hosts() is not None
 
     def hosts(self) -> list[tuple[str, ...]] | None:
-        """Of the trainer, the generator and the reader; None if they have no room."""
-        given: list[tuple[str, ...]] = [(), (), ()]
-        asked = (self.trainer, 0 if self.shared else self.generator, self.reader)
-        for island in dict.fromkeys(self.islands):
-            here = [i for i in range(3) if asked[i] and self.islands[i] == island]
-            found = island.share_out([asked[i] for i in here])
+        """Of the trainer, the generator and what is apart; None if they have no room."""
+        asked = [(self.islands[0], self.trainer), (self.islands[1], 0 if self.shared else self.generator)]
+        asked += [(each.island, each.gpus) for each in self.apart]
+        given: list[tuple[str, ...]] = [()] * len(asked)
+        for island in dict.fromkeys(island for island, _ in asked):
+            here = [i for i, (where, gpus) in enumerate(asked) if gpus and where == island]
+            found = island.share_out([asked[i][1] for i in here])
             if found is None:
                 return None
             for index, hosts in zip(here, found, strict=True):
                 given[index] = hosts
-        return [given[0], given[0] if self.shared else given[1], given[2]]
+        return [given[0], given[0] if self.shared else given[1], *given[2:]]
 
 
 def tie(decode: Generating, split: Split) -> tuple[int, int]:
@@ -61,13 +73,13 @@ def tie(decode: Generating, split: Split) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Found:
-    """A whole plan. `alone_s` would be its period if no batch slowed another one. `offloads`: the trainer's moments lie
-    on the host while its GPUs decode."""
+    """A whole plan. `readings` are of what is apart, in the split's order. `alone_s` would be its period if no batch
+    slowed another one. `offloads`: the trainer's moments lie on the host while its GPUs decode."""
 
     split: Split
     training: Training
     generating: Generating
-    reading: Training | None
+    readings: tuple[Training, ...]
     rollout_s: float
     sync: Cost
     switch: Cost

@@ -8,30 +8,33 @@ from penstock.runtime.plan.islands import Island
 from penstock.runtime.plan.syncing import switch_cost
 from penstock.runtime.plan.ways import Generating, Training
 
+Groups = tuple[tuple[str, ...], ...]
+"""Pools that share GPUs."""
+
 
 @dataclass(frozen=True)
 class Row:
-    """Splits that differ in the generator's GPUs: the `index`th size of its island, and all smaller ones."""
+    """Splits that differ in the generator's GPUs: the `index`th size of its island, and all smaller ones. `apart` are
+    groups of pools that are to have GPUs of their own, still to be chosen."""
 
     trainer: Island
     gpus: int
     generator: Island
     index: int
-    apart: bool
+    apart: Groups = ()
 
     @property
     def split(self) -> Split:
-        islands = (self.trainer, self.generator, self.trainer)
-        return Split(False, islands, self.gpus, self.generator.sizes[self.index])
+        return Split(False, (self.trainer, self.generator), self.gpus, self.generator.sizes[self.index])
 
 
 @dataclass(frozen=True)
 class Room:
-    """A split of which no layout is decided. `apart`: a frozen model is to have GPUs of its own, still to be chosen.
+    """A split of which no layout is decided. `apart` are groups of pools that are to have GPUs of their own, too.
     `decoded`: its bound is by the generators that there are on so many GPUs."""
 
     split: Split
-    apart: bool
+    apart: Groups = ()
     decoded: bool = False
 
 
@@ -40,7 +43,7 @@ class Trained:
     """A split with a trainer, the `index`th of its list."""
 
     split: Split
-    reading: Training | None
+    readings: tuple[Training, ...]
     train: Training
     index: int = 0
 
@@ -51,7 +54,7 @@ class Pair:
     list, and the others follow."""
 
     split: Split
-    reading: Training | None
+    readings: tuple[Training, ...]
     train: Training
     decode: Generating
     rollout_s: float | None = None

@@ -11,6 +11,7 @@ whoever is in it; what rows and contexts cost, `others` seconds of each batch, c
 another one by an update's steps, t seconds or more, so that of each the share 1 - t / r falls into a rollout of r.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.graph.passes import Bound
@@ -20,10 +21,10 @@ from penstock.runtime.plan.roles import Roles
 @dataclass(frozen=True)
 class Times:
     """Seconds of a batch, or lower bounds of them. `train` has the work of models beside the policy in it if they are
-    on the trainer's GPUs; else `read` is of their passes and `learn` of critics' steps, which nobody waits for but the
-    next batch. `wait` is what an environment takes to answer all turns. `steady` and `rollout` are as in
-    `ways.Generating`; `switch` is of the GPUs that both stages share. `others` is what another batch in work beside
-    one adds to its rollout, if it is there from start to end.
+    on the trainer's GPUs; `apart` are the passes of each group of pools that has its own, and the steps of its critics,
+    which nobody waits for but the next batch. `wait` is what an environment takes to answer all turns. `steady` and
+    `rollout` are as in `ways.Generating`; `switch` is of the GPUs that both stages share. `others` is what another
+    batch in work beside one adds to its rollout, if it is there from start to end.
     """
 
     train: float
@@ -31,14 +32,24 @@ class Times:
     rollout: float
     sync: float = 0.0
     switch: float = 0.0
-    read: float = 0.0
+    apart: tuple[tuple[float, float], ...] = ()
     others: float = 0.0
-    learn: float = 0.0
     wait: float = 0.0
 
+    @property
+    def read(self) -> float:
+        """Passes follow the rollout, those of several groups beside each other."""
+        return max((read for read, _ in self.apart), default=0.0)
 
-def bounds(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> tuple[Bound, ...]:
-    """All that bounds the period, the largest first."""
+    @property
+    def learn(self) -> float:
+        return max((learn for _, learn in self.apart), default=0.0)
+
+
+def bounds(
+    roles: Roles, times: Times, lag: int, prompts: int, pools: Sequence[Sequence[str]] = (), *, shared: bool
+) -> tuple[Bound, ...]:
+    """All that bounds the period, the largest first. `pools` are those of each group that is apart."""
     total = _around(roles, times, prompts)
     if shared:
         return (
@@ -50,8 +61,8 @@ def bounds(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) 
         Bound(times.steady, pool=roles.generator),
         Bound(times.sync, roles.cycle[1:2]),
     ]
-    if times.read or times.learn:
-        found.append(Bound(times.read + times.learn, pool=", ".join(roles.beside)))
+    groups = zip(pools, times.apart, strict=True)
+    found += [Bound(read + learn, pool=", ".join(names)) for names, (read, learn) in groups]
     return tuple(sorted(found, key=lambda bound: -bound.seconds))
 
 
@@ -78,10 +89,11 @@ def alone_s(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool)
 def _around(roles: Roles, times: Times, prompts: int) -> float:
     """Seconds from one version to the next one but for the steps and other batches."""
     generates = times.rollout
-    if times.read and roles.reads_groups:
-        generates = max(times.rollout, times.read) + times.read / prompts
-    elif times.read:
-        generates += times.read
+    read = times.read if times.apart else 0.0
+    if read and roles.reads_groups:
+        generates = max(times.rollout, read) + read / prompts
+    else:
+        generates += read
     return times.sync + times.switch + times.wait + generates
 
 
@@ -96,4 +108,5 @@ def _largest(roles: Roles, times: Times, lag: int, prompts: int, trained: float,
     total = _around(roles, times, prompts)
     if shared:
         return total + times.train + times.learn
-    return max((total + trained) / (1 + lag), times.train, times.steady, times.sync, times.read + times.learn)
+    most = max((total + trained) / (1 + lag), times.train, times.steady, times.sync)
+    return max(most, *(read + learn for read, learn in times.apart)) if times.apart else most

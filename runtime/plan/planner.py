@@ -10,16 +10,17 @@ from penstock.graph.ir import Graph
 from penstock.graph.sharding import Axes
 from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.found import Found, Outcome, Split
+from penstock.runtime.plan.found import Apart, Found, Outcome, Split
 from penstock.runtime.plan.islands import Island, islands
 from penstock.runtime.plan.memory import Memory, beside_memory
 from penstock.runtime.plan.meshes import spelled
 from penstock.runtime.plan.refuse import check_pins, refuse
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, roles_of
 from penstock.runtime.plan.search import Search
-from penstock.runtime.plan.sides import Sides
+from penstock.runtime.plan.sides import Pins, Sides
 from penstock.runtime.plan.simulated_plan import KEY, Costed, costed
 from penstock.runtime.plan.table import html_table
+from penstock.runtime.plan.ways import Training
 from penstock.runtime.plan.workload import Workload
 
 OUTSIDE = "on machines of its own"
@@ -154,48 +155,46 @@ def plan(
 
 
 def pools_of(roles: Roles, found: Found) -> tuple[PoolPlan, ...]:
-    """In the order trainer, generator, reader, small work."""
+    """In the order trainer, generator, models beside the policy, small work."""
     split, training, decode, generator = found.split, found.training, found.generating, found.generating.generator
-    hosts = split.hosts() or [(), (), ()]
-    trains, decodes, reads = split.islands
-    trainer = training.trainer
-    beside = f"its GPUs are those of {roles.trainer}"
+    hosts = split.hosts() or [(), ()]
+    trains, decodes = split.islands
     pools = [
-        PoolPlan(
-            roles.trainer, roles.nodes_of(roles.trainer), trains.kind, hosts[0], split.trainer, 1, trainer.mesh.axes,
-            trainer.precision, training.memory, trains.gpu.memory_bytes, micro_tokens=trainer.micro_tokens,
-            zero3=trainer.zero3,
-        ),
+        _learning(roles, roles.trainer, Apart((roles.trainer,), trains, split.trainer), training, hosts[0]),
         PoolPlan(
             roles.generator, roles.nodes_of(roles.generator), decodes.kind, hosts[1], split.generator, decode.replicas,
             generator.mesh.axes, generator.precision, decode.memory, decodes.gpu.memory_bytes, slots=generator.slots,
-            shares=beside if split.shared else "",
+            shares=f"its GPUs are those of {roles.trainer}" if split.shared else "",
         ),
     ]  # fmt: skip
-    for number, pool in enumerate(roles.beside):
-        apart, reading = split.reader, found.reading or training
-        own = beside_memory(reading.trainer, roles.models_of(pool))
-        memory = own if number or not apart else reading.memory
-        host = f"its GPUs are those of {roles.reader}" if apart else beside
-        pools.append(
-            PoolPlan(
-                pool, roles.nodes_of(pool), reads.kind, hosts[2] or hosts[0], apart or split.trainer,
-                1, reading.trainer.mesh.axes, reading.trainer.precision, memory, reads.gpu.memory_bytes,
-                micro_tokens=reading.trainer.micro_tokens, zero3=reading.trainer.zero3,
-                shares="" if apart and not number else host,
-            )
-        )  # fmt: skip
+    for pool in roles.beside:
+        group = Apart((roles.trainer,), trains, split.trainer), training, hosts[0]
+        for each, reading, own in zip(split.apart, found.readings, hosts[2:], strict=False):
+            group = (each, reading, own) if pool in each.pools else group
+        pools.append(_learning(roles, pool, *group))
     pools += [PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small]
     return (*pools, *(PoolPlan(pool, roles.nodes_of(pool), shares=OUTSIDE) for pool in roles.outside))
 
 
-def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> dict[str, Axes]:
-    names = {roles.trainer: "trainer", roles.generator: "generator", roles.reader: "reader"}
+def _learning(roles: Roles, pool: str, group: Apart, training: Training, hosts: tuple[str, ...]) -> PoolPlan:
+    """A pool of a group whose first one is said to have its GPUs, and what all of them hold."""
+    trainer, first = training.trainer, group.pools[0]
+    return PoolPlan(
+        pool, roles.nodes_of(pool), group.island.kind, hosts, group.gpus, 1, trainer.mesh.axes, trainer.precision,
+        training.memory if pool == first else beside_memory(trainer, roles.models_of((pool,))),
+        group.island.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
+        shares="" if pool == first else f"its GPUs are those of {first}",
+    )  # fmt: skip
+
+
+def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> Pins:
+    known = (roles.trainer, roles.generator, *roles.beside)
     for pool, axes in meshes.items():
-        if pool not in names or not pool:
-            known = ", ".join(filter(None, names))
-            raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, needed one of: {known}")
-    return {names[pool]: _outermost_first(axes) for pool, axes in meshes.items()}
+        if pool not in known:
+            needed = f"needed one of: {', '.join(known)}"
+            raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, {needed}")
+    pins = {pool: _outermost_first(axes) for pool, axes in meshes.items()}
+    return Pins(pins.pop(roles.trainer, None), pins.pop(roles.generator, None), pins)
 
 
 def _outermost_first(axes: Axes) -> Axes:
@@ -210,7 +209,7 @@ def _hands(found: Sequence[Island]) -> list[tuple[str, Split]]:
     hands = [
         ("half and half", _shares(found, 0.5)),
         ("75:25 (generator : trainer)", _shares(found, 0.75)),
-        ("all shared, synchronous", Split(True, (shared, shared, shared), shared.gpus, shared.gpus)),
+        ("all shared, synchronous", Split(True, (shared, shared), shared.gpus, shared.gpus)),
     ]
     return [(name, split) for name, split in hands if split is not None]
 
@@ -220,7 +219,7 @@ def _shares(found: Sequence[Island], part: float) -> Split | None:
     island, the trainer on the faster one where that is no matter. None where there is a single GPU."""
     total = sum(island.gpus for island in found)
     splits = [
-        Split(False, (trains, decodes, trains), trainer, generator)
+        Split(False, (trains, decodes), trainer, generator)
         for trains, decodes in product(found, found)
         for generator in (min(decodes.sizes, key=lambda size: abs(size - part * total)),)
         for room in (trains.gpus - generator if trains == decodes else trains.gpus,)

@@ -10,25 +10,25 @@ from penstock.runtime.plan.islands import Island
 from penstock.runtime.plan.layouts import FEWEST_SLOTS
 from penstock.runtime.plan.memory import Memory, generator_memory, trainer_memory
 from penstock.runtime.plan.meshes import spelled
-from penstock.runtime.plan.roles import AskedError, PlanError, Roles
+from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
 from penstock.runtime.plan.sides import Sides
 
 
 def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
     """Raises PlanError for a mesh of more ranks than any island has GPUs, or that no layout has."""
     largest = max(islands, key=lambda island: island.gpus)
-    for role, pool in (("trainer", roles.trainer), ("generator", roles.generator), ("reader", roles.reader)):
-        if role not in sides.pins:
+    own = {roles.trainer: sides.pins.trainer, roles.generator: sides.pins.generator}
+    for pool, axes in {**own, **sides.pins.beside}.items():
+        if axes is None:
             continue
-        axes = sides.pins[role]
         ranks = num_ranks(axes)
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
         if ranks > largest.gpus:
             raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
-        if role == "generator":
-            known = any(sides.bases(island) for island in islands)
+        if pool == roles.generator:
+            known = any(sides.decoding.bases(island) for island in islands)
         else:
-            known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates(i, ranks, role))
+            known = any(True for i in islands if ranks in i.sizes for _ in sides.training.candidates(i, ranks, axes))
         if not known:
             needed = "whole hosts or a divisor of one, tp within a host, and heads and layers that it divides"
             raise AskedError(f"{given} for {sides.work.shape.name}, needed {needed}")
@@ -43,18 +43,19 @@ def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
     head = f"{sides.work.shape.name} does not fit on {total} GPUs"
     if lines:
         return PlanError("\n".join((head, *lines)))
-    trains = [n for i in islands for n in i.sizes if sides.trainers(i, n, False)]
-    decodes = [n for i in islands for n in i.sizes if sides.generators(i, n)]
+    trains = [n for i in islands for n in i.sizes if sides.training.trainers(i, n, Models(0))]
+    decodes = [n for i in islands for n in i.sizes if sides.decoding.generators(i, n)]
     if not (trains and decodes):
         return PlanError(f"{head}: given layouts that fit, needed pools of {sides.work.responses} replicas at most")
     needed = f"{min(trains)} GPUs for {roles.trainer} and {min(decodes)} for {roles.generator}"
-    return PlanError(f"{head}: needed at least {needed}" + (f", and those of {roles.reader}" if roles.reader else ""))
+    return PlanError(f"{head}: needed at least {needed}" + "".join(f", and those of {pool}" for pool in roles.beside))
 
 
 def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
     """Of the layout that needs least memory; None if it fits."""
-    sizes = [(i, n) for i in islands for n in (i.sizes if "trainer" in sides.pins else (i.gpus,))]
-    found = [trainer for island, gpus in sizes for trainer in sides.candidates(island, gpus)]
+    sizes = [(i, n) for i in islands for n in ((i.gpus,) if sides.pins.trainer is None else i.sizes)]
+    pin, side = sides.pins.trainer, sides.training
+    found = [trainer for island, gpus in sizes for trainer in side.candidates(island, gpus, pin)]
     if not found:
         raise PlanError(f"{roles.trainer}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
     least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)
@@ -66,11 +67,11 @@ def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | 
 def _generator(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
     best, share = None, inf
     for island in islands:
-        for base in sides.bases(island):
+        for base in sides.decoding.bases(island):
             least = replace(base, slots=min(FEWEST_SLOTS, sides.slots))
-            needed = generator_memory(least, sides.context).bytes / island.gpu.memory_bytes
+            needed = generator_memory(least, sides.decoding.context).bytes / island.gpu.memory_bytes
             if needed < share:
                 best, share = least, needed
     if best is None:
         raise PlanError(f"{roles.generator}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
-    return check_generator(best, sides.context, roles.generator)
+    return check_generator(best, sides.decoding.context, roles.generator)

@@ -2,7 +2,7 @@
 
 One pool updates the policy, one decodes with its broadcast weights. Others may hold models beside the policy: frozen
 ones that read each response once (a reference, a teacher, a reward model), and critics, which read it once and learn
-from it as the policy does. They share GPUs: the trainer's, or some of their own. Copies that follow the policy (its
+from it as the policy does: on the trainer's GPUs or on others, together or apart. Copies that follow the policy (its
 average, a reference that moves) lie beside it. All else is small work on CPUs.
 Anything more is refused by name: a plan that leaves work out would be wrong, not approximate.
 """
@@ -40,6 +40,11 @@ class Models:
     copies: int = 0
     followed: float = 0.0
 
+    @property
+    def count(self) -> int:
+        """Of those that are no policy."""
+        return self.frozen + self.critics
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -60,15 +65,15 @@ class Buffer:
 class Roles:
     """Pools by what they do, and what the graph says of the work.
 
-    `beside` are the pools of models beside the policy, which share their GPUs, and `reader` stands for them: the first
-    one, or "" where there are none. `reads_groups`: they take each group as it is finished, not a whole batch.
-    `cycle` names what follows each other from one update of the policy to the next. `readers`, `learners` and `rereads`
-    are nodes: those that read with a model beside, those that train one, and further passes of the policy. `turns` are
-    those of a conversation with the pool `environment`; 1 where there is none.
+    `beside` are the pools of models beside the policy. `reads_groups`: they take each group as it is finished, not a
+    whole batch. `cycle` names what follows each other from one update of the policy to the next. `readers`, `learners`
+    and `rereads` are nodes: those that read with a model beside, those that train one, and further passes of the
+    policy. `turns` are those of a conversation with the pool `environment`; 1 where there is none.
 
     `filters` drop groups, and others take their places. `baselines` decode, too, with so many samples each, but nothing
     is learnt from their responses. `buffer` adds past groups. `followers` make the next values of copies of the policy.
-    `outside` are pools that decode on a slower clock, beside the training, on machines of their own.
+    `outside` are pools that decode on a slower clock, beside the training, on machines of their own. `holds` are the
+    frozen models and the critics of each pool beside the policy.
     """
 
     graph: str
@@ -94,19 +99,15 @@ class Roles:
     buffer: Buffer | None = None
     followers: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-
-    @property
-    def reader(self) -> str:
-        return self.beside[0] if self.beside else ""
+    holds: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = ()
 
     def nodes_of(self, pool: str) -> tuple[str, ...]:
         return dict(self.nodes).get(pool, ())
 
-    def models_of(self, pool: str) -> Models:
-        """Those beside the policy that a pool holds."""
-        here = self.nodes_of(pool)
-        critics = len(set(here) & set(self.learners))
-        return Models(min(self.models.frozen, len(set(here) & set(self.readers)) - critics), critics)
+    def models_of(self, pools: Sequence[str]) -> Models:
+        """Those beside the policy that some pools hold together."""
+        held = [(frozen, critics) for pool, frozen, critics in self.holds if pool in pools]
+        return Models(*(len({name for names in held for name in names[kind]}) for kind in (0, 1)))
 
 
 def roles_of(graph: Graph) -> Roles:
@@ -151,6 +152,7 @@ def roles_of(graph: Graph) -> Roles:
         buffer=buffer,
         followers=tuple(node.name for node in held.followers),
         outside=outside,
+        holds=tuple((pool, *_holds(graph, policy, held, pool)) for pool in beside),
     )
 
 
@@ -182,6 +184,15 @@ def _held(graph: Graph, policy: Argument, update: Node) -> _Held:
     followed = sum(1 / node.every for node in followers)
     counts = Models(len(others) - len(learners), len(learners), len(again), len(copies), followed)
     return _Held(counts, reads, learners, again, followers)
+
+
+def _holds(graph: Graph, policy: Argument, held: _Held, pool: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The frozen models that nodes of a pool read, and the critics that they train."""
+    made = {graph.producer(a.name): a.name for a in graph.carried if a.name != policy.name}
+    critics = tuple(made[node.name] for node in held.learners if node.pool == pool)
+    others = [a for a in graph.carried if _is_model(graph, a) and graph.producer(a.name) is None]
+    frozen = (a.name for a in others if any(_reads(node, a) for node in held.reads if node.pool == pool))
+    return tuple(frozen), critics
 
 
 def _is_model(graph: Graph, argument: Argument) -> bool:

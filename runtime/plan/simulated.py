@@ -14,17 +14,18 @@ longest response is done. So that slots do not run dry meanwhile, a replica has 
 slots: by the mean of the longest response of a group over the mean of all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 from penstock.graph.ir import Graph
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import GROUPS_AHEAD, place
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 from penstock.runtime.plan.simulated_decoding import Decoding
-from penstock.runtime.plan.simulated_plan import Costed
+from penstock.runtime.plan.simulated_plan import Costed, Reader
 from penstock.runtime.plan.simulated_scene import Outline, Schedulable, relagged
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.schedule.durations import Duration, Durations
@@ -63,17 +64,18 @@ class Scene(Schedulable):
     def places(self, graph: Graph) -> Plan:
         """One rank stands for a replica."""
         roles, base = self.roles, place([graph], ONE, generators=self.plan.replicas)
-        host = roles.reader if self.plan.reads_apart else roles.trainer
-        guests = [pool for pool in roles.beside if pool != host]
+        groups = [(each.pools[0] if each.apart else roles.trainer, each.pools) for each in self.plan.readers]
+        guests = {pool: host for host, pools in groups for pool in pools if pool != host}
         pools = []
         for pool in base.pools:
             capacity = self.in_flight * (1 + len(roles.baselines)) if pool.name == roles.generator else 1
             if pool.name == roles.environment:  # answers wait for nobody but their own group
                 capacity = self.plan.work.prompts * (self.lag + 1)
             replicas = tuple(Replica(r.name, (Rank(),), capacity) for r in pool.replicas)
-            more = [name for guest in guests for name in base.pool_of(roles.nodes_of(guest)[0]).holds]
+            here = [guest for guest, host in guests.items() if host == pool.name]
+            more = [name for guest in here for name in base.pool_of(roles.nodes_of(guest)[0]).holds]
             if pool.name not in guests:
-                pools.append(Pool(pool.name, (*pool.holds, *(more if pool.name == host else ())), replicas))
+                pools.append(Pool(pool.name, (*pool.holds, *more), replicas))
         return Plan(tuple(pools))
 
     def durations(self) -> Durations:
@@ -87,19 +89,14 @@ class Scene(Schedulable):
         if roles.turns > 1:
             answers = [name for name in roles.nodes_of(roles.environment) if name not in self.given]
             nodes |= dict.fromkeys(answers, plan.work.environment_s)
-        if plan.reader is not None:
-            count = plan.models.frozen + plan.models.critics
-            reads = self._reads(plan.reader, len(roles.readers) / count)
-            learns = self._steps(plan.reader, 0.0)
-            if plan.shared:
-                nodes[roles.cycle[-1]] = lambda node, update: (
-                    steps(node, update) + reads(node, update) * len(roles.readers)
-                    + learns(node, update) * len(roles.learners)
-                )  # fmt: skip
-            else:
-                groups, batches = self._shared_out(reads), reads
-                nodes |= {name: groups if self.graph[name].clock == "group" else batches for name in roles.readers}
-                nodes |= dict.fromkeys(roles.learners, learns)
+        beside = [self._beside(each) for each in plan.readers]
+        if plan.shared and beside:
+            nodes[roles.cycle[-1]] = lambda node, update: steps(node, update) + self._in_turns(beside, update)
+        elif not plan.shared:
+            for each in beside:
+                groups = self._shared_out(each.reads)
+                nodes |= {n: groups if self.graph[n].clock == "group" else each.reads for n in each.readers}
+                nodes |= dict.fromkeys(each.learners, each.learns)
         return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s)
 
     @property
@@ -120,6 +117,23 @@ class Scene(Schedulable):
             return kept[update]
 
         return seconds
+
+    def _beside(self, group: Reader) -> "_Beside":
+        here = {node for pool in group.pools for node in self.roles.nodes_of(pool)}
+        readers, learners = ([n for n in names if n in here] for names in (self.roles.readers, self.roles.learners))
+        reads = self._reads(group.trainer, len(readers) / group.models.count)
+        return _Beside(group.apart, readers, reads, learners, self._steps(group.trainer, 0.0))
+
+    @staticmethod
+    def _in_turns(beside: "Sequence[_Beside]", update: int) -> float:
+        """Seconds of an update that the models beside the policy add where its GPUs decode, too: those on the same GPUs
+        one after the other, those with GPUs of their own beside each other."""
+        own, apart = 0.0, 0.0
+        for each in beside:
+            seconds = sum(each.reads(node, update) for node in each.readers)
+            seconds += sum(each.learns(node, update) for node in each.learners)
+            own, apart = (own, max(apart, seconds)) if each.apart else (own + seconds, apart)
+        return own + apart
 
     def _reads(self, reader: Trainer, nodes: float) -> Callable[[str, int], float]:
         """A model's pass over a batch; so many nodes that read with it share it."""
@@ -142,3 +156,13 @@ class Scene(Schedulable):
             return batch(node, update) * own / float(self.responses.sequences(update).sum())
 
         return seconds
+
+
+class _Beside(NamedTuple):
+    """Nodes of models that share GPUs, with their seconds."""
+
+    apart: bool
+    readers: Sequence[str]
+    reads: Callable[[str, int], float]
+    learners: Sequence[str]
+    learns: Callable[[str, int], float]

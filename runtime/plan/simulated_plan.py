@@ -1,7 +1,7 @@
 """What the simulator needs of a plan: a value, and a part of what `penstock plan --json` prints. Reads such a file."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,23 @@ LOCAL = "parts"
 
 
 @dataclass(frozen=True)
+class Reader:
+    """Pools of models beside the policy, on the same GPUs: the trainer's, or with `apart` their own."""
+
+    pools: tuple[str, ...]
+    models: Models
+    trainer: Trainer
+    apart: bool
+
+
+@dataclass(frozen=True)
 class Costed:
     """A plan with all that its seconds follow from. `lag` is the one that it was made for, `period_s` and `bound` what
     the planner says of it.
 
-    reader: what runs the passes and steps of `models` beside the policy: GPUs of their own, or with `reads_apart` false
-    the trainer's. None where there are none. shared: the generator has the trainer's GPUs, and they take turns.
-    `leaves_s` and `returns_s` are of the trainer's moments, to the host before decoding and back after it.
+    readers: what runs the passes and steps of models beside the policy, by the pools that share GPUs. shared: the
+    generator has the trainer's GPUs, and they take turns. `leaves_s` and `returns_s` are of the trainer's moments, to
+    the host before decoding and back after it.
     """
 
     program: str
@@ -36,15 +46,13 @@ class Costed:
     trainer: Trainer
     generator: Generator
     replicas: int
-    reader: Trainer | None
-    reads_apart: bool
+    readers: tuple[Reader, ...]
     shared: bool
     sync_s: float
     leaves_s: float
     returns_s: float
     period_s: float
     bound: str
-    models: Models = field(default_factory=Models)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = _adapter().dump_python(self, mode="json")
@@ -53,7 +61,10 @@ class Costed:
 
 def costed(roles: Roles, work: Workload, lag: int, found: Found) -> Costed:
     """Of what the planner found."""
-    reading = found.reading or (found.training if roles.beside else None)
+    free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.apart)]
+    readers = [Reader(tuple(free), roles.models_of(free), found.training.trainer, False)] if free else []
+    for each, reading in zip(found.split.apart, found.readings, strict=True):
+        readers.append(Reader(each.pools, roles.models_of(each.pools), reading.trainer, True))
     return Costed(
         program=roles.graph,
         work=work,
@@ -62,15 +73,13 @@ def costed(roles: Roles, work: Workload, lag: int, found: Found) -> Costed:
         trainer=found.training.trainer,
         generator=found.generating.generator,
         replicas=found.generating.replicas,
-        reader=reading.trainer if reading else None,
-        reads_apart=found.reading is not None,
+        readers=tuple(readers),
         shared=found.split.shared,
         sync_s=found.sync.seconds,
         leaves_s=found.switch.parts["to the host"],
         returns_s=found.switch.parts["from the host"],
         period_s=found.period_s,
         bound=found.bound,
-        models=roles.models,
     )
 
 

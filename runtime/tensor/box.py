@@ -1,9 +1,9 @@
 """A box of elements: a range per dimension; and who holds which boxes of one tensor, listed. Pure, no torch."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,7 +30,12 @@ class Box:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod([b - a if b > a else 0 for a, b in zip(self.start, self.stop, strict=True)])
+        size = 1
+        for extent in map(sub, self.stop, self.start):
+            if extent <= 0:
+                return 0
+            size *= extent
+        return size
 
     def __and__(self, other: "Box") -> "Box":
         """The elements in both; boxes must have the same number of dimensions."""

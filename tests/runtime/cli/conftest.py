@@ -33,7 +33,7 @@ SUMMARY = {
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are traced, and inputs tried, in this process."""
 
-    def trace(verb: str, argv: Sequence[str]) -> Traced:
+    def trace(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ()) -> Traced:
         return understand(verb, json.loads(json.dumps(answer(verb, argv[0], argv[1:]))))
 
     def require(graphs: Sequence[Graph], flags: Flags) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.cli import plan
+from penstock.runtime.cli import plan, plan_text
 from penstock.runtime.cli.main import main
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.lengths import Lognormal
@@ -62,8 +62,8 @@ def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
     work = Workload(SHAPES["qwen3-4b"], 16, 8, Lognormal(300, 0.7, 4096))
     whole = planned(graph, read_cluster("1x8xH100"), work)
     cut = replace(whole.outcome, proved=False, floor=whole.best.period_s * 0.9)
-    assert "optimal" in plan.text(whole, "1x8xH100")
-    shown = plan.text(replace(whole, outcome=cut), "1x8xH100")
+    assert "optimal" in plan_text.text(whole, "1x8xH100")
+    shown = plan_text.text(replace(whole, outcome=cut), "1x8xH100")
     assert "optimal" not in shown
     assert "no plan is more than 10.0 % faster" in " ".join(shown.split())  # lines are as wide as the terminal
 

@@ -2,17 +2,21 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 
 from penstock.graph import load, trace
 from penstock.graph.ir import Graph
 from penstock.graph.passes import period_bound
+from penstock.runtime.plan import search
 from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.found import Split
+from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.found import Apart, Split
 from penstock.runtime.plan.gpus import GPUS
 from penstock.runtime.plan.islands import Island, islands
 from penstock.runtime.plan.layouts import slot_counts, trainer_meshes
@@ -22,12 +26,13 @@ from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.period import Times, alone_s, bounds, least_period, period
 from penstock.runtime.plan.planner import plan
 from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
-from penstock.runtime.plan.search import Search
+from penstock.runtime.plan.search import Search, groupings
 from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.sides import Sides
+from penstock.runtime.plan.sides import Pins, Sides
 from penstock.runtime.plan.spec import read_cluster
 from penstock.runtime.plan.syncing import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.training import Trainer
+from penstock.runtime.plan.ways import Generating, Training
 from penstock.runtime.plan.workload import Workload
 
 LATER = 1e12
@@ -41,37 +46,69 @@ def _work(model: str = "qwen3-4b", prompts: int = 8) -> Workload:
     return Workload(SHAPES[model], prompts, 8, Lognormal(300, 0.7, 1024), micro_tokens=2048)
 
 
-def _everything(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterator[float]:
-    """The period of every plan there is, each evaluated in full."""
-    work, wait = sides.work, roles.turns * sides.work.environment_s if roles.environment else 0.0
-    for t, g in product(found, found):
+def _everything(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterator[tuple[Set[Set[str]], float]]:
+    """Every plan there is, each evaluated in full: the groups of models that are apart, and the period."""
+    wait = roles.turns * sides.work.environment_s if roles.environment else 0.0
+    for split, train in _trained(roles, sides, found):
+        pools = frozenset(frozenset(own.pools) for own in split.apart)
+        groups = [
+            [(each.reads.seconds, each.learns.seconds) for each in _alone(sides, roles.models_of(own.pools), own)]
+            for own in split.apart
+        ]
+        for apart, (decode, moved) in product(product(*groups), _decoders(sides, split, train)):
+            t, g = split.islands
+            sync = _sync(train, decode, t, g, together=split.shared)
+            switch = switch_cost(t.gpu, moved, moved).seconds
+            times = Times(train.seconds, decode.steady, sides.decoding.rollout(decode), sync, switch, apart, wait=wait)
+            times = times if split.shared else replace(times, others=decode.others)
+            yield pools, period(roles, times, sides.lag, sides.work.prompts, shared=split.shared)
+
+
+def _trained(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterator[tuple[Split, Training]]:
+    """Every split with every trainer: the generator's GPUs are the trainer's or others, and each model beside the
+    policy lies on the trainer's or in one of as many groups as there are such pools."""
+    for shared, t, g in product((True, False), found, found):
         for n, m in product(t.sizes, g.sizes):
-            split = Split(False, (t, g, t), n, m)
-            for apart in {0, *(t.sizes if roles.reader else ())}:
-                whole = replace(split, reader=apart)
-                reading = sides.reader(t, apart) if apart else None
-                if (apart and reading is None) or whole.hosts() is None:
-                    continue
-                trainers = sides.trainers(t, n, bool(roles.reader) and not apart)
-                for train, decode in product(trainers, sides.generators(g, m)):
-                    sync = _sync(train, decode, t, g, together=False)
-                    times = Times(train.seconds, decode.steady, sides.rollout(decode), sync)
-                    times = replace(times, others=decode.others, wait=wait)
-                    if reading:
-                        times = replace(times, read=reading.reads.seconds, learn=reading.learns.seconds)
-                    yield period(roles, times, sides.lag, work.prompts, shared=False)
-    for t in found:
-        for n in t.sizes:
-            for train in sides.trainers(t, n, bool(roles.reader)):
-                parts = train.memory.parts
-                stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies") if p in parts}
-                moments = parts["moments"] + parts.get("critic moments", 0.0)
-                for beside, moved in ((train.memory, 0.0), (Memory(stays), moments)):
-                    for decode in sides.decoders(t, n, 1, beside):
-                        sync = _sync(train, decode, t, t, together=True)
-                        switch = switch_cost(t.gpu, moved, moved).seconds
-                        times = Times(train.seconds, decode.steady, sides.rollout(decode), sync, switch, wait=wait)
-                        yield period(roles, times, sides.lag, work.prompts, shared=True)
+            if shared and (t, n) != (g, m):
+                continue
+            for group_of in product(range(len(roles.beside) + 1), repeat=len(roles.beside)):
+                ids = sorted(set(group_of) - {0})
+                groups = [tuple(p for p, own in zip(roles.beside, group_of, strict=True) if own == i) for i in ids]
+                free = [p for p, own in zip(roles.beside, group_of, strict=True) if own == 0]
+                for places in product([(i, size) for i in found for size in i.sizes], repeat=len(groups)):
+                    apart = tuple(Apart(pools, *place) for pools, place in zip(groups, places, strict=True))
+                    split = Split(shared, (t, g), n, m, apart)
+                    if split.hosts() is not None:
+                        for train in sides.training.trainers(t, n, roles.models_of(free)):
+                            yield split, train
+
+
+def _alone(sides: Sides, models: Models, own: Apart) -> list[Training]:
+    """All layouts of models on GPUs of their own."""
+    found = []
+    for trainer in sides.training.candidates(own.island, own.gpus):
+        passing = trainer if models.critics else replace(trainer, frozen=True, offload=True)
+        others = Models(models.frozen, models.critics - 1) if models.critics else Models(models.frozen - 1)
+        memory = trainer_memory(passing) + beside_memory(passing, others)
+        if memory.bytes <= own.island.gpu.memory_bytes:
+            passes = passing.logprobs(sides.work.sequence_tokens) * (models.frozen + models.critics)
+            work = sides.work
+            steps = passing.update(work.sequence_tokens, work.epochs, work.minibatches) * models.critics
+            found.append(Training(passing, Cost(), passes, steps, memory))
+    return found
+
+
+def _decoders(sides: Sides, split: Split, train: Training) -> Iterator[tuple[Generating, float]]:
+    """Every generator, and the bytes of moments that lie on the host while it decodes."""
+    island, gpus = split.islands[1], split.generator
+    if not split.shared:
+        yield from ((decode, 0.0) for decode in sides.decoding.generators(island, gpus))
+        return
+    parts = train.memory.parts
+    stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies") if p in parts}
+    moments = parts["moments"] + parts.get("critic moments", 0.0)
+    for beside, moved in ((train.memory, 0.0), (Memory(stays), moments)):
+        yield from ((decode, moved) for decode in sides.decoding.decoders(island, gpus, 1, beside))
 
 
 def _sync(train, decode, t: Island, g: Island, *, together: bool) -> float:  # type: ignore[no-untyped-def]
@@ -84,7 +121,7 @@ def _sync(train, decode, t: Island, g: Island, *, together: bool) -> float:  # t
     ("name", "lag", "cluster"),
     [("aipo", 0, "1x4xH100"), ("aipo", 1, "2x2xH100"), ("aipo", 2, "1x2xA100+1x2xH100"), ("online_dpo", 1, "1x4xH100"),
      ("ppo", 1, "1x4xH100"), ("rlhf", 0, "1x4xH100"), ("tis", 1, "1x4xH100"), ("tool_use", 2, "1x4xH100"),
-     ("ema", 1, "1x4xH100"), ("moving_reference", 0, "1x4xH100")],
+     ("ema", 1, "1x4xH100"), ("moving_reference", 0, "1x4xH100"), ("ppo", 1, "1x4xH100+1x4xA100")],
 )  # fmt: skip
 def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, cluster: str) -> None:
     roles, found = roles_of(_graph(name, lag)), islands(read_cluster(cluster))
@@ -92,19 +129,53 @@ def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, 
     outcome = Search(roles, sides, found).run(LATER)
     assert outcome.proved
     assert outcome.best is not None
-    assert outcome.best.period_s == pytest.approx(min(_everything(roles, sides, found)), rel=1e-12)
+    assert outcome.best.period_s == pytest.approx(min(s for _, s in _everything(roles, sides, found)), rel=1e-12)
+
+
+def test_each_grouping_has_the_optimum_of_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models beside the policy on the trainer's GPUs, or on others, together or apart; a reference and a reward model
+    cost the same, so that only one of them has to be tried in each place."""
+    roles, found = roles_of(_graph("rlhf", 2)), islands(read_cluster("1x2xH100+1x2xA100"))
+    sides, least = (
+        Sides(_work("qwen3-0.6b", 4), 2, 32, models=roles.models),
+        defaultdict[Set[Set[str]], float](lambda: inf),
+    )
+    for pools, seconds in _everything(roles, sides, found):
+        least[pools] = min(least[pools], seconds)
+    every = groupings(roles, sides)
+    assert len(every) == 11
+    for groups in every:
+        monkeypatch.setattr(search, "groupings", lambda *_, groups=groups: (groups,))
+        best = Search(roles, sides, found).run(LATER, second=False).best
+        own = least[frozenset(map(frozenset, groups))]
+        assert (best.period_s if best else inf) == pytest.approx(own, rel=1e-12)
+    assert len({seconds for seconds in least.values() if seconds < inf}) > 5
+    monkeypatch.undo()
+    best = Search(roles, sides, found).run(LATER, second=False).best
+    assert best is not None
+    assert best.period_s == pytest.approx(min(least.values()), rel=1e-12)
+    assert best.split.apart
+
+
+def test_a_mesh_of_a_model_beside_the_policy_gives_it_gpus_of_its_own() -> None:
+    roles = roles_of(_graph("rlhf", 1))
+    sides = Sides(_work(), 1, pins=Pins(beside={"critic": (("fsdp", 2),)}), models=roles.models)
+    assert all(any("critic" in group for group in groups) for groups in groupings(roles, sides))
+    said = plan(_graph("ppo", 1), read_cluster("1x8xH100"), _work(), meshes={"critic": (("fsdp", 2),)})
+    critic = next(pool for pool in said.pools if pool.name == "critic")
+    assert (critic.devices, critic.mesh, critic.shares) == (2, (("fsdp", 2),), "")
 
 
 def test_every_lower_bound_is_below_what_it_bounds() -> None:
     sides, (island,) = Sides(_work(), 1), islands(read_cluster("1x8xH100"))
     for gpus in island.sizes:
-        work, longest, others = sides.generate_least(island)
-        least = sides.train_least(island.gpu, False) / gpus * (1 - 1e-9)
-        assert all(train.seconds >= least for train in sides.trainers(island, gpus, False))
-        for decode in sides.generators(island, gpus):
+        work, longest, others = sides.decoding.total_least(island)
+        least = sides.training.train_least(island.gpu, Models(0)) / gpus * (1 - 1e-9)
+        assert all(train.seconds >= least for train in sides.training.trainers(island, gpus, Models(0)))
+        for decode in sides.decoding.generators(island, gpus):
             assert decode.others >= others / gpus * (1 - 1e-9)
             assert decode.steady >= work / gpus * (1 - 1e-9)
-            assert sides.rollout(decode) >= max(decode.least, work / gpus, longest) * (1 - 1e-9)
+            assert sides.decoding.rollout(decode) >= max(decode.least, work / gpus, longest) * (1 - 1e-9)
 
 
 def test_two_searches_give_the_same_plan() -> None:
@@ -140,9 +211,9 @@ def test_however_little_time_there_is_a_plan_comes_with_an_honest_gap() -> None:
 def test_a_search_begins_without_a_look_at_each_split() -> None:
     """There are 130,000 pairs of sizes on 4,096 GPUs: their number must not keep a search from its deadline."""
     roles, found = roles_of(_graph("aipo", 1)), islands(read_cluster("512x8xH100"))
-    search = Search(roles, Sides(_work(), 1), found)
-    search.run(time.monotonic() - 1)
-    assert next(search._serial) < 10_000
+    begun = Search(roles, Sides(_work(), 1), found)
+    begun.run(time.monotonic() - 1)
+    assert next(begun._serial) < 10_000
 
 
 @pytest.mark.parametrize(("cluster", "sizes"), [("3x8xH100+5x8xA100", (24, 32)), ("2x8xH100+2x8xA100", (16, 16))])
@@ -255,7 +326,8 @@ def test_models_beside_the_policy_and_turns_are_part_of_the_work() -> None:
     assert ppo.learners == ("critic_update",)
     assert rlhf.models == Models(frozen=2, critics=1)
     assert rlhf.beside == ("critic", "reference", "reward")
-    assert [rlhf.models_of(pool) for pool in rlhf.beside] == [Models(0, 1), Models(1, 0), Models(1, 0)]
+    assert [rlhf.models_of((pool,)) for pool in rlhf.beside] == [Models(0, 1), Models(1, 0), Models(1, 0)]
+    assert rlhf.models_of(rlhf.beside) == rlhf.models
     assert roles_of(trace(load("tis"))).models.rereads == 1
     assert roles_of(trace(load("tool_use"))).turns == 3
 
@@ -265,8 +337,8 @@ def test_models_beside_the_policy_take_seconds_and_memory(name: str, least: int)
     """A critic learns as the policy does, and each model reads each response once."""
     roles, (island,) = roles_of(trace(load(name))), islands(read_cluster("1x8xH100"))
     plain, more = Sides(_work(), 1, models=Models(0)), Sides(_work(), 1, models=roles.models)
-    meshes = {each.trainer: each for each in plain.trainers(island, 8, False)}
-    for each in more.trainers(island, 8, bool(roles.beside)):
+    meshes = {each.trainer: each for each in plain.training.trainers(island, 8, Models(0))}
+    for each in more.training.trainers(island, 8, roles.models_of(roles.beside)):
         passed = each.trainer.logprobs(_work().sequence_tokens).seconds
         steps = meshes[each.trainer].seconds
         critics = roles.models.critics
@@ -303,7 +375,7 @@ def test_no_slower_steps_go_below_the_least_period(lag: int, others: float) -> N
 def test_plans_that_are_known_change_neither_the_best_plan_nor_the_next_one() -> None:
     roles, found = roles_of(_graph("aipo", 1)), islands(read_cluster("2x4xH100"))
     alone = Search(roles, Sides(_work(), 1), found).run(LATER)
-    split = Split(False, (found[0],) * 3, 4, 4)
+    split = Split(False, (found[0], found[0]), 4, 4)
     known = Search(roles, Sides(_work(), 1), found, (split,)).run(LATER, second=False).best
     assert known is not None
     more = Search(roles, Sides(_work(), 1), found, known=(known,)).run(LATER)
@@ -318,7 +390,7 @@ def test_plans_that_are_known_change_neither_the_best_plan_nor_the_next_one() ->
 
 
 def _splits(island: Island) -> list[Split]:
-    here = (island,) * 3
+    here = (island, island)
     apart = [Split(False, here, n, m) for n, m in product(island.sizes, island.sizes)]
     return [split for split in apart if split.hosts()] + [Split(True, here, n, n) for n in island.sizes]
 
@@ -327,12 +399,13 @@ def _splits(island: Island) -> list[Split]:
 def test_trainers_come_fastest_first_and_all_that_fit(name: str) -> None:
     roles, (island,) = roles_of(_graph(name, 1)), islands(read_cluster("2x8xH100"))
     sides = Sides(_work(), 1, models=roles.models)
-    found = list(sides.trainers(island, 16, True))
-    fits = [t for t in sides.candidates(island, 16) if _held(t, sides) <= island.gpu.memory_bytes]
+    beside = roles.models_of(roles.beside)
+    found = list(sides.training.trainers(island, 16, beside))
+    fits = [t for t in sides.training.candidates(island, 16) if _held(t, beside) <= island.gpu.memory_bytes]
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     assert len(found) == len(fits)
     assert {each.trainer for each in found} == set(fits)
 
 
-def _held(trainer: Trainer, sides: Sides) -> float:
-    return (trainer_memory(trainer) + beside_memory(trainer, sides.models)).bytes
+def _held(trainer: Trainer, beside: Models) -> float:
+    return (trainer_memory(trainer) + beside_memory(trainer, beside)).bytes

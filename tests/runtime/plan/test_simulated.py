@@ -16,11 +16,11 @@ from penstock.runtime.plan.gpus import GPUS
 from penstock.runtime.plan.lengths import Lengths, Listed, Lognormal
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.planner import plan as planned
-from penstock.runtime.plan.roles import PlanError
+from penstock.runtime.plan.roles import Models, PlanError
 from penstock.runtime.plan.shape import SHAPES
 from penstock.runtime.plan.simulated import Scene
 from penstock.runtime.plan.simulated_decoding import Decoding, Replica, Responses
-from penstock.runtime.plan.simulated_plan import Costed, read_costed
+from penstock.runtime.plan.simulated_plan import Costed, Reader, read_costed
 from penstock.runtime.plan.spec import read_cluster
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.workload import Workload
@@ -37,7 +37,7 @@ def costed(
     trainer = Trainer(LLAMA, GPUS["H100"], Parallel(fsdp=4))
     generator = Generator(LLAMA, GPUS["H100"], Parallel(tp=tp), slots)
     return Costed(
-        "aipo", work, lag, 4 + tp * replicas, trainer, generator, replicas, None, False, shared, 0.1,
+        "aipo", work, lag, 4 + tp * replicas, trainer, generator, replicas, (), shared, 0.1,
         0.25 if shared else 0.0, 0.5 if shared else 0.0, 1.0, "",
     )  # fmt: skip
 
@@ -176,8 +176,9 @@ def test_more_lag_is_never_slower_by_much_and_the_first_step_gains_most() -> Non
 
 def test_a_frozen_model_reads_on_gpus_of_its_own_or_beside_the_trainer() -> None:
     made = trace(load("distill"), {})
-    alone = replace(costed(), program="distill", reader=costed().trainer, reads_apart=True)
-    apart, beside = (Scene(made, replace(alone, reads_apart=way)).run(6).result for way in (True, False))
+    teacher = Reader(("teacher",), Models(1), costed().trainer, True)
+    plans = [replace(costed(), program="distill", readers=(replace(teacher, apart=way),)) for way in (True, False)]
+    apart, beside = (Scene(made, each).run(6).result for each in plans)
     assert set(apart.busy) - set(beside.busy) == {"teacher/0"}
     assert sum(beside.busy.values()) == pytest.approx(sum(apart.busy.values()), rel=0.5)
 

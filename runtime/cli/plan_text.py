@@ -1,0 +1,103 @@
+"""A plan on GPUs, for people: what it is and why, the memory, and what else there is."""
+
+import shutil
+from textwrap import wrap
+
+from penstock.runtime.cli.figures import percent, seconds
+from penstock.runtime.cli.labelled import assumed, labelled
+from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan
+
+
+def text(found: Planned, cluster: str) -> str:
+    """For people: the plan, why, the memory, and what else there is."""
+    work, width = found.work, shutil.get_terminal_size((100, 24)).columns
+    responses = f"{work.responses} responses of {work.lengths.mean:.0f} tokens on average"
+    lines = [
+        f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
+        "",
+        *labelled("period", f"{seconds(found.best.period_s)} per update, {_sure(found)}", width),
+        *labelled("bound", f"by {found.best.bound}", width),
+        *labelled("", _why(found), width),
+        *_crowded(found, width),
+        *assumed(found.assumptions, width),
+        *labelled("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
+        "",
+    ]
+    for pool in found.pools:
+        lines += [*_pool(pool, width), ""]
+    lines.append("Alternatives, each with its best layouts:")
+    name_width = max(len(other.name) for other in found.alternatives)
+    for other in found.alternatives:
+        lines += _alternative(other, found, name_width, width)
+    lines += ["", f"{found.outcome.opened} parts of plans looked at in {found.seconds:.1f} s"]
+    return "\n".join(lines)
+
+
+def _sure(found: Planned) -> str:
+    if found.optimal:
+        return "optimal under the model"
+    return f"the best found in time: no plan is more than {percent(found.outcome.gap)} faster"
+
+
+def _why(found: Planned) -> str:
+    """What a batch costs, stage by stage."""
+    best = found.best
+    parts = [f"generation {seconds(best.rollout_s)}", f"steps {seconds(best.training.steps.seconds)}"]
+    if found.roles.turns > 1:
+        answers = found.roles.turns * found.work.environment_s
+        parts.append(f"{found.roles.turns} answers of {found.roles.environment} {seconds(answers)}")
+    groups = [(each.pools, reading) for each, reading in zip(best.split.apart, best.readings, strict=True)]
+    taken = [pool for pools, _ in groups for pool in pools]
+    free = tuple(pool for pool in found.roles.beside if pool not in taken)
+    for pools, reading in [*([(free, best.training)] if free else []), *groups]:
+        parts.append(f"passes of {', '.join(pools)} {seconds(reading.reads.seconds)}")
+        learners = [node for pool in pools for node in found.roles.nodes_of(pool) if node in found.roles.learners]
+        parts += [f"steps of {', '.join(learners)} {seconds(reading.learns.seconds)}"] if learners else []
+    parts.append(f"weight sync {seconds(best.sync.seconds)}")
+    if best.offloads:
+        parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
+    generator = best.generating.generator
+    steps = f"most of a step goes to {best.training.steps.bound}"
+    rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
+    decodes = generator.step(rows, rows * (found.work.prompt_tokens + found.work.lengths.mean)).bound
+    return f"one batch: {', '.join(parts)}; {steps}, of decoding to {decodes}"
+
+
+def _crowded(found: Planned, width: int) -> list[str]:
+    """What batches that are in work at once cost each other."""
+    if found.best.alone_s > 0.999 * found.best.period_s:
+        return []
+    return labelled("", f"if no batch slowed the others, {seconds(found.best.alone_s)} would be the bound", width)
+
+
+def _pool(pool: PoolPlan, width: int) -> list[str]:
+    work = ", ".join(pool.nodes)
+    if not pool.devices:
+        return labelled(pool.name, f"{pool.shares or 'on CPUs'}: {work}", width)
+    copies = f"{pool.replicas} × " if pool.replicas > 1 else ""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in pool.mesh) or "one GPU"
+    how = [f"{pool.devices} {pool.kind}: {copies}({mesh})", pool.precision]
+    how += [f"{pool.slots} slots"] if pool.slots else []
+    how += [f"micro-batches of {pool.micro_tokens} tokens"] if pool.micro_tokens else []
+    how += ["weights sharded"] if pool.zero3 else []
+    how += [pool.shares] if pool.shares else []
+    parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])
+    held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
+    return [
+        *labelled(pool.name, "; ".join(how), width),
+        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB: {held}", width),
+        *labelled("", f"{work or 'reads responses'}, on {hosts}", width),
+    ]
+
+
+def _alternative(other: Alternative, found: Planned, name_width: int, width: int) -> list[str]:
+    name = f"  {other.name:<{name_width}}  "
+    if other.found is None:
+        return [f"{name}{other.why}"]
+    slower = percent(other.found.period_s / found.best.period_s - 1)
+    split = other.found.split
+    sizes = f"{split.trainer} shared" if split.shared else " + ".join(map(str, split.sizes))
+    sure = "" if other.proved else " (best found)"
+    line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
+    return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
