@@ -20,6 +20,7 @@ POLICY_MAKERS = (
 
 LEAST: Mapping[str, int] = {
     "updates": 0,
+    "batch": 1,
     "max_tokens": 1,
     "eval_groups": 0,
     "slots": 1,
@@ -35,8 +36,10 @@ SECONDS = ("deadline", "startup_deadline")
 
 
 def check_numbers(flags: object) -> None:
-    """Raises ValueError with all numbers of a verb's flags that cannot be meant."""
-    given = {name: value for name, value in vars(flags).items() if name in LEAST or name in SECONDS}
+    """Raises ValueError with all numbers of a verb's flags that cannot be meant; `check` tells them with all other
+    faults."""
+    numbers = () if isinstance(flags, CheckFlags) else (*LEAST, *SECONDS)
+    given = {name: value for name, value in vars(flags).items() if name in numbers and value is not None}
     needed = {
         name: "more than 0 seconds, and a finite number" if name in SECONDS else f"at least {LEAST[name]}"
         for name, value in given.items()

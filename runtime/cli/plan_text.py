@@ -5,6 +5,7 @@ from textwrap import wrap
 
 from penstock.runtime.cli.figures import percent, seconds
 from penstock.runtime.cli.labelled import assumed, labelled
+from penstock.runtime.plan.found import Split
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan
 
 
@@ -96,8 +97,18 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     if other.found is None:
         return [f"{name}{other.why}"]
     slower = percent(other.found.period_s / found.best.period_s - 1)
-    split = other.found.split
-    sizes = f"{split.trainer} shared" if split.shared else " + ".join(map(str, split.sizes))
     sure = "" if other.proved else " (best found)"
-    line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {sizes} GPUs: {other.found.bound}"
+    line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {_gpus(other.found.split)}: {other.found.bound}"
     return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
+
+
+def _gpus(split: Split) -> str:
+    """Of the trainer, the generator, and each group of models that is apart; by kind where there are several."""
+    trains, decodes = split.islands
+    found = [(split.trainer, trains.kind)]
+    found += [] if split.shared else [(split.generator, decodes.kind)]
+    found += [(each.gpus, each.island.kind) for each in split.apart]
+    several = len({kind for _, kind in found}) > 1
+    sizes = [f"{gpus} {kind}" if several else str(gpus) for gpus, kind in found]
+    sizes[0] += " shared" if split.shared else ""
+    return " + ".join(sizes) + ("" if several else f" {trains.kind}")

@@ -57,6 +57,14 @@ def test_text_says_what_is_best_and_what_bounds_it(capsys: Output) -> None:
         assert word in shown
 
 
+def test_alternatives_say_which_kinds_of_gpus_they_take(capsys: Output) -> None:
+    words = ["--model", "qwen3-4b", "--batch", "16", "--lengths", "300,0.7"]
+    plan.main(["aipo", "--cluster", "1x8xH100+1x8xA100", *words])
+    assert re.search(r"half and half .*, 8 H100 \+ 8 A100:", capsys.readouterr().out)
+    plan.main(["aipo", "--cluster", "1x8xA100", *words])
+    assert re.search(r"half and half .*, 4 \+ 4 A100:", capsys.readouterr().out)
+
+
 def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
     graph = trace(load("aipo"))
     work = Workload(SHAPES["qwen3-4b"], 16, 8, Lognormal(300, 0.7, 4096))
@@ -84,7 +92,7 @@ def test_a_cluster_file_is_read(capsys: Output, tmp_path: Path) -> None:
         (("--cluster", "1x8xH10", "--model", "llama-8b"), "did you mean 'H100'"),
         (("--cluster", "1x8xH100", "--model", "lama-8b"), "did you mean 'llama-8b'"),
         (("--cluster", "1x8xH100", "--model", "llama-8b", "--lengths", "long"), "needed MEAN,SIGMA"),
-        (("--cluster", "1x8xH100", "--model", "llama-8b", "--batch", "0"), r"batch\n +given +0"),
+        (("--cluster", "1x8xH100", "--model", "llama-8b", "--batch", "0"), "--batch: given 0, needed at least 1"),
         (("--cluster", "1x8xH100", "--model", "llama-8b", "--time-limit", "0"), "--time-limit: given 0"),
     ],
 )
