@@ -21,6 +21,8 @@ from penstock.runtime.record.folder import RunFolder
 
 RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
 """The flags of `penstock run sft` beside the data; the rest is that program's own defaults."""
+THREADS = 2
+"""As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built."""
 SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/*.py", "nodes/learn/*.py")
 """What the base follows from: when one of these files changes, it is built again."""
 
@@ -46,7 +48,7 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
 
 
 def _key(data: str) -> str:
-    state = hashlib.sha256(repr((RECIPE, data)).encode())
+    state = hashlib.sha256(repr((RECIPE, THREADS, data)).encode())
     for pattern in SOURCES:
         for path in sorted(Path(roots[0]).glob(pattern)):
             state.update(path.read_bytes())
@@ -59,7 +61,7 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
     beside = Path(tempfile.mkdtemp(prefix="building-", dir=home))
     try:
         words = ["sft", *RECIPE, *(["--data", data] if data else [])]
-        cluster = Cluster(hosts=(Host(name="local", cores=1),))  # one thread: the same base whatever machine builds it
+        cluster = Cluster(hosts=(Host(name="local", cores=THREADS),))
         config = configure(trace_program("run", words), cluster, "")
         folder = RunFolder.create(beside / "run")
         config.write(folder, asked("sft", words, cluster, {}))
