@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise, product
 from math import floor, isfinite, log10
 
 WIDTH, HEIGHT = 360.0, 168.0
@@ -46,9 +47,15 @@ class Scale:
 
 
 def curves(
-    title: str, names: Sequence[str], points: Sequence[Point], x: str = "update", limit: tuple[float, str] | None = None
+    title: str,
+    names: Sequence[str],
+    points: Sequence[Point],
+    x: str = "update",
+    limit: tuple[float, str] | None = None,
+    *,
+    steps: bool = False,
 ) -> Figure:
-    """One or more curves over one x. `limit` is a line across with its label."""
+    """One or more curves over one x. `limit` is a line across with its label. `steps`: a value stays until the next."""
     shown = thinned(points)
     values = [y for p in points for y in p[1:] if isfinite(y)]
     ys = _nice([*values, *([limit[0]] if limit else [])])
@@ -57,7 +64,7 @@ def curves(
     if limit:
         parts += _limit(ys.at(limit[0], HEIGHT - BOTTOM, TOP), limit[1])
     for series in reversed(range(len(names))):
-        parts += _curve([(p[0], p[series + 1]) for p in shown], xs, ys, series)
+        parts += _curve([(p[0], p[series + 1]) for p in shown], xs, ys, series, steps)
     said = "; ".join(_said(name, [p[i + 1] for p in points]) for i, name in enumerate(names))
     rows = [(number(p[0]), *(number(y) for y in p[1:])) for p in thinned(points, 40)]
     kept = [[_short(v) if isfinite(v) else None for v in p] for p in shown]
@@ -102,16 +109,17 @@ def histogram(
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """The first and last points, and in between those at which a stretch's first series is least and largest."""
+    """The first and last points, and in between those at which a series is least and largest in a stretch."""
     if len(points) <= most:
         return list(points)
     chosen: set[int] = {0, len(points) - 1}
-    stretches = most // 2
-    for place in range(stretches):
+    series = range(1, len(points[0]))
+    stretches = max(1, most // 2 // max(1, len(series)))
+    for place, one in product(range(stretches), series):
         part = range(place * len(points) // stretches, (place + 1) * len(points) // stretches)
-        known = [i for i in part if isfinite(points[i][1])]
+        known = [(points[i][one], i) for i in part if isfinite(points[i][one])]
         if known:
-            chosen |= {min(known, key=lambda i: points[i][1]), max(known, key=lambda i: points[i][1])}
+            chosen |= {min(known)[1], max(known)[1]}
     return [points[i] for i in sorted(chosen)]
 
 
@@ -176,13 +184,14 @@ def _axes(ys: Scale, xs: Scale | None) -> list[str]:
     return parts
 
 
-def _curve(points: Sequence[tuple[float, float]], xs: Scale, ys: Scale, series: int) -> list[str]:
+def _curve(points: Sequence[tuple[float, float]], xs: Scale, ys: Scale, series: int, steps: bool) -> list[str]:
     known = [(xs.at(x, LEFT, WIDTH - RIGHT), ys.at(y, HEIGHT - BOTTOM, TOP)) for x, y in points if isfinite(y)]
     parts = []
     if len(known) > 1:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in known)
+        corners = [corner for (_, before), (x, y) in pairwise(known) for corner in ((x, before), (x, y))]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (known[:1] + corners if steps else known))
         parts.append(f'<polyline class="curve s{series}" points="{path}"/>')
-    if len(known) <= 30:
+    if len(known) <= 30 and not steps:
         parts += [f'<circle class="dot f{series}" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in known]
     return parts
 

@@ -35,8 +35,8 @@ class ReportError(RecordError):
 
 @dataclass(frozen=True)
 class Depth:
-    """What lay in queues at a time: groups finished and not consumed, groups that wait for `step`, firings in work by
-    pool."""
+    """What lay in queues from a time on: groups finished and not consumed, groups that wait for `step`, firings in work
+    by pool."""
 
     time: int
     finished: int
@@ -230,6 +230,7 @@ def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> S
                 f"version decides otherwise than the one that wrote it ({error})."
             )
             break
+    watch.sample()
     followed = watch.follow.close(watch.time if watch.broken else end)
     found = accounts(followed.work, watch.reasons, begin, end)
     return Stage(origin.stage, life, origin, tables, begin, end, followed, found, watch.depths)
@@ -249,6 +250,9 @@ class _Watch:
         self._every, self._next = max((end - begin) // SAMPLES, 1), begin
 
     def step(self, time: int, event: Event) -> None:
+        if time >= self._next:
+            self.sample()
+            self._next = time - (time - self._next) % self._every + self._every
         self.broken = True
         update = self.scheduler.update
         commands = self.scheduler.handle(event)
@@ -257,9 +261,6 @@ class _Watch:
         self.follow.step(self.time, event, commands)
         self._count(event, update)
         self._note(self.time)
-        if self.time >= self._next:
-            self._sample()
-            self._next = self.time - (self.time - self._next) % self._every + self._every
 
     def _count(self, event: Event, update: int) -> None:
         groups = self.scheduler.ledger.groups
@@ -284,7 +285,8 @@ class _Watch:
             if not changes or changes[-1][1] != found[replica]:
                 changes.append((time, found[replica]))
 
-    def _sample(self) -> None:
+    def sample(self) -> None:
+        """What lies in queues since the last event."""
         first: Sequence[Lane] = [lane for lane in self.lanes if lane[1] == 0]
         in_work: dict[str, int] = {}
         for lane in first:

@@ -135,7 +135,7 @@ def _queues(report: Report) -> list[Figure]:
 
     def series(title: str, names: Sequence[str], value: Callable[[Any, str], int]) -> Figure:
         points: list[Point] = [(d.time / NS, *(float(value(d, name)) for name in names)) for d in depths]
-        return curves(title, names, points, x="seconds")
+        return curves(title, names, points, x="seconds", steps=True)
 
     figures.append(series("Firings in work, by pool", pools[:6], lambda d, name: d.in_work.get(name, 0)))
     if steps:

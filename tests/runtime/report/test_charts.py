@@ -1,5 +1,6 @@
 """Small charts say in words what they show, and stay small."""
 
+import re
 from math import nan
 
 from penstock.runtime.report.charts import curves, histogram, number, percent, thinned
@@ -23,6 +24,23 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes() -> None:
     assert kept[0] == points[0]
     assert kept[-1] == points[-1]
     assert (4321.0, 1e6) in kept
+
+
+def test_a_long_chart_keeps_the_extremes_of_each_of_its_curves() -> None:
+    points = [(float(i), 1.0, float(i == 4321), float(-(i == 77))) for i in range(10_000)]
+    kept = thinned(points, 200)
+    assert len(kept) <= 202
+    assert {points[4321], points[77]} <= set(kept)
+
+
+def test_a_count_stays_until_it_changes() -> None:
+    """Depths of queues are steps: nothing lies between 16 and 0."""
+    points = [(0.0, 16.0), (1.0, 0.0)]
+    sloped, stepped = (curves("Depth", ["groups"], points, steps=way).svg for way in (False, True))
+    line = re.compile(r'points="(.*?)"')
+    (first, last), (begin, corner, end) = (line.search(svg)[1].split() for svg in (sloped, stepped))  # type: ignore[index]
+    assert (first, last) == (begin, end)
+    assert corner == f"{end.split(',')[0]},{begin.split(',')[1]}"
 
 
 def test_a_curve_of_one_point_and_of_equal_values_is_drawn() -> None:

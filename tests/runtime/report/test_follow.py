@@ -20,6 +20,16 @@ def test_the_work_of_a_record_is_that_of_the_run(made: Made) -> None:
                for name, index, start, end in real)  # fmt: skip
 
 
+def test_the_depths_of_queues_are_what_was_in_work_from_then_on(made: Made) -> None:
+    (stage,) = read_facts(made.folder).stages
+    groups = [w for w in stage.followed.work if w.kind == "group" and w.lane[1] == 0]
+    nodes = {"generator": "fake_generate", "scorer": "fake_score"}
+    assert len(stage.depths) > 50
+    for depth in stage.depths[:-1]:
+        for pool, node in nodes.items():
+            assert depth.in_work[pool] == sum(w.node == node and w.start <= depth.time < w.end for w in groups)
+
+
 def test_every_rank_of_a_replica_has_its_own_work(made: Made) -> None:
     (stage,) = read_facts(made.folder).stages
     for number in range(2):
