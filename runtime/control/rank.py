@@ -16,9 +16,10 @@ from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.exchange_client import ExchangeClient
 from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.ground import Ground
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.weights import BridgeWays, Ground, channels_of, drained
+from penstock.runtime.control.weights import BridgeWays, channels_of, drained
 from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store

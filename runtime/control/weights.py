@@ -7,31 +7,26 @@
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from penstock.graph.ir import Firing
 from penstock.graph.types import Carried, Weights
-from penstock.runtime.plan.plan import Replica
+from penstock.runtime.control.bridges import Bridges, Span
+from penstock.runtime.control.ground import Ground
+from penstock.runtime.control.routes import Routes
 from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.adder import Adder
-from penstock.runtime.tensor.arena import Parts
-from penstock.runtime.tensor.bridge import Bridge, Side
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
-from penstock.runtime.tensor.differences import DeltaTransport
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.handle import Handle
-from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.memory import Exported, SharedMemory
-from penstock.runtime.tensor.proof import Mode
+from penstock.runtime.tensor.relay import Leg, Relay
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
-from penstock.runtime.tensor.transport import Transport, TransportError
-from penstock.runtime.tensor.ways import Choice
+from penstock.runtime.tensor.transport import Receiving, TransportError
 
 T = TypeVar("T")
 Handles = Mapping[tuple[Firing, str], Handle]
@@ -91,26 +86,8 @@ class Ways(ABC):
             self._events.put(Abort(f"{self.replica} rank {self.rank}: {moved}"))
 
 
-@dataclass(frozen=True)
-class Ground:
-    """What the ways of a process stand on: the run's id, a folder for meeting files that no earlier process has used,
-    the seconds that a wait for a peer may take, how much of each sync is proved, the format in which weights travel,
-    how often all of them do (0: always), the way that they are to go, how to wake the rank, and how to tell the user of
-    a slower way."""
-
-    run: str
-    folder: Path
-    timeout: float
-    proof: Mode
-    wire: str
-    delta: int
-    transport: Choice
-    wake: Callable[[], None]
-    warn: Callable[[str], object]
-
-
 class BridgeWays(Ways):
-    """Ways between processes: one bridge for each channel and destination replica, opened at the first send.
+    """Ways between processes: a bridge for each channel and pair of replicas, opened at the first send between them.
 
     A receiver's arena lies in shared memory where it can, or in such memory of its GPU, for senders of the same host to
     write into.
@@ -119,51 +96,47 @@ class BridgeWays(Ways):
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
         super().__init__(channels, replica, rank, device, ground.wire)
         self.ground = ground
-        self.transports: dict[tuple[str, str], Transport] = {}
+        self.routes = {name: Routes(channel, ground.transport, ground.delta) for name, channel in channels.items()}
+        self.relays: dict[str, Relay] = {}
         self.adders: dict[str, Adder] = {}
         self.memories: dict[str, Exported] = {}
+        self.bridges = Bridges(self.channels, rank, device, ground, self.routes, self.memories)
 
     def counts(self) -> Counter[str]:
-        """The syncs that went out in full and as deltas, where there are any."""
-        deltas = (way for way in self.transports.values() if isinstance(way, DeltaTransport))
-        return sum((way.counts for way in deltas), Counter())
+        """The syncs that went out in full and as deltas, and the versions that were passed on, where there are any."""
+        passed_on = sum(relay.passed_on for relay in self.relays.values())
+        return self.bridges.counts() + Counter({"passed on": passed_on})  # a sum of counters has no zeros
 
     def send(self, command: Send, handles: Handles) -> None:
-        channel, version = command.channel, command.version
-        if command.source == self.replica:
-            way, target = _Lazy(self, command, "source"), self._replica(command)
-            done = partial(self._sent, command)
-            self.publishers[channel].start(version, way, len(target.ranks), done, target.mesh or None)
+        channel, version, routes = command.channel, command.version, self.routes[command.channel]
+        facts = handles[Firing(channel, version), "out"].meta
+        routes.settle(facts)
+        if command.source == self.replica and not routes.source(command.replica, command.together):
+            target = self.channels[channel].replica(command.replica)
+            way = self.bridges.lazy(Span(channel, command.source, command.replica, "source"))
+            self.publishers[channel].start(version, way, len(target.ranks), self._sent, target.mesh or None)
         if command.replica == self.replica:
-            facts = json.loads(handles[Firing(channel, version), "out"].meta)
-            way = _Lazy(self, command, "destination")
-            self._receiver(channel).start(version, facts, way, lambda moved: self._received(command, moved))
-
-    def transport(self, command: Send, side: Side) -> Transport:
-        """The bridge to a replica, opened by both sides at their first send."""
-        key = (command.channel, command.replica)
-        if key not in self.transports:
-            way = self.channels[command.channel]
-            name = f"{command.channel}-{command.replica}".replace("/", ".").replace(">", "-")
-            sources, destinations = len(way.source.ranks), len(self._replica(command).ranks)
-            label = f"{command.channel} from {way.source.name} to {command.replica}"
-            path, timeout, delta = self.ground.folder / name, self.ground.timeout, self.ground.delta
-            choice = self.ground.transport
-            bridge = Bridge(label, path, sources, destinations, timeout=timeout, delta=delta, way=choice)
-            memory = self.memories.get(command.channel) if side == "destination" else None
-            self.transports[key] = bridge.open(side, self.rank, memory, self.device)
-        return self.transports[key]
+            way_here, done = self._way_here(command), partial(self._received, command)
+            self._receiver(channel).start(version, json.loads(facts), way_here, done)
 
     def close(self) -> None:
-        for transport in self.transports.values():
-            transport.close()
+        self.bridges.close()
         for adder in self.adders.values():
             adder.close()
         for memory in self.memories.values():
             memory.close()
 
-    def _replica(self, command: Send) -> Replica:
-        return next(r for r in self.channels[command.channel].replicas if r.name == command.replica)
+    def _way_here(self, command: Send) -> Receiving:
+        """How a version comes to this rank, and goes on from it if it is in a chain."""
+        channel, routes, together = command.channel, self.routes[command.channel], command.together
+        source, after = routes.source(self.replica, together), routes.next(self.replica, together)
+        upstream = Span(channel, source or command.source, self.replica, "destination")
+        if not routes.chained(self.replica):
+            return self.bridges.lazy(upstream)
+        downstream = Span(channel, self.replica, after, "source")
+        relay = self.relays.setdefault(channel, Relay(channel, self.rank, self._failed))
+        onward = partial(self.bridges.messages, downstream) if after else None
+        return Leg(relay, partial(self.bridges.messages, upstream), onward, linked=bool(source))
 
     def _publisher(self, channel: str, value: Carried) -> Publisher:
         ranks, proof = len(self.channels[channel].source.ranks), self.ground.proof
@@ -182,7 +155,7 @@ class BridgeWays(Ways):
         )
 
     def _new_receiver(self, channel: str) -> Receiver:
-        own = next(r for r in self.channels[channel].replicas if r.name == self.replica)
+        own = self.channels[channel].replica(self.replica)
         ranks, memory = len(own.ranks), None
         if self.ground.transport != "messages":
             memory = self.memories[channel] = self._memory(channel)
@@ -211,32 +184,18 @@ class BridgeWays(Ways):
         self.adders[channel] = Adder(label, self.ground.folder / name, self.rank, ranks, self.ground.timeout)
         return self.adders[channel]
 
-    def _sent(self, command: Send, moved: Moved | Exception) -> None:
+    def _sent(self, moved: Moved | Exception) -> None:
         if isinstance(moved, Exception):
-            self._tell(command, moved)
-            self.ground.wake()
+            self._failed(moved)
 
     def _received(self, command: Send, moved: Moved | Exception) -> None:
         self._tell(command, moved)
         self.ground.wake()
 
-
-@dataclass(frozen=True)
-class _Lazy:
-    """A transport that is opened in the transfer's own thread, since opening waits for the other side."""
-
-    ways: BridgeWays
-    command: Send
-    side: Side
-
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        return self.ways.transport(self.command, self.side).send(version, copies, parts)
-
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        return self.ways.transport(self.command, self.side).receive(version, copies, parts)
-
-    def close(self) -> None:
-        self.ways.transport(self.command, self.side).close()
+    def _failed(self, error: Exception) -> None:
+        """What this rank had to send could not be sent."""
+        self._events.put(Abort(f"{self.replica} rank {self.rank}: {error}"))
+        self.ground.wake()
 
 
 class LocalWays(Ways):

@@ -94,12 +94,17 @@ class Fire(Packable, frozen=True):
 
 
 class Send(Packable, frozen=True):
-    """Move the published `version` from the ranks of `source` to those of `replica`, into the shadow arena."""
+    """Move the published `version` from the ranks of `source` to those of `replica`, into the shadow arena.
+
+    `together`: the replicas that are sent it at once, in the order of the plan, where there are several. They may pass
+    it on to each other.
+    """
 
     channel: str
     version: int
     source: str
     replica: str
+    together: tuple[str, ...] = ()
 
 
 class Swap(Packable, frozen=True):

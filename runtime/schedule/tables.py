@@ -61,6 +61,10 @@ class Channel:
     replicas: tuple[Replica, ...]
     every: int = 1
 
+    def replica(self, name: str) -> Replica:
+        """The one of this name, be it the source or a receiver."""
+        return next(r for r in (self.source, *self.replicas) if r.name == name)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

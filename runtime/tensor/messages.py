@@ -1,10 +1,12 @@
 """Weights as messages over a bridge: gloo or NCCL, point to point.
 
 A sync to one peer is a header (version, messages, bytes), then the messages of `parcel`, which are made once for each
-buffer that takes part and used again at each sync. Those that are packed take turns in `SLOTS` staging buffers.
+buffer that takes part and used again at each sync. Those that are packed take turns in `SLOTS` staging buffers. Peers
+take turns, too, on both sides in one order: a rank that waits for a message has begun all that come before it, so that
+ranks cannot wait for each other in a circle, and what comes from several peers comes in about the order of the plan.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,10 +23,12 @@ from penstock.runtime.tensor.parcel import Parcel, Post, pack, parcels, unpack
 
 SLOTS = 3  # one is packed while another is sent, and a third waits for the peer
 _FIELDS = "version", "messages", "bytes"
+Tell = Callable[[Sequence[Copy]], None]
+"""Told of the copies of one message."""
 
 
 class _Underway:
-    """The messages of one sync that have been begun, oldest first; of those in one staging buffer there is one."""
+    """The messages of one sync that have been begun, and end in that order; of those in one staging buffer, one."""
 
     def __init__(self, crossing: Crossing, version: int, finish: Callable[[Parcel], None] | None = None) -> None:
         self._crossing = crossing
@@ -36,17 +40,18 @@ class _Underway:
     def begin(self, peer: int, parcel: Parcel, start: Callable[[], Work]) -> None:
         """`start` the message when its staging buffer is free."""
         slot = peer, next(self._numbers) if parcel.slot is None else -1 - parcel.slot
-        if slot in self._begun:
-            self._end(*self._begun.pop(slot))
+        while slot in self._begun:
+            self._end_oldest()
         with self._crossing.naming(self._version, peer, named(parcel.copies)):
             self._begun[slot] = start(), peer, parcel
 
     def end(self) -> None:
         """Wait for all."""
-        for entry in self._begun.values():
-            self._end(*entry)
+        while self._begun:
+            self._end_oldest()
 
-    def _end(self, work: Work, peer: int, parcel: Parcel) -> None:
+    def _end_oldest(self) -> None:
+        work, peer, parcel = self._begun.pop(next(iter(self._begun)))
         self._crossing.wait(work, self._version, peer, named(parcel.copies))
         if self._finish is not None:
             self._finish(parcel)
@@ -60,7 +65,8 @@ class MessageTransport:
         self._path = path
         self._post = Post(SLOTS)
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def send(self, version: int, copies: Sequence[Copy], parts: Parts, ready: Tell | None = None) -> int:
+        """`ready` waits until the copies of a message may be read; each is asked for just before it is sent."""
         crossing, group = self._crossing, self._crossing.group(version)
         by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
         underway, headers = _Underway(crossing, version), []
@@ -68,14 +74,17 @@ class MessageTransport:
             with crossing.naming(version, peer, HEADER):
                 header = _header(version, own, group.device)
                 headers.append((group.send(header, peer, 0), peer, header))
-            for tag, parcel in enumerate(own, 1):
-                underway.begin(peer, parcel, partial(_packed_and_sent, group, parcel, peer, tag))
+        for tag, peer, parcel in _in_turn(by_peer):
+            if ready is not None:
+                ready(parcel.copies)
+            underway.begin(peer, parcel, partial(_packed_and_sent, group, parcel, peer, tag))
         for work, peer, _ in headers:
             crossing.wait(work, version, peer, HEADER)
         underway.end()
         return _nbytes(by_peer.values())
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Parts, arrived: Tell | None = None) -> int:
+        """`arrived` is told when the copies of a message are in their places."""
         crossing, group = self._crossing, self._crossing.group(version)
         by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
         headers: list[tuple[int, Tensor, Work]] = []
@@ -83,12 +92,12 @@ class MessageTransport:
             header = torch.empty(3, dtype=torch.int64, device=group.device)
             with crossing.naming(version, peer, HEADER):
                 headers.append((peer, header, group.receive(header, peer, 0)))
-        underway = _Underway(crossing, version, _unpacked)
         for peer, header, work in headers:
             crossing.wait(work, version, peer, HEADER)
             crossing.match(header, _header(version, by_peer[peer], group.device), _FIELDS, peer)
-            for tag, parcel in enumerate(by_peer[peer], 1):
-                underway.begin(peer, parcel, partial(group.receive, parcel.buffer, peer, tag))
+        underway = _Underway(crossing, version, partial(_unpacked, arrived))
+        for tag, peer, parcel in _in_turn(by_peer):
+            underway.begin(peer, parcel, partial(group.receive, parcel.buffer, peer, tag))
         underway.end()
         return _nbytes(by_peer.values())
 
@@ -111,15 +120,25 @@ def parcels_by_peer(
     )
 
 
+def _in_turn(by_peer: Mapping[int, Sequence[Parcel]]) -> Iterator[tuple[int, int, Parcel]]:
+    """(tag, peer, message): the first message of each peer, then the second of each, …"""
+    for tag in range(1, 1 + max(map(len, by_peer.values()), default=0)):
+        for peer, own in by_peer.items():
+            if tag <= len(own):
+                yield tag, peer, own[tag - 1]
+
+
 def _packed_and_sent(group: Group, parcel: Parcel, peer: int, tag: int) -> Work:
     if parcel.staged:
         pack(parcel)
     return group.send(parcel.buffer, peer, tag)
 
 
-def _unpacked(parcel: Parcel) -> None:
+def _unpacked(arrived: Tell | None, parcel: Parcel) -> None:
     if parcel.staged:
         unpack(parcel)
+    if arrived is not None:
+        arrived(parcel.copies)
 
 
 def _header(version: int, own: Sequence[Parcel], device: torch.device) -> Tensor:

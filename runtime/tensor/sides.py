@@ -12,10 +12,13 @@ from torch import Tensor
 
 from penstock.graph.sharding import TENSOR, Axes, Rule, Sharded, Sharding
 from penstock.graph.types import Carried
+from penstock.runtime.tensor.convert import converted
 from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.plan import Plan
 from penstock.runtime.tensor.proof import Add
+from penstock.runtime.tensor.reshard import reshard
 
 _DTYPES = tuple(ITEMSIZE)
 
@@ -52,6 +55,13 @@ def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Lay
     each rank if there are no rules."""
     axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
     return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
+
+
+def plan_of(facts: Mapping[str, Any], mesh: Mesh) -> Plan:
+    """The plan from a sender, of whose publications these are the facts (`sync`), to a replica on `mesh`."""
+    source, wire = Layout.from_json(facts["layout"]), facts["wire"]
+    target = target_layout(source, rules_from_json(facts["wanted"]), mesh)
+    return reshard(converted(source, wire), converted(target, wire))
 
 
 def rules_to_json(rules: Mapping[str, Rule]) -> dict[str, list[int] | None]:

@@ -34,7 +34,7 @@ from penstock.runtime.tensor.quantise import Agree, Converter
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.restore import Restorer
 from penstock.runtime.tensor.sides import mesh_of, rules_from_json, rules_to_json, source_layout, target_layout
-from penstock.runtime.tensor.transport import LocalTransport, Transport
+from penstock.runtime.tensor.transport import LocalTransport, Receiving, Transport
 
 Facts = dict[str, Any]
 
@@ -207,12 +207,12 @@ class Receiver:
         self._arrived: int | None = None
         self._busy = False
 
-    def receive(self, version: int, facts: Mapping[str, Any], transport: Transport) -> Moved:
+    def receive(self, version: int, facts: Mapping[str, Any], transport: Receiving) -> Moved:
         """Fill the shadow with `version` and prove it; blocks. After an error the live weights are as they were."""
         self._begin(version, facts)
         return self._receive(version, facts, transport)
 
-    def start(self, version: int, facts: Mapping[str, Any], transport: Transport, done: Done[Moved]) -> None:
+    def start(self, version: int, facts: Mapping[str, Any], transport: Receiving, done: Done[Moved]) -> None:
         """`receive` in the background."""
         self._begin(version, facts)
         in_background(f"receive {self.channel} {version}", lambda: self._receive(version, facts, transport), done)
@@ -236,7 +236,7 @@ class Receiver:
             raise ProofError(f"{self.channel}: given the proof of version {facts['version']}, needed {version}")
         self._busy = True
 
-    def _receive(self, version: int, facts: Mapping[str, Any], transport: Transport) -> Moved:
+    def _receive(self, version: int, facts: Mapping[str, Any], transport: Receiving) -> Moved:
         try:
             arena, prover = self._prepared(facts)
             started = time.perf_counter()

@@ -15,14 +15,18 @@ class TransportError(RuntimeError):
     """A peer that died, hung or is not there. It names channel, version, peer rank and tensors."""
 
 
-class Transport(Protocol):
-    """One side of a channel to one replica. Used by one thread at a time; every wait has a deadline."""
-
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        """Send `copies` out of `parts`, which must not change meanwhile; the bytes sent."""
+class Receiving(Protocol):
+    """The side of a channel that receives. Used by one thread at a time; every wait has a deadline."""
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         """Write `copies` into `parts`; the bytes received. After an error what is written is undefined."""
+
+
+class Transport(Receiving, Protocol):
+    """One side of a channel to one replica, either of them."""
+
+    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        """Send `copies` out of `parts`, which must not change meanwhile; the bytes sent."""
 
     def close(self) -> None:
         """Give up the connection. May be repeated."""

@@ -93,10 +93,11 @@ def spare(state: State, name: str) -> bool:
 def move(state: State) -> None:
     """Send to where the shadow is free; swap in what has arrived."""
     for name, way in state.ways.items():
-        for replica in way.to_send():
+        free = tuple(way.to_send())
+        for replica in free:
             way.send(replica)
             source = state.tables.channels[name].source.name
-            send = Send(name, way.published, source, replica)
+            send = Send(name, way.published, source, replica, free if len(free) > 1 else ())
             state.ask(send, ("send", name, way.published, replica), replica)
         for replica in way.to_swap():
             version = way.receivers[replica].shadow

@@ -133,7 +133,7 @@ class DestinationRank:
         return moved
 
     def sync(self, version: int, facts: Mapping[str, Any]) -> None:
-        self.receiver.receive(version, facts, self)  # type: ignore[arg-type]
+        self.receiver.receive(version, facts, self)
         self.receiver.swap(version)
 
 

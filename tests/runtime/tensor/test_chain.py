@@ -1,19 +1,15 @@
-"""Chains of replicas: who feeds whom, and that a bucket can go on while the next one arrives."""
-
-from typing import Any
+"""Chains of replicas: who feeds whom, and what is passed on."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.chain import SLACK, buckets, by_bucket, chain, forwards
-from penstock.runtime.tensor.layout import ITEMSIZE, Box, Layout
+from penstock.runtime.tensor.chain import SLACK, chain, forwards
+from penstock.runtime.tensor.layout import Box, Copy
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.plan import Plan
 from penstock.runtime.tensor.reshard import reshard
-
-from .layouts import layouts_of, shapes
 
 
 def plan_of(trainers: int, generators: int) -> Plan:
@@ -58,53 +54,6 @@ def test_replicas_of_nothing_are_fed_directly() -> None:
     assert all(link.source is None for link in chain(Plan((), 1, 1), 3))
 
 
-@settings(deadline=None)
-@given(st.data())
-def test_buckets_hold_what_a_rank_holds_once_and_in_order(data: Any) -> None:
-    tensors = [(f"t{i}", data.draw(shapes), "int16") for i in range(data.draw(st.integers(1, 4)))]
-    layout, nbytes = data.draw(layouts_of(tensors, covering=True)), data.draw(st.integers(1, 64))
-    for rank in range(layout.ranks):
-        own = buckets(layout, rank, nbytes)
-        assert all(own)
-        flat = [(name, box) for bucket in own for name, box in bucket]
-        names = [name for name, _ in flat]
-        assert names == sorted(names)
-        for t in layout.tensors:
-            slabs = [box for name, box in flat if name == t.name]
-            assert sum(box.size for box in slabs) == sum(box.size for box in t.held_by(rank))
-            assert all(any((box & held) == box for held in t.held_by(rank)) for box in slabs)
-        for bucket in own:
-            size = sum(box.size * ITEMSIZE["int16"] for _, box in bucket)
-            assert size <= nbytes or len(bucket) == 1
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_copies_by_bucket_are_the_copies_and_fill_the_bucket(data: Any) -> None:
-    tensors = [(f"t{i}", data.draw(shapes), "int16") for i in range(data.draw(st.integers(1, 3)))]
-    src = data.draw(layouts_of(tensors, covering=True))
-    dst = sharded(tensors, Mesh((("fsdp", data.draw(st.integers(1, 3))),)))
-    plan = reshard(src, dst)
-    for rank in range(dst.ranks):
-        own = buckets(dst, rank, data.draw(st.integers(1, 64)))
-        received = by_bucket(plan.receives(rank), own)
-        assert len(received) == len(own)
-        for copies, bucket in zip(received, own, strict=True):
-            for name, box in bucket:
-                inside = [c for c in copies if c.tensor == name and (c.box & box) == c.box]
-                assert sum(c.box.size for c in inside) == box.size
-            assert sum(c.box.size for c in copies) == sum(box.size for _, box in bucket)
-        for source in range(src.ranks):
-            sent = by_bucket([c for c in plan.sends(source) if c.destination == rank], own)
-            assert sent == tuple(tuple(c for c in copies if c.source == source) for copies in received)
-
-
-def test_a_rank_forwards_its_buckets_to_the_same_rank() -> None:
-    layout = Layout.whole([("a", (4, 2), "float32"), ("b", (2,), "float32")], ranks=2)
-    own = buckets(layout, 1, 16)
-    assert [[(c.tensor, c.box) for c in copies] for copies in forwards(own, 1)] == [
-        [("a", Box((0, 0), (2, 2)))],
-        [("a", Box((2, 0), (4, 2)))],
-        [("b", Box((0,), (2,)))],
-    ]
-    assert {(c.source, c.destination) for copies in forwards(own, 1) for c in copies} == {(1, 1)}
+def test_a_rank_forwards_all_that_it_holds_to_the_same_rank() -> None:
+    held = {"b": Box((2, 0), (4, 2)), "a": Box((0,), (3,)), "nothing": Box((4,), (4,))}
+    assert forwards(held, 1) == (Copy("b", 1, 1, held["b"]), Copy("a", 1, 1, held["a"]))

@@ -1,0 +1,202 @@
+"""One trainer and three replicas: weights sent to each of them, and along a chain, through network cards of one speed.
+
+    python benchmarks/chain.py [--keep]
+
+Each is a process with one rank on this machine, and weights go as messages over gloo on the loopback. What a process
+sends, on all of its bridges together, is let through at `--gb-per-s` (a token bucket), as by a network card of its
+own: without that, the loopback's memory and two cores would be all that is measured. A time is from the trainer's start
+until the last replica has the version, proved. `trainer_bytes` is what left the trainer for one version, and
+`message_ms` how long one message is on a card: what each further link of a chain adds. The two ways take turns.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from report import publish, spread
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.digest import digest
+from penstock.runtime.tensor.group import Group
+from penstock.runtime.tensor.messages import MessageTransport
+from penstock.runtime.tensor.plan import BUCKET
+from penstock.runtime.tensor.relay import Leg, Relay
+from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
+
+WAYS = ("direct", "chain")
+TENSORS = 16
+TIMEOUT = 60.0
+
+
+class Card:
+    """Lets through what a process sends, no more than `rate` bytes in a second, and counts it."""
+
+    def __init__(self, rate: float) -> None:
+        self.sent = 0
+        self._rate, self._free = rate, 0.0
+        self._lock = threading.Lock()
+        self._send = Group.send
+        Group.send = lambda group, *given: self.send(group, *given)  # type: ignore[method-assign]
+
+    def send(self, group: Group, buffer: Tensor, peer: int, tag: int) -> Work:
+        with self._lock:
+            self.sent += buffer.nbytes
+            self._free = max(self._free, time.perf_counter()) + buffer.nbytes / self._rate
+            free = self._free
+        time.sleep(max(0.0, free - time.perf_counter()))
+        return self._send(group, buffer, peer, tag)
+
+
+class Policy:
+    """Weights in bf16, of which every value changes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensors = {f"w{k}": torch.zeros(nbytes // 2 // TENSORS, dtype=torch.bfloat16) for k in range(TENSORS)}
+
+    def advance(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.normal_()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return self.tensors, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.tensors.update(tensors)
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
+
+
+class Spans:
+    """The bridges that one process has opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._opened: dict[str, MessageTransport] = {}
+
+    def open(self, way: str, source: int, target: int, side: Any) -> MessageTransport:
+        """From replica `source`, or the trainer for -1."""
+        name = f"{way}-{source}-{target}"
+        if name not in self._opened:
+            opened = Bridge(name, self._folder / name, timeout=TIMEOUT, way="messages").open(side)
+            assert isinstance(opened, MessageTransport)
+            self._opened[name] = opened
+        return self._opened[name]
+
+
+def replica(folder: Path, index: int, replicas: int, rate: float) -> None:
+    """A replica's process: each line is a way and the facts of a version; the answer is what is live then."""
+    torch.set_num_threads(1)
+    Card(rate)
+    spans = Spans(folder)
+    legs: dict[str, Leg] = {}
+    for way in WAYS:
+        linked = way == "chain" and index > 0
+        upstream = partial(spans.open, way, index - 1 if linked else -1, index, "destination")
+        onward = partial(spans.open, way, index, index + 1, "source")
+        last = way == "direct" or index == replicas - 1
+        legs[way] = Leg(Relay(way, 0, lambda error: sys.exit(str(error))), upstream, None if last else onward, linked)
+    receivers = {way: Receiver(way) for way in WAYS}
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        way, facts = json.loads(line)
+        receivers[way].receive(facts["version"], facts, legs[way])
+        print(json.dumps("arrived"), flush=True)
+        receivers[way].swap(facts["version"])
+        print(json.dumps(digest(receivers[way].weights.tensors)), flush=True)
+
+
+class Trainer:
+    """This process: it publishes, and sends to one replica or to all of them."""
+
+    def __init__(self, folder: Path, nbytes: int, processes: list[Any], rate: float) -> None:
+        self.card, self.spans, self.processes = Card(rate), Spans(folder), processes
+        self.policy = Policy(nbytes)
+        self.publishers = {way: Publisher(way, self.policy) for way in WAYS}
+
+    def sync(self, way: str, version: int) -> dict[str, float]:
+        self.policy.advance()
+        facts = self.publishers[way].publish(version)
+        ended: SimpleQueue[Moved | Exception] = SimpleQueue()
+        targets = range(len(self.processes)) if way == "direct" else (0,)
+        before, started = self.card.sent, time.perf_counter()
+        for process in self.processes:
+            process.stdin.write(json.dumps([way, facts]) + "\n")
+            process.stdin.flush()
+        for target in targets:
+            threading.Thread(target=lambda t=target: ended.put(self._send(way, version, t)), daemon=True).start()
+        assert {json.loads(process.stdout.readline()) for process in self.processes} == {"arrived"}
+        taken = time.perf_counter() - started
+        for _ in targets:
+            ended.get(timeout=TIMEOUT)
+        same = [json.loads(process.stdout.readline()) == digest(self.policy.tensors) for process in self.processes]
+        return {"ms": 1e3 * taken, "bytes": self.card.sent - before, "equal": all(same)}
+
+    def _send(self, way: str, version: int, target: int) -> Moved:
+        return self.publishers[way].send(version, self.spans.open(way, -1, target, "source"))
+
+
+def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--gb-per-s", str(args.gb_per_s), "--replicas", str(args.replicas)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    own = [["--replica", str(index), "--folder", str(folder)] for index in range(args.replicas)]
+    processes = [subprocess.Popen([*command, *extra], **pipes) for extra in own]
+    try:
+        assert {json.loads(process.stdout.readline()) for process in processes} == {"ready"}
+        trainer = Trainer(folder, args.mb * 1_000_000, processes, args.gb_per_s * 1e9)
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for version in range(args.repeats + 1):
+            for way in WAYS:
+                found[way].append(trainer.sync(way, version))
+        del found["direct"][0], found["chain"][0]  # bridges are opened and memory is touched for the first time
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    times = {f"{way}_ms": spread([row["ms"] for row in found[way]]) for way in WAYS}
+    return {
+        "bytes": trainer.policy.tensors["w0"].nbytes * TENSORS,
+        "bit_equal": all(row["equal"] for rows in found.values() for row in rows),
+        "trainer_bytes": {way: int(found[way][0]["bytes"]) for way in WAYS},
+        **times,
+        "speedup": times["direct_ms"]["median"] / times["chain_ms"]["median"],
+        "message_ms": BUCKET / args.gb_per_s / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=100, help="bytes of the weights, in millions")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--gb-per-s", type=float, default=0.2, help="what a network card lets through")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/chain.json")
+    parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.replica is not None:
+        replica(args.folder, args.replica, args.replicas, args.gb_per_s * 1e9)
+        return
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measured(args, Path(folder))
+    publish("chain", {"replicas": args.replicas, "card_gb_per_s": args.gb_per_s, **figures}, args.keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""From whom a replica gets a version of some weights, and to whom it passes it on. Pure, and the same on every rank.
+
+A chain (`tensor/chain`) relieves the trainers' network cards, so it is for weights that cross a network: for replicas
+on other hosts than the trainers, or for all of them where messages are asked for. A sender of the same host writes the
+receivers' memory itself. Deltas have no chain, either: they are few bytes, a hop cannot pass on any of them before it
+has them all, and a receiver that is not on the predecessor needs another delta than the one that follows it.
+
+A replica gets a version from the one before it in the chain if both are sent it at once, and from the trainers
+otherwise, so that nobody waits for a replica whose shadow is not free yet.
+"""
+
+import json
+from collections.abc import Sequence
+
+from penstock.runtime.plan.plan import Replica
+from penstock.runtime.schedule.tables import Channel
+from penstock.runtime.tensor.chain import chain
+from penstock.runtime.tensor.sides import mesh_of, plan_of
+
+GRACE = 0.25
+"""By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that
+stands still finds it out before the others, and names it."""
+
+
+class Routes:
+    """The routes of one channel. The layouts decide them, which come with the first version: until it is settled,
+    nothing may be asked.
+    """
+
+    def __init__(self, channel: Channel, transport: str, delta: int) -> None:
+        chained = () if delta or transport not in ("auto", "messages") else channel.replicas
+        self._replicas = [r for r in chained if transport == "messages" or len(_hosts(r, channel.source)) > 1]
+        self._depths: dict[str, int] = {}
+        self._sources: dict[str, str] = {}
+        self._settled = len(self._replicas) < 2
+
+    def settle(self, facts: str) -> None:
+        """`facts` are those of any version, as JSON."""
+        if self._settled:
+            return
+        first, names = self._replicas[0], [replica.name for replica in self._replicas]
+        plan = plan_of(json.loads(facts), mesh_of(first.mesh or None, len(first.ranks)))
+        for source, destination in chain(plan, len(names)):
+            if source is not None:
+                self._sources[names[destination]] = names[source]
+            self._depths[names[destination]] = 0 if source is None else self._depths[names[source]] + 1
+        self._settled = True
+
+    def chained(self, replica: str) -> bool:
+        """Whether a replica may be in a chain, so that weights come to it as messages."""
+        return bool(self._sources) and replica in self._depths
+
+    def source(self, replica: str, together: Sequence[str]) -> str:
+        """The replica that passes on to this one what is sent to those `together` at once; "" if the trainers do."""
+        source = self._sources.get(replica, "")
+        return source if source in together else ""
+
+    def next(self, replica: str, together: Sequence[str]) -> str:
+        """The replica that this one passes it on to; "" for none."""
+        return next((name for name in together if self._sources.get(name) == replica), "")
+
+    def patience(self, replica: str) -> float:
+        """By what factor the link to a replica waits longer than one from the trainers."""
+        return 1 + GRACE * self._depths.get(replica, 0) / max([1, *self._depths.values()])
+
+
+def _hosts(*replicas: Replica) -> set[str]:
+    return {rank.host for replica in replicas for rank in replica.ranks}

@@ -1,0 +1,58 @@
+"""A replica of one rank in a chain, as a process: `python relay_peer.py FOLDER INDEX REPLICAS TIMEOUT`.
+
+It receives what each line of its input (the facts of a sync, JSON) says, from the trainer or from the replica before
+it, passes it on to the one after it, swaps, and answers with what is live. Errors are answers too, and what ended the
+passing on is one by itself.
+"""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.digest import digest
+from penstock.runtime.tensor.messages import MessageTransport
+from penstock.runtime.tensor.relay import Leg, Relay
+from penstock.runtime.tensor.sync import Receiver
+
+from .peer import CHANNEL, answer
+
+GRACE = 2.0
+"""Seconds that each link waits longer than the one before it."""
+
+
+def link(folder: Path, source: int, timeout: float) -> Bridge:
+    """From a replica to the one after it; from the trainer to the first for -1."""
+    label = f"{CHANNEL} from {'trainer' if source < 0 else f'generator/{source}'} to generator/{source + 1}"
+    return Bridge(label, folder / f"link-{source}", timeout=timeout + GRACE * (source + 1), way="messages")
+
+
+def main(folder: Path, index: int, replicas: int, timeout: float) -> None:
+    torch.set_num_threads(1)
+
+    @cache
+    def opened(source: int) -> MessageTransport:
+        bridge = link(folder, source, timeout).open("source" if source == index else "destination")
+        assert isinstance(bridge, MessageTransport)
+        return bridge
+
+    relay = Relay(CHANNEL, 0, lambda error: answer(failed=str(error)))
+    last = index == replicas - 1
+    leg = Leg(relay, lambda: opened(index - 1), None if last else lambda: opened(index), linked=index > 0)
+    receiver = Receiver(CHANNEL)
+    answer(started=True)
+    for line in sys.stdin:
+        facts = json.loads(line)
+        try:
+            moved = receiver.receive(facts["version"], facts, leg)
+            receiver.swap(facts["version"])
+            answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
+        except RuntimeError as error:
+            answer(error=type(error).__name__, text=str(error), live=receiver.weights.version)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
