@@ -26,6 +26,7 @@ from penstock.graph.types import (
 )
 from penstock.nodes.base import open_scorer, require_scorer
 from penstock.nodes.learn.advantages import whiten
+from penstock.nodes.learn.batch import per_response, per_token
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
 from penstock.nodes.learn.packing import Packed, sampled_mask
@@ -89,12 +90,11 @@ def gae(
 
     The reward comes at a response's last sampled token. Where `reference` is given, each token costs
     `kl` · (log μ − log π_ref) on top (InstructGPT, arXiv 2203.02155, equation 2). `whitened` advantages have mean 0 and
-    deviation 1 over the batch. Raises ValueError for values of another shape than the rollouts', and for rollouts
-    without μ beside a `reference`.
+    deviation 1 over the batch. Raises ValueError for values or rewards of another shape than the rollouts', and for
+    rollouts without μ beside a `reference`.
     """
-    given, needed = list(values.values_NT.shape), list(rollouts.versions_NT.shape)
-    if given != needed:
-        raise ValueError(f"gae: given values of shape {given}, needed {needed}, one for each token of the rollouts")
+    per_token("gae: given values", values.values_NT, rollouts)
+    per_response("gae: given rewards", rewards.values_N, rollouts)
     place = sampled_mask(rollouts).nonzero(as_tuple=True)
     sequence_P, _ = place
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
@@ -134,8 +134,11 @@ def critic_update(
 ) -> tuple[Critic, Metrics]:
     """`epochs` times `minibatches` AdamW steps on the clipped value loss, averaged over sampled tokens.
 
-    `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way).
+    `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way). Raises
+    ValueError for values or returns of another shape than the rollouts'.
     """
+    per_token("critic_update: given values", values.values_NT, rollouts)
+    per_token("critic_update: given returns", returns.returns_NT, rollouts)
     learner, step = language_critic(critic), Step(lr, clip_norm, betas, weight_decay)
     shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
     losses, norms = [], []

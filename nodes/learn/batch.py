@@ -12,10 +12,25 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Advantages, Logprobs, Rollouts
+from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
 from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.packing import Packed, sampled_mask
 from penstock.nodes.learn.sampled import Sampled
+
+
+def per_token(given: str, values_NT: Tensor, rollouts: Rollouts) -> None:
+    """Raises ValueError unless there is one value for each token of the rollouts; `given` begins the message."""
+    _refuse_other(given, values_NT, list(rollouts.versions_NT.shape), "token")
+
+
+def per_response(given: str, values_N: Tensor, rollouts: Rollouts) -> None:
+    """The same with one value for each response."""
+    _refuse_other(given, values_N, [len(rollouts)], "response")
+
+
+def _refuse_other(given: str, values: Tensor, shape: list[int], each: str) -> None:
+    if list(values.shape) != shape:
+        raise ValueError(f"{given} of shape {list(values.shape)}, needed {shape}, one for each {each} of the rollouts")
 
 
 @dataclass(frozen=True)
@@ -35,16 +50,10 @@ class Batch:
         if rollouts.logprobs_NT is not None:
             others["behaviour"] = Logprobs(rollouts.logprobs_NT)
         given = {name: Logprobs(other.logprobs_NT.to(device)) for name, other in others.items() if other is not None}
-        if len(advantage.values_N) != len(rollouts):
-            raise ValueError(
-                f"advantage: given {len(advantage.values_N)} of them for {len(rollouts)} responses, needed one for each"
-            )
+        check_advantages = per_token if isinstance(advantage, TokenAdvantages) else per_response
+        check_advantages("advantage: given values", advantage.values_N, rollouts)
         for name, other in given.items():
-            if other.logprobs_NT.shape != rollouts.versions_NT.shape:
-                shapes = list(other.logprobs_NT.shape), list(rollouts.versions_NT.shape)
-                raise ValueError(
-                    f"{name}: given log-probabilities of shape {shapes[0]}, needed the rollouts' {shapes[1]}"
-                )
+            per_token(f"{name}: given log-probabilities", other.logprobs_NT, rollouts)
         replayed_N = None if rollouts.replayed_N is None else rollouts.replayed_N.to(device)
         there = replace(rollouts, versions_NT=rollouts.versions_NT.to(device), replayed_N=replayed_N)
         return cls(there, replace(advantage, values_N=advantage.values_N.to(device)), given)

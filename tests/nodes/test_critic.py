@@ -120,6 +120,14 @@ def test_the_price_of_leaving_a_reference_needs_mu_and_the_rest_does_not() -> No
 def test_values_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gae: given values of shape \[5, 3\], needed \[5, 4\]"):
         gae.fn(REWARDS, Values(torch.zeros(5, 3)), random_rollouts())
+    learner, rollouts = critic(), random_rollouts()
+    values = critic_values.fn(learner, rollouts)
+    with pytest.raises(
+        ValueError, match=r"critic_update: given returns of shape \[5\], needed \[5, 4\], one for each token"
+    ):
+        critic_update.fn(learner, rollouts, values, Returns(torch.zeros(5)))
+    with pytest.raises(ValueError, match=r"gae: given rewards of shape \[4\], needed \[5\], one for each response"):
+        gae.fn(Rewards(REWARDS.values_N[:4]), values, rollouts)
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])

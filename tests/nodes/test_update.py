@@ -356,10 +356,16 @@ def test_a_batch_that_nobody_sampled_is_refused() -> None:
 
 def test_inputs_of_other_rows_are_refused() -> None:
     rollouts, advantage = batch()
-    with pytest.raises(ValueError, match="advantage: given 3 of them for 5 responses"):
+    with pytest.raises(
+        ValueError, match=r"advantage: given values of shape \[3\], needed \[5\], one for each response"
+    ):
         policy_update.fn(policy(), rollouts, Advantages(advantage.values_N[:3]), loss=aipo)
-    with pytest.raises(ValueError, match=r"reference: given log-probabilities of shape \[5, 2\], needed .* \[5, 4\]"):
+    with pytest.raises(ValueError, match=r"reference: given log-probabilities of shape \[5, 2\], needed \[5, 4\], one"):
         policy_update.fn(policy(), rollouts, advantage, Logprobs(rollouts.logprobs_NT[:, :2]), loss=aipo)
+    with pytest.raises(
+        ValueError, match=r"advantage: given values of shape \[5, 3\], needed \[5, 4\], one for each token"
+    ):
+        policy_update.fn(policy(), rollouts, TokenAdvantages(rollouts.logprobs_NT[:, :3]), loss=aipo)
 
 
 def my_loss(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
