@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from penstock.graph.annotations import strange
 from penstock.graph.call import Call
-from penstock.graph.choices import strange
 from penstock.graph.definition import NodeDef
 from penstock.graph.faults import Fault, GraphError, defined
 from penstock.graph.ir import Json

@@ -188,6 +188,13 @@ def misspelt(policy: Policy, prompts: Prompts) -> Policy:
 
 
 @program
+def named_by_a_text(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    return policy_update(policy, rollouts, advantage, loss="ppo")  # type: ignore[arg-type]
+
+
+@program
 def no_time(policy: Policy, prompts: Prompts) -> Policy:
     options = {"deadline": 0, "seconds": 0.0, "workers": 0, "memory_mib": 8, "on_timeout": None}
     rollouts, _ = converse(prompts, broadcast(policy), environment=python_tool, turns=2, samples=4, **options)
