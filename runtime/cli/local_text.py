@@ -3,7 +3,8 @@
 import shutil
 
 from penstock.runtime.cli.figures import seconds
-from penstock.runtime.cli.labelled import labelled
+from penstock.runtime.cli.labelled import assumed, labelled
+from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.cost import Cost
 from penstock.runtime.plan.local_plan import LocalPlan
 
@@ -22,6 +23,7 @@ def local_text(found: LocalPlan, cluster: str) -> str:
         *labelled("generation", _parts(found.generation), width),
         *labelled("training", _parts(found.training), width),
         *labelled("sync", _parts(found.sync), width),
+        *assumed(assumptions(found.roles, work), width),
         "",
     ]
     for pool in found.plan.pools:

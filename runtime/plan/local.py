@@ -7,7 +7,8 @@ blocks of positions up to the farthest that is in use, as `nodes.generate` does;
 to their longest sequence, as `nodes.learn.packing` cuts them.
 """
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
@@ -93,21 +94,30 @@ class LocalGenerator:
         launches = self.shape.layers * DECODE_KERNELS * self.passes.launch_us * 1e-6
         return self._forward(rows * tokens) + Cost({"launches": launches})
 
-    def rollout(self, lengths: Sequence[int], prompt_tokens: int, samples: int) -> Cost:
+    def rollout(
+        self, lengths: Sequence[int], prompt_tokens: int, samples: int, follows: Mapping[int, int] | None = None
+    ) -> Cost:
         """All responses in the order of their groups: a slot that falls free takes the next; with prompts and one
-        measured group."""
-        waiting = list(lengths)[::-1]
+        measured group. `follows`: groups that are dropped when they are done, and which one begins then."""
+        follows = follows or {}
+        late = set(follows.values())
+        waiting = deque(row for row in range(len(lengths)) if row // samples not in late)
         found = self.prefill(ceil(len(lengths) / samples), prompt_tokens)
         steps: dict[int, int] = {}
-        now = 0
-        ends: list[tuple[int, int]] = []
+        now, left = 0, Counter(row // samples for row in range(len(lengths)))
+        ends: list[tuple[int, int, int]] = []
         while waiting or ends:
             while waiting and len(ends) < self.slots:
-                ends.append((now + waiting.pop(), now))
+                row = waiting.popleft()
+                ends.append((now + lengths[row], now, row // samples))
             # The first token comes from the prompt's own logits, without a step of the model.
-            reach = prompt_tokens + now - min(begun for _, begun in ends)
+            reach = prompt_tokens + now - min(begun for _, begun, _ in ends)
             steps[reached(reach)] = steps.get(reached(reach), 0) + 1
             now += 1
+            left.subtract(group for end, _, group in ends if end <= now)
+            over = dict.fromkeys(group for end, _, group in ends if end <= now and not left[group])
+            for group in [follows[group] for group in over if group in follows]:
+                waiting.extend(range(group * samples, (group + 1) * samples))
             ends = [row for row in ends if row[0] > now]
         for reach, count in steps.items():
             found += self.step(reach) * count

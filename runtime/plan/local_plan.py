@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.graph.ir import Graph
 from penstock.graph.passes import Bound
+from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.cost import Cost
 from penstock.runtime.plan.gpus import BYTES, Precision
@@ -22,6 +23,7 @@ from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.plan.roles import PlanError, Roles, roles_of
 from penstock.runtime.plan.table import html_table
+from penstock.runtime.plan.training import FOLLOW_BYTES
 from penstock.runtime.plan.workload import Workload
 
 SYNC_MESSAGES = 12
@@ -57,11 +59,17 @@ class LocalPlan:
     @cached_property
     def generation(self) -> Cost:
         lengths = self.work.response_tokens.tolist()
-        return self.generator.rollout(lengths, self.work.prompt_tokens, self.work.samples)
+        return self.generator.rollout(lengths, self.work.prompt_tokens, self.work.rows, self.work.replacements)
 
     @cached_property
     def training(self) -> Cost:
-        return self.trained(self.work.sequence_tokens)
+        found, times = self.trained(self.work.sequence_tokens), self.roles.models.followed
+        return found + self.followed * times if times else found
+
+    @property
+    def followed(self) -> Cost:
+        """A copy takes in what the policy has become."""
+        return Cost({"copies": self.work.shape.parameters * FOLLOW_BYTES / (self.cpu.copy_gb_s * 1e9)})
 
     def trained(self, sequence_tokens: IntArray) -> Cost:
         """[responses]: an update on sequences of these lengths."""
@@ -115,6 +123,7 @@ class LocalPlan:
         activations = 34.0 * self.micro_tokens * shape.hidden * shape.layers * item / BYTES["bf16"] * lanes
         cache = shape.layers * shape.cache_width * 4.0 * self.slots * self.work.context
         trainer = {"weights": 4.0 * shape.parameters + copy, "moments": 8.0 * shape.parameters}
+        trainer |= {"copies": 4.0 * shape.parameters * self.roles.models.copies}
         trainer |= {"gradients": 4.0 * shape.parameters * (1 + lanes), "activations": activations}
         return {
             self.roles.trainer: trainer,
@@ -131,6 +140,7 @@ class LocalPlan:
             "gap": None,
             "bound": self.bounds[0].cause,
             "bounds": [{"seconds": bound.seconds, "cause": bound.cause} for bound in self.bounds],
+            "assumptions": list(assumptions(self.roles, self.work)),
             "parts": {
                 "generation": dict(self.generation.parts),
                 "training": dict(self.training.parts),
@@ -186,8 +196,7 @@ def local_plan(
         raise PlanError(f"hosts: given {given}, needed GPUs, or one host as `penstock doctor --measure` writes it")
     cpu, roles = cluster.cpus[host.cpu], roles_of(graph)
     more = (*roles.readers, *roles.learners, *roles.rereads, *([roles.environment] if roles.turns > 1 else ()))
-    more += (*roles.filters, *(node for node, _ in roles.baselines), *([roles.buffer.node] if roles.buffer else ()))
-    if more := (*more, *roles.followers, *roles.outside):
+    if more := (*more, *roles.outside):
         raise PlanError(f"{roles.graph}: given {', '.join(more)}, needed none but generation and updates on a CPU")
     if precision not in cpu.precisions:
         raise PlanError(f"dtype: given {precision}, needed one that was measured: {', '.join(cpu.precisions)}")

@@ -16,7 +16,6 @@ slots: by the mean of the longest response of a group over the mean of all.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -82,7 +81,7 @@ class Scene(Schedulable):
         plan, roles = self.plan, self.roles
         nodes: dict[str, Duration] = {node.name: 0.0 for node in self.graph.nodes if node.fires}
         nodes |= self.given
-        nodes |= dict.fromkeys(self._rows, Decoding(plan.generator, self.responses, self._rows))
+        nodes |= dict.fromkeys(self.decoded, Decoding(plan.generator, self.responses, self.decoded))
         steps = nodes[roles.cycle[-1]] = self._steps(plan.trainer, plan.returns_s)
         nodes |= dict.fromkeys(roles.rereads, self._reads(plan.trainer, 1))
         nodes |= dict.fromkeys(roles.followers, plan.trainer.followed().seconds)
@@ -98,13 +97,6 @@ class Scene(Schedulable):
                 nodes |= {n: groups if self.graph[n].clock == "group" else each.reads for n in each.readers}
                 nodes |= dict.fromkeys(each.learners, each.learns)
         return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s)
-
-    @property
-    def _rows(self) -> Mapping[str, tuple[int, int]]:
-        """Of a group's rows, those of each node that decodes."""
-        nodes = ((self.roles.cycle[2], self.plan.work.samples), *self.roles.baselines)
-        ends = list(accumulate(samples for _, samples in nodes))
-        return {node: (end - samples, end) for (node, samples), end in zip(nodes, ends, strict=True)}
 
     def _steps(self, trainer: Trainer, more: float) -> Callable[[str, int], float]:
         """An update of the policy or of a critic, and so many seconds more."""

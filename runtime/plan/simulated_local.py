@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 
@@ -58,8 +59,10 @@ class LocalScene(Schedulable):
         cores, parts = _Cores(self.plan), self.plan.sync.parts
         nodes: dict[str, Duration] = {node.name: 0.0 for node in self.graph.nodes if node.fires}
         nodes |= self.given
-        nodes[self.roles.cycle[2]] = _Paced(_Generator, self.plan, self.responses, cores)
+        generator = _Paced(partial(_Generator, rows=self.decoded), self.plan, self.responses, cores)
+        nodes |= dict.fromkeys(self.decoded, generator)
         nodes[self.roles.cycle[-1]] = _Paced(_Trainer, self.plan, self.responses, cores)
+        nodes |= dict.fromkeys(self.roles.followers, self.plan.followed.seconds)
         return Durations(nodes, publish=parts["snapshot"], wire=self.plan.sync.seconds - parts["snapshot"])
 
 
@@ -98,8 +101,11 @@ class _Paced:
 class _Generator:
     """`schedule.durations.Engine`. Spans are of rows: from slot taken to slot left, with the group's ordinal."""
 
-    def __init__(self, plan: LocalPlan, responses: Responses, cores: _Cores) -> None:
+    def __init__(
+        self, plan: LocalPlan, responses: Responses, cores: _Cores, rows: Mapping[str, tuple[int, int]]
+    ) -> None:
         self.generator, self.work, self.responses, self.cores = plan.generator, plan.work, responses, cores
+        self._shares = rows
         self.due = inf
         self._now, self._step = 0.0, 0
         self._costs: dict[int, float] = {}
@@ -112,7 +118,8 @@ class _Generator:
         self._begins, self._ends, self._indices = array("d"), array("d"), array("q")
 
     def begin(self, firing: Firing, now: float) -> None:
-        idle, lengths = self.due == inf, self.responses.of(firing.index)
+        first, last = self._shares[firing.node]
+        idle, lengths = self.due == inf, self.responses.of(firing.index)[first:last]
         self._left[firing] = len(lengths)
         self._waiting.extend((firing, length, sample == 0) for sample, length in enumerate(lengths))
         if idle:
@@ -168,8 +175,9 @@ class _Generator:
         seconds = self._costs[blocks]
         if self._fresh:
             seconds += self.generator.prefill(len(self._fresh), self.work.prompt_tokens).seconds
-        for batch, place in (divmod(firing.index, self.work.prompts) for firing in self._fresh):
-            if place == 0:
+        for firing in self._fresh:
+            batch, place = divmod(firing.index, self.work.prompts)
+            if place == 0 and not self._shares[firing.node][0]:
                 mean = float(self.responses.batch(batch).mean())
                 seconds += self.generator.scored(self.work.samples, self.work.prompt_tokens + mean).seconds
         return seconds

@@ -1,10 +1,11 @@
 """What a plan's schedule needs of any plan, on GPUs or on a machine's cores, and the schedule itself. Pure."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
+from itertools import accumulate
 
 from penstock.graph.ir import Graph
 from penstock.runtime.plan.plan import Plan
@@ -73,6 +74,13 @@ class Schedulable(ABC):
         dropped = 1 - self.outline.work.kept ** (1 / max(1, len(filters)))
         return Verdicts(dict.fromkeys(filters, dropped), seed=self.seed or 0)
 
+    @cached_property
+    def decoded(self) -> Mapping[str, tuple[int, int]]:
+        """Of a group's rows, those of each node that decodes: the first, and the first one after them."""
+        nodes = ((self.roles.cycle[2], self.outline.work.samples), *self.roles.baselines)
+        ends = list(accumulate(samples for _, samples in nodes))
+        return {node: (end - samples, end) for (node, samples), end in zip(nodes, ends, strict=True)}
+
     @property
     def lag(self) -> int:
         """What the schedule has of it."""
@@ -103,9 +111,7 @@ class Simulated:
     @cached_property
     def filling(self) -> Filling:
         """How full the generator's slots are."""
-        roles = self.scene.roles
-        decoding = (roles.cycle[2], *(node for node, _ in roles.baselines))
-        spans = next(self.result.spans[node] for node in decoding if node in self.result.spans)
+        spans = next(self.result.spans[node] for node in self.scene.decoded if node in self.result.spans)
         return filling(spans, self.scene.outline.slots, self.scene.responses.drawn, self.result)
 
     @property
