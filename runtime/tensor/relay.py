@@ -27,12 +27,13 @@ Open = Callable[[], MessageTransport]
 class Arrivals:
     """What of one version has arrived: told by the thread that receives, awaited by the one that passes it on.
 
-    Boxes come disjoint. Waiting has no deadline of its own: whoever receives has one for each message, and then says
-    that it has failed.
+    Boxes come disjoint. Waiting has no deadline of its own: whoever receives has one for each message, and says when it
+    is over. `failed`: it was over too early.
     """
 
     def __init__(self) -> None:
         self.failed = False
+        self._over = False
         self._boxes: dict[str, list[Box]] = defaultdict(list)
         self._changed = threading.Condition()
 
@@ -42,18 +43,18 @@ class Arrivals:
                 self._boxes[copy.tensor].append(copy.box)
             self._changed.notify_all()
 
-    def fail(self) -> None:
+    def end(self, *, failed: bool) -> None:
         """Nothing more will arrive."""
         with self._changed:
-            self.failed = True
+            self.failed, self._over = failed, True
             self._changed.notify_all()
 
     def wait(self, copies: Sequence[Copy]) -> None:
         """Until all of these have arrived. Each box is awaited once. Raises TransportError if it will not come."""
         with self._changed:
             for copy in copies:
-                self._changed.wait_for(lambda: self.failed or self._has(copy))  # noqa: B023 - called here
-                if self.failed:
+                self._changed.wait_for(lambda: self._over or self._has(copy))  # noqa: B023 - called here
+                if not self._has(copy):
                     raise TransportError(f"{copy.tensor} {copy.box} has not arrived, and is not passed on")
                 known = self._boxes[copy.tensor]
                 self._boxes[copy.tensor] = [box for box in known if (box & copy.box).size < box.size]
@@ -87,11 +88,14 @@ class Relay:
             self._over.clear()
             work = partial(self._pass_on, leg.downstream, version, parts, arrivals)
             in_background(f"pass {self._channel} {version} on", work, partial(self._passed, arrivals))
+        wanted = self._own if leg.linked else copies
         try:
-            return leg.upstream().receive(version, self._own if leg.linked else copies, parts, arrivals.add)
+            nbytes = leg.upstream().receive(version, wanted, parts, arrivals.add)
         except BaseException:
-            arrivals.fail()
+            arrivals.end(failed=True)
             raise
+        arrivals.end(failed=False)
+        return nbytes
 
     def _pass_on(self, downstream: Open, version: int, parts: Parts, arrivals: Arrivals) -> int:
         bridge = downstream()

@@ -345,8 +345,11 @@ def test_a_message_is_awaited_until_all_its_boxes_have_come_in_whatever_pieces()
     thread.join(30)
 
 
-def test_what_will_not_come_is_not_awaited() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_will_not_come_is_not_awaited_and_what_has_come_is_passed_on(failed: bool) -> None:
     arrivals = Arrivals()
-    arrivals.fail()
+    arrivals.add([row(4, 6)])
+    arrivals.end(failed=failed)
+    arrivals.wait([row(4, 6)])
     with pytest.raises(TransportError, match=r"t \[0:4\] has not arrived"):
         arrivals.wait([row(0, 4)])
