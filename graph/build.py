@@ -14,7 +14,7 @@ from penstock.graph.check import by_place, check
 from penstock.graph.faults import Fault, GraphError, defined, fault, nearest
 from penstock.graph.interface import REQUIRED, signature, type_of
 from penstock.graph.ir import Graph, Json, Ref
-from penstock.graph.paths import PATHS, encode, located, path_of, resolve
+from penstock.graph.paths import LISTS, PATHS, encode, located, path_of, resolve
 from penstock.graph.recorder import Handle, Recorder, current
 
 P = ParamSpec("P")
@@ -34,6 +34,11 @@ class Flag:
     def is_path(self) -> bool:
         """Does it name a file or a folder (`Path`, or `Path | None`)?"""
         return self.annotation in PATHS
+
+    @property
+    def is_paths(self) -> bool:
+        """Does it name several (`list[Path]`, `tuple[Path, ...]`)?"""
+        return self.annotation in LISTS
 
 
 class Program(Generic[P, T]):

@@ -96,7 +96,8 @@ class _Own:
     def __init__(self, flag: Flag) -> None:
         self.flag = flag
         self.is_function = callable(flag.default) and flag.default is not REQUIRED
-        self.is_json = not self.is_function and not flag.is_path and not _is_readable(flag.annotation)
+        is_path = flag.is_path or flag.is_paths
+        self.is_json = not self.is_function and not is_path and not _is_readable(flag.annotation)
 
     @property
     def field(self) -> tuple[str, Any, Any]:
@@ -108,6 +109,9 @@ class _Own:
         elif flag.is_path:
             annotation, metavar, hint = str, "PATH", "(default: none)" if default is None else None
             default = default if default is REQUIRED else str(default or "")
+        elif flag.is_paths:
+            annotation, metavar = tuple[str, ...], "PATH …"
+            default = default if default is REQUIRED else tuple(map(str, default))
         elif self.is_json:
             annotation, metavar = str, "JSON"
             default = default if default is REQUIRED else json.dumps(default)

@@ -20,6 +20,7 @@ def sample(  # type: ignore[no-untyped-def]
     by: Any = math_answer,
     table: dict[str, int] = {"a": 1},  # noqa: B006
     folder: Path | None = None,
+    files: tuple[Path, ...] = (Path("a"),),
     untyped=None,
 ) -> Policy:
     """An example.
@@ -50,6 +51,7 @@ def test_defaults_are_the_programs_own() -> None:
         "by": {"path": "penstock.nodes.score:math_answer"},
         "table": {"a": 1},
         "folder": None,
+        "files": ["a"],
         "untyped": None,
     }
     assert (flags.updates, flags.batch) == (60, 32)
@@ -57,8 +59,9 @@ def test_defaults_are_the_programs_own() -> None:
 
 def test_keyword_arguments_are_flags() -> None:
     words = "--samples 4 --rho 2 --no-normalize --order ready --weights 1 2 3 --by my:rule --updates 5 --plain"
-    options, flags = read(*words.split(), "--table", '{"b": 2}', "--untyped", "text", "--folder", "here")
-    assert options["folder"] == "here"
+    words += " --folder here --files b c"
+    options, flags = read(*words.split(), "--table", '{"b": 2}', "--untyped", "text")
+    assert (options["folder"], options["files"]) == ("here", ["b", "c"])
     assert options["samples"] == 4
     assert options["rho"] == 2.0
     assert options["normalize"] is False
