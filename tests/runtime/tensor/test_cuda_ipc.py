@@ -1,17 +1,75 @@
 """A GPU's memory for others to write: what of it needs none. `test_put.py` has the ways between processes, which run on
 a GPU, too, where there is one."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from penstock.runtime.tensor import cuda_ipc
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory, Export, OpenedMemory, finish, visible_devices
 from penstock.runtime.tensor.memory import Place
-from penstock.runtime.tensor.segments import SegmentError
+from penstock.runtime.tensor.segments import SHM, SegmentError, create_segment, open_segment, sweep
 
 HANDLE = bytes(range(64))
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class HostBlocks:
+    """What the driver gives, in the host's memory: each block is mapped again when it is opened."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def export(self, nbytes: int) -> tuple[Export, Tensor]:
+        segment = create_segment(f"penstock-testblocks-owner-{self.made}", nbytes, [SHM])
+        self.made += 1
+        handle = segment.name.encode().ljust(len(HANDLE), b"\0")
+        return Export(0, handle, nbytes), torch.frombuffer(segment.view, dtype=torch.uint8)
+
+    def open(self, block: Export) -> Tensor:
+        segment = open_segment(block.handle.rstrip(b"\0").decode(), [SHM], writable=True)
+        return torch.frombuffer(segment.view, dtype=torch.uint8)
+
+
+@pytest.fixture
+def driver(monkeypatch: Any) -> Iterator[HostBlocks]:
+    found = HostBlocks()
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda index: found)
+    yield found
+    sweep("testblocks")
+
+
+def test_what_is_written_through_a_place_is_in_the_owners_block_and_nothing_beside_it(driver: HostBlocks) -> None:
+    memory, opened = DeviceMemory("cuda:0", "owner", 1.0), OpenedMemory(1.0)
+    first, second = memory(4096), memory(8192)
+    assert memory.shared
+    for buffer, offset in ((first, 1024), (second, 512), (second, 4096)):
+        like = torch.empty(16, 8, dtype=torch.bfloat16)
+        opened.view(memory.place(buffer[offset:]), like, (16, 1)).fill_(3)
+        rows = buffer[offset : offset + 512].view(torch.bfloat16).view(16, 16)
+        assert rows[:, :8].eq(3).all()
+        assert not rows[:, 8:].any()
+    assert (int(first.count_nonzero()), int(second.count_nonzero())) == (256, 512)  # 3 is 0x4040
+    with pytest.raises(SegmentError, match="is not in the 4096 bytes"):
+        opened.view(memory.place(first[4000:]), torch.empty(64), (1,))
+    with pytest.raises(SegmentError, match="owner: a tensor of 12 bytes is in none of its segments"):
+        memory.place(torch.zeros(3))
+
+
+def test_where_the_driver_exports_nothing_memory_is_torchs_and_the_user_is_told(driver: Any, monkeypatch: Any) -> None:
+    def refuse(nbytes: int) -> None:
+        raise RuntimeError("cuIpcGetMemHandle on cuda:0: operation not supported (801)")
+
+    monkeypatch.setattr(driver, "export", refuse)
+    told: list[str] = []
+    memory = DeviceMemory("cpu", "generator.0", 1.0, told.append)
+    assert memory(4096).nbytes == 4096
+    assert not memory.shared
+    assert told == [f"generator.0: {memory.refused}; weights come as messages through the host, which is slower"]
 
 
 def test_a_block_is_found_by_its_name() -> None:

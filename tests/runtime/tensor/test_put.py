@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,34 @@ def test_a_version_that_comes_twice_is_refused(run: Path, other: Any) -> None:
     receiver.swap(3)
     with pytest.raises(SyncError, match="receive version 3: live: 3"):
         receiver.receive(3, facts, transport)
+
+
+LATE = "cuda:0 is not through with the work of this process after 1 s"
+
+
+@pytest.mark.parametrize(
+    ("side", "said"), [("destination", "no shadow is free"), ("source", "the writing of the shadow")]
+)
+def test_a_gpu_that_is_late_is_named_with_the_version(run: Path, monkeypatch: Any, side: str, said: str) -> None:
+    def late(*given: Any) -> None:
+        raise RuntimeError(LATE)
+
+    if side == "source":
+        monkeypatch.setattr(MappedMemory, "write", late)
+    else:
+        monkeypatch.setattr(SharedMemory, "settle", late)
+    _, publisher, sending = source(run, timeout=2)
+    receiver, receiving = destination(run, timeout=2)
+    facts = publisher.publish(0)
+    with ThreadPoolExecutor(2) as threads:
+        sent = threads.submit(publisher.send, 0, sending)
+        received = threads.submit(receiver.receive, 0, facts, receiving)
+    blamed = sent if side == "source" else received
+    with pytest.raises(TransportError, match=rf"version 0: {said}.*{LATE}"):
+        blamed.result()
+    with pytest.raises(TransportError, match="version 0"):
+        (received if side == "source" else sent).result()
+    assert receiver.weights.version == -1
 
 
 def test_a_place_outside_its_segment_is_refused(run: Path) -> None:
