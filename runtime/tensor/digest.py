@@ -163,8 +163,7 @@ def _run_sum(run: _Run, tiles: int, fill: Fill | None) -> int:
             fill(height, number * step, number * step + len(chunk))
         for (low, high), table, (_, start, stop) in zip(places, tables, edges, strict=True):
             part = chunk if len(edges) == 1 else chunk[:, start - first : stop - first]
-            _product(part, table[0], low[number])
-            _product(part, table[1], high[number])
+            _products(part, table, low[number], high[number])
     factors = (_row_factors(rows, tiles, tile, device) for tile, _, _ in edges)
     return sum(_total(own, each) for own, each in zip(sums, factors, strict=True))
 
@@ -211,13 +210,20 @@ def _total(sums: Tensor, factors: Tensor) -> int:
     return int(low) * _C + int(high) * _E
 
 
-def _product(part: Tensor, table: Tensor, out: Tensor) -> None:
-    """[P, W] int8 times [W, 1] int8, exactly, into [P, 1] int32."""
+def _products(part: Tensor, table: _Pair, low: Tensor, high: Tensor) -> None:
+    """[P, W] int8 times each [W, 1] int8, exactly, into [P, 1] int32."""
     if part.device.type == "cpu":
-        torch._int_mm(part, table, out=out)
+        for own, out in zip(table, (low, high), strict=True):
+            torch._int_mm(part, own, out=out)
     else:
-        # cuBLAS's int8 product wants other shapes than ours; below 2^53 float64 is exact.
-        out.copy_(part.double() @ table.double())
+        _float_products(part, table, low, high)
+
+
+def _float_products(part: Tensor, table: _Pair, low: Tensor, high: Tensor) -> None:
+    """The same for GPUs, whose int8 product wants other shapes than ours; below 2^53 float64 is exact."""
+    both = part.double() @ torch.cat(table, dim=1).double()
+    low.copy_(both[:, :1])
+    high.copy_(both[:, 1:])
 
 
 @lru_cache
