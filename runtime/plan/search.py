@@ -207,8 +207,9 @@ class Search:
         most = limit.period_s if limit else inf
         if not split.shared:
             for decode in decoding.generators(split.islands[1], split.generator):
-                cycle = decoding.rollout_least(decode) + part.train.seconds
-                if max(decode.steady, cycle / (1 + self.sides.lag)) <= most:
+                if decode.steady > most:
+                    continue
+                if (decoding.rollout_least(decode) + part.train.seconds) / (1 + self.sides.lag) <= most:
                     self._push_pair(Pair(split, part.readings, part.train, decode))
             return
         stays = {name: memory.parts[name] for name in STAY if name in memory.parts}

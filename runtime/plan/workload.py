@@ -50,7 +50,7 @@ class Workload:
             given = f"{self.minibatches} minibatches of {self.learnt} responses"
             raise ValueError(f"workload: given {given}, needed at least one response in each")
 
-    @property
+    @cached_property
     def drawn(self) -> int:
         """Prompts of which `prompts` are kept."""
         return ceil(self.prompts / self.kept - 1e-9)
@@ -60,7 +60,7 @@ class Workload:
         """Responses to each prompt."""
         return self.samples + self.baselines
 
-    @property
+    @cached_property
     def responses(self) -> int:
         """All that are generated."""
         return self.drawn * self.rows
