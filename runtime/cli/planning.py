@@ -14,7 +14,8 @@ from penstock.runtime.plan.lengths import LengthError
 from penstock.runtime.plan.local_plan import MICRO_TOKENS, LocalPlan, local_plan
 from penstock.runtime.plan.meshes import read_meshes
 from penstock.runtime.plan.planner import Planned, plan
-from penstock.runtime.plan.roles import Roles, roles_of
+from penstock.runtime.plan.roles import Roles
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.shape import ShapeError, read_shape
 from penstock.runtime.plan.spec import read_cluster
 from penstock.runtime.plan.workload import Workload, given_lengths

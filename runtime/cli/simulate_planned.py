@@ -14,7 +14,7 @@ from penstock.runtime.cli.simulate_given import duration
 from penstock.runtime.cli.simulate_text import depth_lines, lag_lines, pool_lines
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.assumptions import assumptions
-from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.simulated import Scene
 from penstock.runtime.plan.simulated_local import LocalScene
 from penstock.runtime.plan.simulated_plan import read_costed

@@ -21,7 +21,8 @@ from penstock.runtime.plan.local import LocalGenerator, LocalTrainer
 from penstock.runtime.plan.machine import Cpu
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
-from penstock.runtime.plan.roles import PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import PlanError, Roles
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.table import html_table
 from penstock.runtime.plan.training import FOLLOW_BYTES
 from penstock.runtime.plan.workload import Workload

@@ -15,7 +15,8 @@ from penstock.runtime.plan.islands import Island, islands
 from penstock.runtime.plan.memory import Memory, beside_memory
 from penstock.runtime.plan.meshes import spelled
 from penstock.runtime.plan.refuse import check_pins, refuse
-from penstock.runtime.plan.roles import AskedError, PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import AskedError, PlanError, Roles
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.sides import Pins, Sides
 from penstock.runtime.plan.simulated_plan import KEY, Costed, costed

@@ -22,7 +22,7 @@ from penstock.graph.ir import Firing, Graph
 from penstock.runtime.plan.local import reached
 from penstock.runtime.plan.local_plan import LocalPlan
 from penstock.runtime.plan.plan import Plan
-from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.simulated_decoding import Responses
 from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.plan.simulated_scene import Outline, Schedulable, relagged

@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from penstock.graph.ir import Graph
 from penstock.runtime.plan.plan import Plan
-from penstock.runtime.plan.roles import Roles, roles_of
+from penstock.runtime.plan.roles import Roles
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.simulated_decoding import Responses
 from penstock.runtime.plan.simulated_slots import Filling, filling
 from penstock.runtime.plan.workload import Workload

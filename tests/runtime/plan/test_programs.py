@@ -24,7 +24,8 @@ from penstock.runtime.plan.memory import trainer_memory
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.planner import Planned, plan
 from penstock.runtime.plan.refilling import rollout_s
-from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import Models, PlanError, Roles
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.shape import SHAPES
 from penstock.runtime.plan.simulated import Scene
 from penstock.runtime.plan.simulated_scene import Simulated

@@ -25,7 +25,8 @@ from penstock.runtime.plan.memory import Memory, beside_memory, trainer_memory
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.period import Times, alone_s, bounds, least_period, period
 from penstock.runtime.plan.planner import plan
-from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import Models, PlanError, Roles
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.search import Search, groupings
 from penstock.runtime.plan.shape import SHAPES
 from penstock.runtime.plan.sides import Pins, Sides

@@ -6,7 +6,8 @@ from penstock.graph import load, trace
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.lengths import Lognormal
 from penstock.runtime.plan.local_plan import local_plan
-from penstock.runtime.plan.roles import PlanError, roles_of
+from penstock.runtime.plan.roles import PlanError
+from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.shape import Shape
 from penstock.runtime.plan.simulated_local import LocalScene
 from penstock.runtime.plan.workload import Workload
