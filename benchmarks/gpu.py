@@ -76,8 +76,13 @@ class Rank:
         return found
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait(20)
+        """By the end of its input, so that it takes its memory away; by force if that does not do."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(20)
 
     def _read(self) -> None:
         for line in self.process.stdout:

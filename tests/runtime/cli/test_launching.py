@@ -40,6 +40,18 @@ def test_a_run_writes_what_it_is_before_it_starts(processes: Processes, tmp_path
     assert {"updates", "groups", "wall_s", "command_s"} <= last.keys()
 
 
+def test_a_way_of_weights_that_the_plan_rules_out_is_refused_before_anything_is_there(
+    processes: Processes, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    said = r"^--transport: given cuda_ipc: trainer/0 rank 0 is on the CPU, needed a GPU; auto takes what all ranks can"
+    with pytest.raises(CommandError, match=said):
+        run.main(["toy", "--device", "cpu", "--transport", "cuda_ipc", "--out", str(out)])
+    assert not out.exists()
+    assert run.main(["toy", "--device", "cpu", "--transport", "shm", "--out", str(out)]) == 0
+    assert processes.configs[0].flags.transport == "shm"
+
+
 def test_a_run_folder_is_never_overwritten(processes: Processes, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     run.main(["toy", "--out", out])
