@@ -15,7 +15,8 @@ from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.schedule.durations import Durations
-from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .gates.replaying import replayed

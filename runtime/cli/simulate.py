@@ -23,7 +23,8 @@ from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.record.chrome import chrome_trace
 from penstock.runtime.record.folder import write_atomic
 from penstock.runtime.record.svg import gantt_svg
-from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
 BATCH = 8

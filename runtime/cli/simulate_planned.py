@@ -20,7 +20,7 @@ from penstock.runtime.plan.simulated_local import LocalScene
 from penstock.runtime.plan.simulated_plan import read_costed
 from penstock.runtime.plan.simulated_scene import Schedulable, Simulated
 from penstock.runtime.schedule.durations import Duration, Lognormal
-from penstock.runtime.schedule.simulator import Simulation
+from penstock.runtime.schedule.simulation import Simulation
 
 COLUMN = 8
 """Where the words begin."""

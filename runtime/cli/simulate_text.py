@@ -8,7 +8,7 @@ from textwrap import wrap
 from penstock.runtime.cli.figures import percent
 from penstock.runtime.record.gantt import gantt_text
 from penstock.runtime.record.timeline import Bar, excerpt, pool_of
-from penstock.runtime.schedule.simulator import Simulation
+from penstock.runtime.schedule.simulation import Simulation
 
 DRAWN = 6
 """Updates that the text shows; files hold all."""

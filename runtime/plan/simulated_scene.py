@@ -15,7 +15,8 @@ from penstock.runtime.plan.simulated_decoding import Responses
 from penstock.runtime.plan.simulated_slots import Filling, filling
 from penstock.runtime.plan.workload import Workload
 from penstock.runtime.schedule.durations import Durations
-from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
 from penstock.runtime.schedule.verdicts import Verdicts
 

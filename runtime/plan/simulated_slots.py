@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.schedule.durations import Spans
-from penstock.runtime.schedule.simulator import Simulation
+from penstock.runtime.schedule.simulation import Simulation
 
 TAIL = 0.9
 """The tail of a batch begins when this share of its responses is done."""

@@ -18,7 +18,8 @@ from penstock.runtime.report.facts import Stage
 from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
 from penstock.runtime.schedule.durations import Durations, draw
 from penstock.runtime.schedule.events import Command, Event
-from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
 from penstock.runtime.schedule.verdicts import Verdicts
 

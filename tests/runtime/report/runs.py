@@ -17,7 +17,8 @@ from penstock.runtime.record.metrics import MetricsFile
 from penstock.runtime.schedule.durations import Durations, Lognormal
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
 TOY = "penstock.programs.toy:toy"

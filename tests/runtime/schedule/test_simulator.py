@@ -12,7 +12,8 @@ from penstock.graph.ir import Graph
 from penstock.graph.passes import Bound, period_bound
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
-from penstock.runtime.schedule.simulator import Simulation, simulate
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
 from penstock.runtime.schedule.verdicts import Verdicts
 
