@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +25,7 @@ import torch
 from report import publish, spread
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from weights import Weights
 
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import digest
@@ -59,27 +59,15 @@ class Card:
         return self._send(group, buffer, peer, tag)
 
 
-class Policy:
+class Policy(Weights):
     """Weights in bf16, of which every value changes."""
 
     def __init__(self, nbytes: int) -> None:
-        self.tensors = {f"w{k}": torch.zeros(nbytes // 2 // TENSORS, dtype=torch.bfloat16) for k in range(TENSORS)}
+        super().__init__({f"w{k}": torch.zeros(nbytes // 2 // TENSORS, dtype=torch.bfloat16) for k in range(TENSORS)})
 
     def advance(self) -> None:
         for tensor in self.tensors.values():
             tensor.normal_()
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.tensors
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        return self.tensors, {}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.tensors.update(tensors)
-
-    def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
 
 
 class Spans:

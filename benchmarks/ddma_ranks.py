@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from weights import Weights
 
 from penstock.graph.sharding import Sharding, rule_of
 from penstock.nodes.model.config import ModelConfig
@@ -28,30 +29,20 @@ SHAPES = parameter_shapes(MODEL)
 TIMEOUT = 60.0
 
 
-class Policy:
+class Policy(Weights):
     """The weights of one FSDP rank, in bf16: rows, as `torch.chunk` deals them."""
 
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
-        self.tensors = {
-            name: torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator).chunk(RANKS)[rank].clone()
-            for name, shape in SHAPES.items()
-        }
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.tensors
+        super().__init__(
+            {
+                name: torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator).chunk(RANKS)[rank].clone()
+                for name, shape in SHAPES.items()
+            }
+        )
 
     def sharding(self) -> Sharding:
         return Sharding((("fsdp", RANKS),), SHAPES, {}, RULES)
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        return self.tensors, {}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.tensors.update(tensors)
-
-    def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
 
 
 class Base:

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from weights import Weights
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.parallel import parameter_shapes
@@ -36,27 +36,17 @@ def shapes(layers: int) -> Mapping[str, tuple[int, ...]]:
     return parameter_shapes(replace(MODEL, num_hidden_layers=layers, vocab_size=vocabulary))
 
 
-class Policy:
+class Policy(Weights):
     """Weights in bf16 on one device."""
 
     def __init__(self, device: str, layers: int) -> None:
         generator = torch.Generator(device).manual_seed(1)
-        self.tensors = {
-            name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-            for name, shape in shapes(layers).items()
-        }
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.tensors
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        return self.tensors, {}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.tensors.update(tensors)
-
-    def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
+        super().__init__(
+            {
+                name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+                for name, shape in shapes(layers).items()
+            }
+        )
 
 
 class Source:

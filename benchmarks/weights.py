@@ -1,0 +1,25 @@
+"""Weights that a benchmark publishes, as a policy has them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class Weights:
+    """Of one rank, by name."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return self.tensors, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.tensors.update(tensors)
+
+    def export(self, folder: str) -> None:
+        """Nothing that other tools read."""
