@@ -39,7 +39,7 @@ def scene(model: str) -> Scene:
     replicas = (GPUS_IN_ALL - TRAINING) // mesh.ranks
     generator = Generator(shape, gpu, mesh, 64)
     plan = Costed(
-        "aipo", work, 1, GPUS_IN_ALL, trainer, generator, replicas, None, False, False, 1.0, 0.0, 0.0, 1.0, "by hand",
+        "aipo", work, 1, GPUS_IN_ALL, trainer, generator, replicas, (), False, 1.0, 0.0, 0.0, 1.0, "by hand",
     )  # fmt: skip
     return Scene(trace(load("aipo"), {"lag": 1}), plan)
 

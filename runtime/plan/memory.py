@@ -114,10 +114,12 @@ def generator_memory(generator: Generator, context: float, peers: int = 0, arena
 
 def slots_that_fit(generator: Generator, context: float, arenas: int = 2, beside: Memory | None = None) -> int:
     """How many rows of `context` tokens each fit beside the weights and what else is there; 0 if the weights do not."""
+    empty, each = row_bytes(generator, context, arenas)
+    others = 0.0 if beside is None else beside.bytes - beside.parts.get("reserved", 0.0)  # a GPU reserves once
+    return max(0, int((generator.gpu.memory_bytes - empty - others) // each))
 
-    def held(slots: int) -> float:
-        own = generator_memory(replace(generator, slots=slots), context, arenas=arenas)
-        return (own if beside is None else own + beside).bytes
 
-    empty = held(0)
-    return max(0, int((generator.gpu.memory_bytes - empty) // (held(1) - empty)))
+def row_bytes(generator: Generator, context: float, arenas: int = 2) -> tuple[float, float]:
+    """Bytes of a rank without any rows, and of each row."""
+    empty, one = (generator_memory(replace(generator, slots=n), context, arenas=arenas).bytes for n in (0, 1))
+    return empty, one - empty
