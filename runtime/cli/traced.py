@@ -7,11 +7,13 @@ understand is imported beside it.
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -61,14 +63,25 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ())
     try:
         for module in (*UNDERSTANDS, *meanwhile):
             importlib.import_module(module)
-        with os.fdopen(read, "rb") as pipe:
-            data = pipe.read()
-        if not data:
+        if not (data := _said(name, read)):
             _leave(name, child.wait(DEADLINE))
     finally:
         child.kill()  # torch takes a while to leave, and it has said all that it will
         child.wait()
+        os.close(read)
     return understand(verb, json.loads(data))
+
+
+def _said(name: str, pipe: int) -> bytes:
+    """All that the child says. Raises CommandError past the deadline."""
+    answer, until = b"", monotonic() + DEADLINE
+    watch = select.poll()
+    watch.register(pipe, select.POLLIN)
+    while watch.poll(1000 * max(0.0, until - monotonic())):
+        if not (part := os.read(pipe, 1 << 16)):
+            return answer
+        answer += part
+    raise CommandError(f"{name}: the process that imports and traces it has not answered within {DEADLINE:g} s")
 
 
 def understand(verb: str, found: Mapping[str, Any]) -> Traced:
