@@ -51,7 +51,7 @@ def test_each_replica_has_the_ranks_of_its_pools_mesh_and_they_share_its_cores_a
     plan = place([TRAIN, EVALUATE], cluster, generators=2, device="cuda", meshes=MESHES)
     trainer, *generators = (r for r in plan.replicas if not r.name.startswith("scorer"))
     assert [rank.device for rank in trainer.ranks] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert [[rank.device for rank in r.ranks] for r in generators] == [["cuda:1", "cuda:2"], ["cuda:3", "cuda:4"]]
+    assert [[rank.device for rank in r.ranks] for r in generators] == [["cuda:4", "cuda:5"], ["cuda:6", "cuda:7"]]
     assert (trainer.mesh, generators[0].mesh) == (MESHES["trainer"], MESHES["generator"])
     assert [rank.threads for rank in trainer.ranks] == [4] * 4
     assert Plan.from_json(plan.to_json()) == plan
