@@ -18,9 +18,13 @@ from .world import World, random_setting
 
 RUNS = 1200
 BLOCK = 100
+FAST = 400
+"""Runs that every change is tested with; the others are slow, all together."""
 
 
-@pytest.mark.parametrize("first", range(0, RUNS, BLOCK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=pytest.mark.slow if n >= FAST else ()) for n in range(0, RUNS, BLOCK)]
+)
 def test_random_runs_keep_the_invariants(first: int) -> None:
     for seed in range(first, first + BLOCK):
         try:

@@ -1,6 +1,7 @@
 """Replicas of several ranks for the tests: each rank a thread here, with what a rank has in a process of its own."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,8 @@ from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport
 
 CHANNEL = "policy>generator"
+RUN = f"replicas{os.getpid()}"
+"""Of this process alone: tests that run beside it take away what is theirs."""
 SHAPES = {
     "embed.weight": (1031, 96),
     "q.weight": (640, 1024),
@@ -119,7 +122,7 @@ class DestinationRank:
         self.bridge = Bridge(CHANNEL, folder / "bridge", size(source), size(mesh), timeout=30, delta=delta)
         self.rank, self.nbytes = rank, 0
         self.opened: Transport | None = None
-        self.memory = SharedMemory("testreplicas", f"{folder.name}-{rank}") if shared else None
+        self.memory = SharedMemory(RUN, f"{folder.name}-{rank}") if shared else None
         add = adder(folder, "generator", mesh, rank)
         self.receiver = Receiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory, restore=restore)
         self.damage: Callable[[Any], None] = lambda parts: None

@@ -16,7 +16,7 @@ from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.transport import TransportError
 
-from .replicas import CHANNEL, Both, ShardedPolicy, sound, together, wholes
+from .replicas import CHANNEL, RUN, Both, ShardedPolicy, sound, together, wholes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,7 +27,7 @@ TARGET: Axes = (("tp", 2),)
 @pytest.fixture(autouse=True)
 def _no_segments_left() -> Any:
     yield
-    sweep("testreplicas")
+    sweep(RUN)
 
 
 def moved_on(version: int) -> dict[str, Tensor]:

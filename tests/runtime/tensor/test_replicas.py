@@ -18,7 +18,7 @@ from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import LocalTransport
 
-from .replicas import CHANNEL, RULES, SHAPES, Both, ShardedPolicy, sound
+from .replicas import CHANNEL, RULES, RUN, SHAPES, Both, ShardedPolicy, sound
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,7 +36,7 @@ MESHES: list[tuple[Axes, Axes]] = [
 @pytest.fixture(autouse=True)
 def _no_segments_left() -> Any:
     yield
-    sweep("testreplicas")
+    sweep(RUN)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["messages", "shared memory"])
@@ -156,7 +156,7 @@ def test_without_room_in_shared_memory_weights_come_as_messages(tmp_path: Path) 
     missing = tmp_path / "no such folder"
     destination = both.destinations[1]
     warned: list[str] = []
-    destination.memory = SharedMemory("testreplicas", "none", [missing], warned.append)
+    destination.memory = SharedMemory(RUN, "none", [missing], warned.append)
     destination.receiver._allocate = destination.memory
     sound(both.move(0, both.publish(0)))
     both.check(0)

@@ -17,7 +17,7 @@ from penstock.runtime.tensor.quantise import ConversionError, Converter, dequant
 from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.sync import Publisher
 
-from .replicas import CHANNEL, SHAPES, Both, ShardedPolicy, sound, wholes
+from .replicas import CHANNEL, RUN, SHAPES, Both, ShardedPolicy, sound, wholes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,7 +32,7 @@ QUANTISED = ("q.weight", "k.weight", "o.weight")
 @pytest.fixture(autouse=True)
 def _no_segments_left() -> Any:
     yield
-    sweep("testreplicas")
+    sweep(RUN)
 
 
 def gathered(wire: str, version: int) -> dict[str, Tensor]:
