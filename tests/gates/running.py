@@ -32,7 +32,7 @@ FAULTS = f"{HERE / 'programs_for_gates.py'}:"
 """What the names of the programs of this folder begin with."""
 ONE_HOST = Cluster(hosts=(Host(name="local", cores=1),))
 """One core: one thread for every rank, as in the loops to compare with."""
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 """Seconds for what a test waits for; only a fault takes so long."""
 
 Options = Mapping[str, Any]

@@ -13,7 +13,7 @@ from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import HERE, Running, assert_equal_bits, final_state, make_run, rows, run_to_end, summary
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 UPDATES, BATCH, GENERATORS = 4, 6, 3
 TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
 """Two agents on this machine, over TCP: the generators are not on the trainer's host."""

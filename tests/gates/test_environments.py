@@ -26,7 +26,7 @@ from .running import (
     summary,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 FILE = f"{HERE / 'programs_for_environments.py'}:"
 UPDATES, BATCH = 6, 2
 DEADLINE_S = 3.0

@@ -17,7 +17,7 @@ from .plain import aipo_loop, toy_loop
 from .programs_for_gates import more_digits
 from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 UPDATES, SAMPLES, LR = 5, 4, 1e-3
 TOY = Flags(updates=UPDATES, batch=4, slots=16, deadline=60.0)
 REAL = Flags(updates=UPDATES, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0)

@@ -28,7 +28,7 @@ from .running import (
     summary,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
 """Two agents on this machine: ranks of different names know nothing of each other's shared memory."""
 NO_DELAYS: Options = {f"{name}_ms": 0.0 for name in ("generate", "score", "update", "sync")}

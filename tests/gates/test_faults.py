@@ -10,7 +10,7 @@ from penstock.runtime.control.config import Flags
 
 from .running import FAULTS, Options, Running, make_run, rows, summary
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 LONG: Options = {"lag": 1, "generate_ms": 20.0, "score_ms": 2.0, "update_ms": 10.0, "sync_ms": 0.0}
 POOLS = ("generator", "scorer", "trainer")
 

@@ -20,7 +20,7 @@ from .running import FAULTS, final_state, make_run, rows, run_here
 transformers = pytest.importorskip("transformers")
 DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.slow,
     pytest.mark.skipif(not DATA.exists(), reason=f"needs GSM8K's training problems at {DATA}"),
 ]

@@ -12,7 +12,7 @@ from penstock.runtime.control.config import Flags
 
 from .running import make_run, rows, run_here, run_to_end, summary
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 ELSEWHERE = {"sft", "tool_sft", "evaluate", "toy", "rlhf", "distill", "tool_use", "reward_model"}
 """Programs that no policy samples in, or that need a directory of another model: their own tests run them."""
 NAMES = [m.name for m in iter_modules(penstock.programs.__path__) if m.name not in ELSEWHERE]

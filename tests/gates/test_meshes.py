@@ -15,7 +15,7 @@ from penstock.runtime.control.config import Flags
 from .plain import toy_loop
 from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 UPDATES, BATCH = 5, 4
 DELAYS = {"generate_ms": 4.0, "score_ms": 1.0, "update_ms": 4.0, "sync_ms": 0.0, "jitter_ms": 20.0}
 

@@ -10,7 +10,7 @@ from penstock.runtime.control.config import Flags
 
 from .running import HERE, Running, make_run, rows, run_to_end, summary
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 LARGE = f"{HERE / 'program_with_large_weights.py'}:large"
 BATCH, AT = 4, 2
 WAYS = ("", "messages")

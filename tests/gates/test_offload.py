@@ -19,7 +19,7 @@ from penstock.runtime.tensor.checkpoint import read_part
 from .running import Running, assert_equal_bits, make_run, run_here, run_to_end, status_here
 from .test_resume import figures, interrupt_at
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 UPDATES = 4
 AVERAGED = f"{Path(__file__).parent / 'program_that_offloads.py'}:averaged"
 OFF = Flags(

@@ -14,7 +14,7 @@ from penstock.runtime.tensor.transport import LocalTransport
 
 from .running import FAULTS, HERE, Running, make_run, rows, status_here, summary
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 Tensors = dict[str, Tensor]
 FIRST, SECOND = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"
 

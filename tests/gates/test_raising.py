@@ -21,7 +21,7 @@ from .running import (
     summary,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 UPDATES, BATCH = 4, 3
 
 

@@ -14,7 +14,7 @@ from penstock.runtime.schedule.replay import ReplayError
 from .replaying import replayed
 from .running import make_run, run_to_end
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from .running import (
     summary,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 UPDATES, BATCH = 30, 4
 SLOW = {"generate_ms": 40.0, "score_ms": 2.0, "update_ms": 20.0, "sync_ms": 0.0, "jitter_ms": 20.0}
 

@@ -35,7 +35,7 @@ from .running import (
     until,
 )
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 TWO_HOSTS = Cluster(
     hosts=(Host(name="a", cores=1), Host(name="b", cores=1, agent="external")), pools={"generator": "b"}
 )

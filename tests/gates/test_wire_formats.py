@@ -12,7 +12,7 @@ from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import HERE, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
 """An agent for each, over TCP."""
 UPDATES, BATCH = 4, 4
