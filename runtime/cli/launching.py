@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 from typing import Any
 
 from penstock import __version__
@@ -24,7 +22,7 @@ from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.endpoints import tcp_endpoint
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.listen import WireError, try_endpoint
-from penstock.runtime.control.stops import carry_on, on_stop
+from penstock.runtime.control.stops import carry_on, on_stop, wait_handing_on
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
 from penstock.runtime.plan.place import place
@@ -96,12 +94,7 @@ def launch_here(folder: RunFolder) -> int:
     """Run it in one process that has the terminal, so that a debugger works; the exit status."""
     child = subprocess.Popen([sys.executable, "-m", "penstock.runtime.cli.inprocess_child", str(folder.path)])
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:  # the terminal has told the child of that one
-            child.send_signal(number)
-
-    with on_stop(hand_on):
-        status = child.wait()
+    status = wait_handing_on(child)
     return status if status in (DONE, INTERRUPTED) else FAILED
 
 

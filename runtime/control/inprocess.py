@@ -29,13 +29,16 @@ from penstock.runtime.control.weights import LocalWays, channels_of
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
 
+ONE_SIGNAL_S = 0.5
+"""Signals that come closer together are one."""
+
 
 class InProcess:
     """One executor per rank, all in this thread; they share their values, so that none crosses memory."""
 
     def __init__(self, config: RunConfig, session: Session, folder: Path, restore: Path | None = None) -> None:
         self.session = session
-        self.interrupted = False
+        self.interrupted = 0.0
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalWays] = {}
         channels = config.channels()
@@ -79,10 +82,13 @@ class InProcess:
         return self.session.status
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """A node in work is never torn. The first signal asks for a checkpoint and the end, the next Ctrl-C ends."""
-        if self.interrupted and number == signal.SIGINT:
+        """A node in work is never torn. The first signal asks for a checkpoint and the end, the next Ctrl-C ends.
+
+        A signal to a process group comes here twice, since the parent, which is in it, hands it on.
+        """
+        if self.interrupted and number == signal.SIGINT and monotonic() > self.interrupted + ONE_SIGNAL_S:
             raise KeyboardInterrupt
-        self.interrupted = True
+        self.interrupted = self.interrupted or monotonic()
 
     def _queue(self, pending: deque[tuple[Executor, Order]], orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():

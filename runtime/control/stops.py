@@ -2,6 +2,7 @@
 
 import select
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_SENT_BY_A_PROCESS = 0
+"""Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it."""
 
 Act = Callable[[int, FrameType | None], None]
 Tell = Callable[[dict[str, Any]], None]
@@ -41,6 +45,24 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def carry_on(number: int, frame: FrameType | None) -> None:
     """For a process that is ending already, and has something left to write."""
+
+
+def wait_handing_on(child: subprocess.Popen[bytes]) -> int:
+    """Until the child has ended; its status. What asks this process to end goes to the child, but for the Ctrl-C of a
+    terminal, which has told all processes that it has.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return child.wait()
+    heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*heard, signal.SIGCHLD])
+    try:
+        while (status := child.poll()) is None:
+            told = signal.sigtimedwait([*heard, signal.SIGCHLD], 1.0)
+            if told is not None and told.si_signo in heard and told.si_code <= _SENT_BY_A_PROCESS:
+                child.send_signal(told.si_signo)
+        return status
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def nobody_reads(descriptor: int) -> bool:

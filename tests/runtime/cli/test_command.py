@@ -6,10 +6,12 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -178,6 +180,37 @@ def test_a_closed_terminal_stops_a_run_in_order(tmp_path: Path, words: tuple[str
                 os.read(master, 1 << 16)
         os.close(master)
         status, summary = ended(running, tmp_path / "here")
+    assert (status, summary["status"]) == (130, "stopped")
+    assert 0 < summary["checkpoint"] == summary["updates"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["the process", "its group", "its terminal"])
+def test_an_interrupt_of_a_run_in_one_process_is_heard_once_whoever_gets_it(tmp_path: Path, to: str) -> None:
+    master, slave = pty.openpty()
+
+    def begin() -> None:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--in-process", "--out", "here"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdin=slave, stdout=pipe, stderr=pipe, preexec_fn=begin) as running:
+        os.close(slave)
+        assert running.stdout is not None
+        assert running.stderr is not None
+        while not running.stdout.readline().startswith(b"update"):
+            pass
+        if to == "the process":
+            running.send_signal(signal.SIGINT)
+        elif to == "its group":
+            os.killpg(running.pid, signal.SIGINT)
+        else:
+            os.write(master, b"\x03")
+        threading.Thread(target=running.stdout.read, daemon=True).start()
+        status, summary = ended(running, tmp_path / "here")
+        assert b"Traceback" not in running.stderr.read()
+    os.close(master)
     assert (status, summary["status"]) == (130, "stopped")
     assert 0 < summary["checkpoint"] == summary["updates"]
 
