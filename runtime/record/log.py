@@ -216,7 +216,8 @@ def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):
-        raise LogError(f"{path}: given a file of another kind, needed an event log of format 1")
+        given = "a file of another kind" if data else "an empty file"
+        raise LogError(f"{path}: given {given}, needed an event log of format 1")
     number, at, chain = mark or Mark(0, len(MAGIC), _first())
     while at + HEAD <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
