@@ -36,6 +36,7 @@ from penstock.runtime.control.keys import Join, Keys
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.tensor.handle import Handle, HandleError
 from penstock.runtime.tensor.store import Reader, Store
+from tests.halt import halt
 
 from .sockets import stranger, until
 
@@ -298,12 +299,12 @@ def test_an_owner_that_dies_while_a_reader_waits_is_named_and_one_that_comes_bac
         handle = Handle(segment, int(offset), int(nbytes), *rest)
         assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
         impatient = hosts.new_reader("b", hosts.new_client(0.5).block)
-        owner.send_signal(signal.SIGSTOP)
+        halt(owner)
         with pytest.raises(HandleError, match="owner on host a has not answered"):
             impatient.get(handle, Rewards)
         owner.send_signal(signal.SIGCONT)
         assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
-        owner.send_signal(signal.SIGSTOP)
+        halt(owner)
         killer = threading.Timer(0.2, owner.kill)
         killer.start()
         with pytest.raises(HandleError, match="owner on host a has not answered"):

@@ -17,6 +17,7 @@ from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import ProofError, digest
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport, TransportError
+from tests.halt import halt
 
 from .peer import CHANNEL, Policy
 
@@ -185,7 +186,7 @@ def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(peers: Any) -> 
     peer, transport = peers("destination", timeout=2)
     publisher = Publisher(CHANNEL, Policy(large=40_000_000))
     publisher.publish(0)
-    peer.process.send_signal(signal.SIGSTOP)
+    halt(peer.process)
     with pytest.raises(TransportError, match=r"version 0: the header to destination rank 0 failed after 2"):
         publisher.send(0, transport)
 

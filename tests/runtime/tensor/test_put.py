@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import SHM, SegmentError, sweep
 from penstock.runtime.tensor.sync import Publisher, Receiver, SyncError
 from penstock.runtime.tensor.transport import TransportError
+from tests.halt import halt
 
 from .peer import CHANNEL, Policy
 from .put_peer import Opening, exported
@@ -141,7 +141,7 @@ def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, othe
     assert peer.read()["version"] == 0
     policy.advance(1)
     publisher.publish(1)
-    peer.process.send_signal(signal.SIGSTOP)
+    halt(peer.process)
     with pytest.raises(TransportError, match=r"version 1: the offer of a shadow to destination rank 0 failed after 3"):
         publisher.send(1, transport)
 

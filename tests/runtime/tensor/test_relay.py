@@ -2,7 +2,6 @@
 
 import json
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from penstock.runtime.tensor.messages import MessageTransport, Tell
 from penstock.runtime.tensor.relay import Arrivals, Leg, Relay
 from penstock.runtime.tensor.sync import Publisher
 from penstock.runtime.tensor.transport import TransportError
+from tests.halt import halt
 
 from .peer import CHANNEL, Policy
 from .relay_peer import link
@@ -158,7 +158,7 @@ def test_a_replica_that_stands_still_is_named_within_the_deadline_by_the_one_bef
     chain = chain_of(2, timeout=3, large=BEYOND_BUFFERS)
     chain.sync(0)
     assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
-    chain.at(2, partial(chain.replicas[1].send_signal, signal.SIGSTOP))
+    chain.at(2, partial(halt, chain.replicas[1]))
     chain.sync(1)
     answers = [chain.read(0), chain.read(0)]
     assert [answer["version"] for answer in answers if "version" in answer] == [1]
