@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from report import publish, spread
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import FileStore, Work
 from weights import Weights
 
 from penstock.runtime.tensor.bridge import Bridge
@@ -81,7 +81,7 @@ class Spans:
         """From replica `source`, or the trainer for -1."""
         name = f"{way}-{source}-{target}"
         if name not in self._opened:
-            opened = Bridge(name, self._folder / name, timeout=TIMEOUT, way="messages").open(side)
+            opened = Bridge(name, FileStore(str(self._folder / name)), timeout=TIMEOUT, way="messages").open(side)
             assert isinstance(opened, MessageTransport)
             self._opened[name] = opened
         return self._opened[name]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.graph.sharding import Sharding, rule_of
@@ -57,7 +58,7 @@ class Base:
 
     @staticmethod
     def _group(path: Path, rank: int, size: int = RANKS) -> Any:
-        return open_group(path, rank, size, timeout=TIMEOUT, backend="gloo", interface="lo")._backend
+        return open_group(FileStore(str(path)), rank, size, timeout=TIMEOUT)._backend
 
     def send(self, shards: Mapping[str, Tensor], keep: bool) -> None:
         batches = [list(shards)] if keep else [[name] for name in shards]
@@ -98,7 +99,7 @@ class Source:
 
     def publish(self, phase: str, version: int) -> dict[str, Any]:
         if phase not in self.publishers:
-            adder = Adder("trainer", self.folder / f"add-{phase}", self.rank, RANKS, TIMEOUT)
+            adder = Adder("trainer", FileStore(f"{self.folder}/add-{phase}"), self.rank, RANKS, TIMEOUT)
             self.publishers[phase] = Publisher(
                 phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=phase.split()[1], keep=1
             )
@@ -186,7 +187,7 @@ class Destination:
                 else None
             )
             self.memories += [memory] if memory else []
-            adder = Adder("generator", self.folder / f"sum-{phase}", self.rank, RANKS, TIMEOUT)
+            adder = Adder("generator", FileStore(f"{self.folder}/sum-{phase}"), self.rank, RANKS, TIMEOUT)
             receiver = Receiver(phase, rank=self.rank, mesh=REPLICA, add=adder, allocate=memory)
             self.receivers[phase] = receiver, _Opened(_bridge(self.folder, phase), self.rank, memory)
         return self.receivers[phase]
@@ -197,7 +198,7 @@ class Destination:
 
 
 def _bridge(folder: Path, phase: str, epoch: int = 0) -> Bridge:
-    return Bridge(phase, folder / f"{phase}-{epoch}", RANKS, RANKS, timeout=TIMEOUT)
+    return Bridge(phase, FileStore(f"{folder}/{phase}-{epoch}"), RANKS, RANKS, timeout=TIMEOUT)
 
 
 def rank_main(side: str, rank: int, folder: Path) -> None:

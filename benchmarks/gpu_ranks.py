@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.nodes.model.config import ModelConfig
@@ -125,10 +126,10 @@ class Destination:
 
 def bridge(folder: Path, phase: str) -> Bridge:
     """Where the two meet in a phase, over the way that its name says or not at all."""
-    way, path = phase.split()[0], folder / phase.replace(" ", "-")
+    way, store = phase.split()[0], FileStore(str(folder / phase.replace(" ", "-")))
     if way == "nccl":
-        return Bridge(CHANNEL, path, timeout=TIMEOUT, backend="nccl")
-    return Bridge(CHANNEL, path, timeout=TIMEOUT, way=way)
+        return Bridge(CHANNEL, store, timeout=TIMEOUT, backend="nccl")
+    return Bridge(CHANNEL, store, timeout=TIMEOUT, way=way)
 
 
 def rank_main(side: str, folder: Path, device: str, layers: int) -> None:

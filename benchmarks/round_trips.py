@@ -26,13 +26,14 @@ from penstock.graph import node, program, trace
 from penstock.graph.ir import Firing
 from penstock.graph.paths import load
 from penstock.graph.types import Context, Policy
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.endpoints import ipc_endpoint
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Door, Join
 from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer
 from penstock.runtime.control.process import die_with_parent, kill, start
-from penstock.runtime.control.wire import Client, Server
+from penstock.runtime.control.wire import Server
 from penstock.runtime.control.worker import serve
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 from penstock.runtime.schedule.events import Done, Fire, Free

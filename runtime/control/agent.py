@@ -20,11 +20,12 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.heartbeat import INTERVAL
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Kill, Launch, Message
 from penstock.runtime.control.process import die_with_parent, kill, start, tail
-from penstock.runtime.control.wire import SILENCE, Client
+from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.segments import SHM, sweep
 
 WORKER = ("-m", "penstock.runtime.control.worker")

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.runtime.control.endpoints import LOOPBACK
 from penstock.runtime.control.ground import Ground
-from penstock.runtime.control.routes import Routes
+from penstock.runtime.control.routes import Routes, hosts
 from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.bridge import Bridge, Side
@@ -50,14 +51,17 @@ class Bridges:
         if span not in self._opened:
             channel, source, target, side = span
             way, routes, ground = self._channels[channel], self._routes[channel], self._ground
+            name, start, end = f"{channel} from {source} to {target}", way.replica(source), way.replica(target)
+            apart = len(hosts(start, end)) > 1
             bridge = Bridge(
-                f"{channel} from {source} to {target}",
-                ground.folder / f"{channel}-{source}-{target}".replace("/", ".").replace(">", "-"),
-                len(way.replica(source).ranks),
-                len(way.replica(target).ranks),
+                name,
+                ground.meet(name),
+                len(start.ranks),
+                len(end.ranks),
                 timeout=ground.timeout * routes.patience(target),
+                address=ground.address if apart else LOOPBACK,
                 delta=ground.delta,
-                way="messages" if routes.chained(target) else ground.transport,
+                way="messages" if apart or routes.chained(target) else ground.transport,
             )
             memory = self._memories.get(channel) if side == "destination" else None
             self._opened[span] = bridge.open(side, self._rank, memory, self._device)

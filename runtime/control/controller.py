@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 from penstock.graph.ir import Firing
+from penstock.runtime.control.board import Board
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.keys import Door
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
@@ -29,6 +30,7 @@ from penstock.runtime.control.messages import (
     Message,
     Note,
     Order,
+    Question,
     Ready,
     Results,
     Setup,
@@ -66,6 +68,7 @@ class Controller:
         self, folder: RunFolder, config: RunConfig, server: Server, session: Session, cut: Checkpoint | None
     ) -> None:
         self.folder, self.config, self.server, self.session, self.cut = folder, config, server, session, cut
+        self.board = Board()
         self.launcher: queue.SimpleQueue[str] = queue.SimpleQueue()
         replicas = config.plan.replicas
         self.ranks = {(r.name, index): rank for r in replicas for index, rank in enumerate(r.ranks)}
@@ -158,6 +161,9 @@ class Controller:
                         self._complain(result.event.error)
                     elif self.session.running:
                         self._send(self._answer(peer, result))
+            case _ if isinstance(message, Question):
+                for asker, found in self.board.hear(peer, message):
+                    self.server.answer(asker, found)
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":

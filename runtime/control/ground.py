@@ -2,21 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.runtime.tensor.proof import Mode
 from penstock.runtime.tensor.ways import Choice
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 @dataclass(frozen=True)
 class Ground:
-    """The run's id, a folder for meeting files that no earlier process has used,
-    the seconds that a wait for a peer may take, how much of each sync is proved, the format in which weights travel,
-    how often all of them do (0: always), the way that they are to go, how to wake the rank, and how to tell the user of
-    a slower way."""
+    """The run's id, where the ranks of a group meet, by the group's name, the address at which ranks of other hosts
+    reach this one, the seconds that a wait for a peer may take, how much of each sync is proved, the format in which
+    weights travel, how often all of them do (0: always), the way that they are to go, how to wake the rank, and how to
+    tell the user of a slower way."""
 
     run: str
-    folder: Path
+    meet: Callable[[str], "Store"]
+    address: str
     timeout: float
     proof: Mode
     wire: str

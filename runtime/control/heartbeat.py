@@ -1,27 +1,37 @@
-"""Signs of life: a rank's thread that says it lives, and the controller's list of those that did not.
+"""Signs of life: a rank's thread that says it lives, and asks what must not wait for the main thread.
 
 The thread has a socket of its own and starts before anything heavy is imported, so that an import of seconds is
 not taken for death. It does not see a main thread that hangs: firings have deadlines for that.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import count
+from queue import Empty, SimpleQueue
 from time import monotonic
 
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.keys import Join
-from penstock.runtime.control.messages import Heartbeat
-from penstock.runtime.control.wire import Client
+from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, Question
 
 INTERVAL = 1.0
 """Seconds from one heartbeat to the next."""
 
 
 class Pulse:
-    """Beats for a rank from its own thread until `stop`. `doing` says what the main thread is at."""
+    """Beats for a rank from its own thread until `stop`, and asks the controller's board for any thread of the rank.
+    `doing` says what the main thread is at.
+    """
 
     def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
-        self._join, self._replica, self._rank, self._interval = join, replica, rank, interval
+        self._replica, self._rank, self._interval = replica, rank, interval
         self.doing: Callable[[], str] = str
+        self._client = Client(join, "heartbeat", replica, rank)
+        self._numbers = count(1)
+        self._said: SimpleQueue[Question] = SimpleQueue()
+        self._awaited: set[int] = set()
+        self._found: dict[int, Mapping[str, str]] = {}
+        self._heard = threading.Condition()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -31,10 +41,46 @@ class Pulse:
 
     def stop(self) -> None:
         self._over.set()
+        self._client.wake()
         self._thread.join(timeout=5.0)
 
+    def say(self, question: Question) -> None:
+        """Say what needs no answer."""
+        self._said.put(question)
+        self._client.wake()
+
+    def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:
+        """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`."""
+        with self._heard:
+            number = next(self._numbers)
+            self._awaited.add(number)
+            self.say(question(number))
+            self._heard.wait_for(lambda: number in self._found, seconds)
+            self._awaited.discard(number)
+            return self._found.pop(number, None)
+
     def _beat(self) -> None:
-        client = Client(self._join, "heartbeat", self._replica, self._rank)
-        while not self._over.wait(self._interval):
-            client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
+        client, due = self._client, monotonic() + self._interval
+        while not self._over.is_set():
+            for message in client.receive(max(0.0, due - monotonic())):
+                if isinstance(message, Found):
+                    self._hear(message)
+            self._say_all()
+            if monotonic() >= due:
+                due = monotonic() + self._interval
+                client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
         client.close()
+
+    def _hear(self, message: Found) -> None:
+        """An answer that nobody awaits any more is dropped."""
+        with self._heard:
+            if message.number in self._awaited:
+                self._found[message.number] = message.values
+                self._heard.notify_all()
+
+    def _say_all(self) -> None:
+        while True:
+            try:
+                self._client.send(self._said.get_nowait())
+            except Empty:
+                return

@@ -292,6 +292,5 @@ def _sweep(folder: Path, run: str, endpoint: str) -> list[int]:
 
 def _clear(folder: Path) -> None:
     """Remove what a run keeps in its folder only while it is alive."""
-    for name in ("keys", "bridges"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "keys", ignore_errors=True)
     (folder / "processes.json").unlink(missing_ok=True)

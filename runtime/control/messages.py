@@ -3,6 +3,9 @@
 A frame is MessagePack of [PROTOCOL, sequence, [tag, fields…]]; `codec` checks it against the annotations here.
 A *peer* is a connection that said Hello: "generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
 
+Ranks that are to form a process group find each other by what they Post on the controller's board, Count and Look up
+there; Found is the answer.
+
 A rank's life: Hello, Setup, Ready, then Orders and Results until Goodbye. An agent's: Hello, AgentReady, then a
 Launch for each of its ranks and an Exited for each that ends, until Goodbye.
 """
@@ -18,7 +21,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.handle import Handle
 
-PROTOCOL: Literal[2] = 2
+PROTOCOL: Literal[3] = 3
 
 __all__ = ["MAX_BYTES", "PROTOCOL", "TO_CONTROLLER", "Message", "MessageError", "pack", "unpack", "unpack_frame"]
 
@@ -115,6 +118,29 @@ class Exited(Packable, frozen=True):
         return f"{ended} (pid {self.pid})" + (f"\n{self.tail}" if self.tail else "")
 
 
+class Post(Packable, frozen=True):
+    """Put `value`, in hexadecimal, up on the board under `key`."""
+
+    key: str
+    value: str
+
+
+class Count(Packable, frozen=True):
+    """Add to a number on the board, 0 if it is not there; the answer to question `number` is the sum."""
+
+    number: int
+    key: str
+    amount: int
+
+
+class Look(Packable, frozen=True):
+    """What is on the board under `keys`? Answered when all are there or, with `at_once`, with those that are."""
+
+    number: int
+    keys: tuple[str, ...]
+    at_once: bool = False
+
+
 # To ranks -------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +158,13 @@ class Order(Packable, frozen=True):
 
     commands: tuple[Command, ...]
     handles: tuple[tuple[Firing, str, Handle], ...] = ()
+
+
+class Found(Packable, frozen=True):
+    """The answer to question `number`: values of the board, in hexadecimal."""
+
+    number: int
+    values: dict[str, str]
 
 
 class Goodbye(Packable, frozen=True):
@@ -160,13 +193,14 @@ class Kill(Packable, frozen=True):
     rank: int
 
 
-ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Exited
-Message = ToController | Setup | Order | Goodbye | Launch | Kill
+Question = Post | Count | Look
+ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Exited | Question
+Message = ToController | Setup | Order | Found | Goodbye | Launch | Kill
 
 TO_CONTROLLER: tuple[type, ...] = get_args(ToController)
 """What a controller may hear."""
 
-_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[2], int, Message], "frame")
+_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[3], int, Message], "frame")
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:

@@ -17,7 +17,9 @@ from penstock.runtime.control.exchange_client import ExchangeClient
 from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.ground import Ground
+from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
+from penstock.runtime.control.meeting import Meeting
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.weights import BridgeWays, channels_of, drained
 from penstock.runtime.control.wire import SILENCE
@@ -63,29 +65,24 @@ class Rank:
 
 
 def make_rank(
-    config: RunConfig, replica: str, index: int, folder: Path, restore: str, join: Join, wake: Callable[[], None]
+    config: RunConfig, replica: str, index: int, restore: str, join: Join, pulse: Pulse, wake: Callable[[], None]
 ) -> Rank:
     """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
+    folder = Path(join.folder)
     own = config.plan.replica(replica)
     place = own.ranks[index]
     torch.set_num_threads(place.threads)
     if place.device != "cpu":
         torch.cuda.set_device(place.device)  # where libraries put what names no device
-    # One folder per process: a bridge's meeting file must be one that no earlier attempt has used.
-    bridges = folder / "bridges" / join.run
-    bridges.mkdir(parents=True, exist_ok=True)
-    f = config.flags
     notes: SimpleQueue[str] = SimpleQueue()
-    # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
-    patience = PATIENCE * f.deadline
-    ground = Ground(join.run, bridges, patience, f.proof, f.wire, f.delta, f.transport, wake, notes.put)
+    ground = _ground(config, join, Meeting(pulse), wake, notes)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
-        meeting = bridges / f"world-{replica.replace('/', '.')}"
-        open_world(meeting, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
+        world = ground.meet(f"ranks of {replica}")
+        open_world(world, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
     contexts = config.contexts(own, index)
     cut = Path(restore) if restore else None
-    setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, cut, config.offload, patience)
+    setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, cut, config.offload, ground.timeout)
     values: dict[Any, Any] = {}
     owner, folders = f"{replica.replace('/', '.')}.{index}", (SHM, folder)
     # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
@@ -99,3 +96,12 @@ def make_rank(
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)
     together = len(own.ranks) > 1 and bool(executor.held.streams)
     return Rank(executor, store, reader, client, server, ways, Lockstep() if together else Free(), notes)
+
+
+def _ground(
+    config: RunConfig, join: Join, meeting: Meeting, wake: Callable[[], None], notes: "SimpleQueue[str]"
+) -> Ground:
+    f = config.flags
+    # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
+    patience = PATIENCE * f.deadline
+    return Ground(join.run, meeting.of, join.address, patience, f.proof, f.wire, f.delta, f.transport, wake, notes.put)

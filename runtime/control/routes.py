@@ -29,7 +29,7 @@ class Routes:
 
     def __init__(self, channel: Channel, transport: str, delta: int) -> None:
         chained = () if delta or transport not in ("auto", "messages") else channel.replicas
-        self._replicas = [r for r in chained if transport == "messages" or len(_hosts(r, channel.source)) > 1]
+        self._replicas = [r for r in chained if transport == "messages" or len(hosts(r, channel.source)) > 1]
         self._depths: dict[str, int] = {}
         self._sources: dict[str, str] = {}
         self._settled = len(self._replicas) < 2
@@ -64,5 +64,6 @@ class Routes:
         return 1 + GRACE * self._depths.get(replica, 0) / max([1, *self._depths.values()])
 
 
-def _hosts(*replicas: Replica) -> set[str]:
+def hosts(*replicas: Replica) -> set[str]:
+    """By the names of the cluster file: what has different names has nothing in common, whatever it runs on."""
     return {rank.host for replica in replicas for rank in replica.ranks}

@@ -179,9 +179,9 @@ class BridgeWays(Ways):
         """For the proofs of this replica's ranks; one alone needs none."""
         if ranks == 1:
             return None
-        name = f"proof-{channel}-{self.replica}".replace("/", ".").replace(">", "-")
         label = f"{channel} on {self.replica}"
-        self.adders[channel] = Adder(label, self.ground.folder / name, self.rank, ranks, self.ground.timeout)
+        store = self.ground.meet(f"proof of {label}")
+        self.adders[channel] = Adder(label, store, self.rank, ranks, self.ground.timeout)
         return self.adders[channel]
 
     def _sent(self, moved: Moved | Exception) -> None:

@@ -12,13 +12,14 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from penstock.runtime.control.allocator import keep_freed_memory
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.raised import told
-from penstock.runtime.control.wire import SILENCE, Client
+from penstock.runtime.control.wire import SILENCE
 
 if TYPE_CHECKING:
     from penstock.runtime.control.rank import Rank
@@ -56,7 +57,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         from penstock.runtime.control.rank import make_rank  # torch, seconds after the heartbeat began
 
         config = RunConfig.from_json(json.loads(setup.config))
-        rank = make_rank(config, replica, index, Path(join.folder), setup.restore, join, client.wake)
+        rank = make_rank(config, replica, index, setup.restore, join, pulse, client.wake)
     except Exception as error:
         client.send(Note("error", f"{replica} rank {index} could not start:\n{told(error)}"))
         return 1

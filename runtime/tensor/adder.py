@@ -2,11 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import Store, Work
 
 from penstock.runtime.tensor.crossing import first_line
 from penstock.runtime.tensor.group import Group, open_group
@@ -16,22 +15,19 @@ Fold = Callable[[Tensor, Tensor], Tensor]
 
 
 class Adder:
-    """Adds over ranks that meet in the file `path`, which no earlier attempt has used; each makes the same calls.
+    """Adds over ranks of one host that meet at `store`, which no other group has used; each makes the same calls.
 
     `adder` is a proof's `Add`, and `adder.maximum` is what quantising ranks agree by. Opened by the first call. Rank 0
     adds up, so that an error can name the rank that did not answer within `timeout` seconds. After an error it stays
     broken.
     """
 
-    def __init__(
-        self, name: str, path: Path, rank: int, ranks: int, timeout: float = 60.0, interface: str = "lo"
-    ) -> None:
+    def __init__(self, name: str, store: Store, rank: int, ranks: int, timeout: float = 60.0) -> None:
         self._name = name
-        self._path = path
+        self._store = store
         self._rank = rank
         self._ranks = ranks
         self._timeout = timeout
-        self._interface = interface
         self._lock = threading.Lock()
         self._group: Group | None = None
         self._calls = 0
@@ -49,7 +45,6 @@ class Adder:
 
     def close(self) -> None:
         self._group = None
-        self._path.unlink(missing_ok=True)
 
     def _reduce(self, numbers: Tensor, fold: Fold) -> Tensor:
         with self._lock:
@@ -89,9 +84,7 @@ class Adder:
 
     def _open(self) -> Group:
         try:
-            return open_group(
-                self._path, self._rank, self._ranks, timeout=self._timeout, backend="gloo", interface=self._interface
-            )
+            return open_group(self._store, self._rank, self._ranks, timeout=self._timeout)
         except RuntimeError as error:
             text = f"{self._name}: rank {self._rank}: not all of {self._ranks} ranks met within {self._timeout} s"
             raise TransportError(f"{text}: {first_line(error)}") from error

@@ -8,16 +8,17 @@ every rank is on one host and can do that, be it shared memory or a GPU's, as me
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from torch._C._distributed_c10d import Store
 
+from penstock.runtime.control.endpoints import LOOPBACK
 from penstock.runtime.tensor.crossing import Crossing, Ends, first_line
 from penstock.runtime.tensor.crossing import Side as Side
 from penstock.runtime.tensor.cuda_ipc import OpenedMemory
 from penstock.runtime.tensor.differences import DeltaTransport
-from penstock.runtime.tensor.group import open_group
+from penstock.runtime.tensor.group import AbsentError, open_group
 from penstock.runtime.tensor.memory import Exported, MappedMemory
 from penstock.runtime.tensor.messages import MessageTransport
 from penstock.runtime.tensor.put import PutTransport
@@ -30,7 +31,8 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 @dataclass(frozen=True)
 class Bridge:
-    """Where two replicas meet: `path` is a file that both can write and that no earlier attempt has used.
+    """Where two replicas meet: at `store`, which all ranks of both share, and which no other group has used. `address`
+    is where this rank's host is reached by the others: it listens there.
 
     `timeout` bounds, in seconds, making the bridge and each wait for a peer. With `delta` n, messages say what changed,
     and at least each n-th sync is full; for gloo. Writing the receivers' memory gains nothing by it, and goes on as it
@@ -38,12 +40,12 @@ class Bridge:
     """
 
     channel: str
-    path: Path
+    store: Store
     sources: int = 1
     destinations: int = 1
     timeout: float = 60.0
     backend: Backend = "gloo"
-    interface: str = "lo"
+    address: str = LOOPBACK
     delta: int = 0
     way: Choice = "auto"
 
@@ -68,22 +70,24 @@ class Bridge:
         started = time.monotonic()
         try:
             group = open_group(
-                self.path,
+                self.store,
                 ends.place(side, rank),
                 self.sources + self.destinations,
                 timeout=self.timeout,
                 backend=self.backend,
-                interface=self.interface,
+                address=self.address,
             )
         except RuntimeError as error:
             ranks = f"{self.sources} source and {self.destinations} destination ranks"
             after = f"after {time.monotonic() - started:.1f} s of {self.timeout} s"
             text = f"{self.channel}: {side} rank {rank}: the bridge of {ranks} is not complete {after}"
-            raise TransportError(f"{text}: {first_line(error)}") from error
+            absent = [*map(ends.name, error.ranks)] if isinstance(error, AbsentError) else []
+            why = f"not there: {', '.join(absent)}" if absent else first_line(error)
+            raise TransportError(f"{text}: {why}") from error
         crossing = Crossing(ends, side, group)
         if self.backend == "gloo":
             way = agree(crossing, group, ends.place(side, rank), can_go(side, memory, device), self.way)
             if way is not None:
                 mapped = OpenedMemory(self.timeout) if way == "cuda_ipc" else MappedMemory()
-                return PutTransport(crossing, self.path, memory, mapped)
-        return DeltaTransport(crossing, self.path, self.delta) if self.delta else MessageTransport(crossing, self.path)
+                return PutTransport(crossing, memory, mapped)
+        return DeltaTransport(crossing, self.delta) if self.delta else MessageTransport(crossing)

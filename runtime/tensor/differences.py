@@ -13,7 +13,6 @@ copy and the update of it, the receiver's one copy of all bytes beside the chang
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,9 +43,8 @@ class DeltaTransport:
     """One rank of a bridge; of any `every` syncs in a row with one peer, at least one is full. `counts` are those that
     were sent, "full" or as a "delta", one for each peer, and the "bytes" that deltas had of the "whole" ones."""
 
-    def __init__(self, crossing: Crossing, path: Path, every: int) -> None:
+    def __init__(self, crossing: Crossing, every: int) -> None:
         self._crossing = crossing
-        self._path = path
         self._post = Post()
         self._chain = Chain(every)
         self._kept: dict[int, _Kept] = {}
@@ -97,7 +95,6 @@ class DeltaTransport:
         self._crossing.close()
         self._post.clear()
         self._kept.clear()
-        self._path.unlink(missing_ok=True)
 
     def _encoded(self, version: int, peer: int, own: Sequence[Parcel], word: Tensor) -> list[tuple[str, Tensor]]:
         """The headers and payloads for one peer, after the answer to its word."""

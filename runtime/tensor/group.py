@@ -1,19 +1,19 @@
 """torch's process groups, made directly: no global world, no collective, no TCP store. The only file that knows them.
 
-Gloo's listening sockets are bound to the interface that the bridge names, and ranks find each other through a file.
-Neither authenticates: on one host that is the loopback interface and a private folder, and beyond it a network must
-be trusted.
+Gloo listens at the one address that it is given. Whoever reaches it is not asked for a key, nor is anything encrypted:
+on one host that is loopback, and beyond it a network must be trusted.
 """
 
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+
+from penstock.runtime.control.endpoints import LOOPBACK
 
 
 class Group:
@@ -50,24 +50,48 @@ class Group:
         work.wait()
 
 
-def open_group(path: Path, rank: int, size: int, *, timeout: float, backend: str, interface: str) -> Group:
-    """Join as `rank` of `size`, meeting in the file `path`; blocks until all have. RuntimeError past `timeout`, and for
-    what this machine lacks.
+class AbsentError(RuntimeError):
+    """Not all ranks have come to meet; `ranks` have not."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(f"ranks {', '.join(map(str, ranks))} have not come")
+        self.ranks = ranks
+
+
+def open_group(
+    store: Store, rank: int, size: int, *, timeout: float, backend: str = "gloo", address: str = LOOPBACK
+) -> Group:
+    """Join as `rank` of `size`; blocks until all have. `store` is where they meet: no other group has used it.
+
+    Gloo listens at `address`, and the others must reach it there. Raises AbsentError past `timeout`, and RuntimeError
+    for ranks that do not reach each other and for what this machine lacks.
     """
-    if not path.parent.is_dir():  # torch would look for it for minutes
-        raise RuntimeError(f"no folder {path.parent} to meet in")
     if backend == "nccl" and not dist.is_nccl_available():
         raise RuntimeError(f"given nccl, which torch {torch.__version__} here is built without; needed gloo")
-    store = FileStore(str(path), size)
-    store.set_timeout(timedelta(seconds=timeout))
-    meeting = PrefixStore("bridge", store)
+    began = time.monotonic()
+    _call_roll(store, rank, size, timeout)
+    meeting = PrefixStore(backend, store)
     if backend == "nccl":
         return _open_nccl(meeting, rank, size, timeout)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
     options = gloo._Options()
-    options._devices = [gloo.create_device(interface=interface)]
-    options._timeout = timedelta(seconds=timeout)
+    options._devices = [gloo.create_device(hostname=address.strip("[]"))]
+    # For connecting: all have come, and what is left of the time has to do.
+    options._timeout = timedelta(seconds=max(timeout / 4, timeout - (time.monotonic() - began)))
     return Group(gloo(meeting, rank, size, options), torch.device("cpu"), timeout)
+
+
+def _call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
+    """Wait until all ranks have come, so that an error can say who has not."""
+    here = [f"here/{number}" for number in range(size)]
+    store.set(here[rank], "1")
+    try:
+        store.wait(here, timedelta(seconds=timeout))
+    except RuntimeError:
+        absent = tuple(number for number, key in enumerate(here) if not store.check([key]))
+        if not absent:
+            raise
+        raise AbsentError(absent) from None
 
 
 def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> Group:

@@ -9,7 +9,6 @@ ranks cannot wait for each other in a circle, and what comes from several peers 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -60,9 +59,8 @@ class _Underway:
 class MessageTransport:
     """One rank of a bridge. See the module for what is on the wire."""
 
-    def __init__(self, crossing: Crossing, path: Path) -> None:
+    def __init__(self, crossing: Crossing) -> None:
         self._crossing = crossing
-        self._path = path
         self._post = Post(SLOTS)
 
     def send(self, version: int, copies: Sequence[Copy], parts: Parts, ready: Tell | None = None) -> int:
@@ -104,7 +102,6 @@ class MessageTransport:
     def close(self) -> None:
         self._crossing.close()
         self._post.clear()
-        self._path.unlink(missing_ok=True)
 
 
 def parcels_by_peer(

@@ -9,7 +9,6 @@ is still reading, and nothing is called written that a GPU has yet to write.
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +33,8 @@ class PutTransport:
     a sender's view of all of them.
     """
 
-    def __init__(self, crossing: Crossing, path: Path, memory: Exported | None, mapped: Mapped) -> None:
+    def __init__(self, crossing: Crossing, memory: Exported | None, mapped: Mapped) -> None:
         self._crossing = crossing
-        self._path = path
         self._memory = memory
         self._mapped = mapped
         self._places: dict[tuple[int, int], list[tuple[Place, list[int]]]] = {}  # by peer and shadow, as offered
@@ -89,7 +87,6 @@ class PutTransport:
         self._crossing.close()
         self._pairs.clear()
         self._mapped.close()
-        self._path.unlink(missing_ok=True)
 
     def _settle(self, version: int) -> None:
         assert self._memory is not None, "a receiver's transport has its memory"

@@ -1,17 +1,16 @@
 """The ranks of one replica, together: torch.distributed's default group, and the step that they keep.
 
-They meet in a file of the run folder and talk over the interface that is named: nothing listens beyond it.
+They are processes of one host, and talk over its loopback interface: nothing listens beyond it.
 """
 
 import os
 from collections import deque
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import Store
 
 from penstock.runtime.tensor.crossing import first_line
 
@@ -22,15 +21,14 @@ class WorldError(RuntimeError):
     """The ranks of a replica did not all meet, or one of them is gone."""
 
 
-def open_world(path: Path, rank: int, size: int, *, timeout: float, device: str = "cpu", interface: str = "lo") -> None:
-    """Make the default group of `size` ranks, which meet in the file `path`; blocks until all have.
+def open_world(store: Store, rank: int, size: int, *, timeout: float, device: str = "cpu") -> None:
+    """Make the default group of `size` ranks, which meet at `store`; blocks until all have. It must be kept.
 
     NCCL carries what lies on GPUs, gloo the rest. Raises WorldError past `timeout` seconds, which bound each
     collective, too.
     """
-    os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    store = FileStore(str(path), size)
     store.set_timeout(timedelta(seconds=timeout))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

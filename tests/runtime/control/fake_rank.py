@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from time import monotonic
 
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Ready
 from penstock.runtime.control.process import die_with_parent
-from penstock.runtime.control.wire import Client
 
 
 def main() -> None:

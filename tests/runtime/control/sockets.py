@@ -9,10 +9,11 @@ from typing import Any
 
 import zmq
 
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.endpoints import ipc_endpoint
 from penstock.runtime.control.keys import Join, Keys
 from penstock.runtime.control.messages import Hello, Message, pack
-from penstock.runtime.control.wire import Client, Server
+from penstock.runtime.control.wire import Server
 
 DEADLINE_S = 20.0
 

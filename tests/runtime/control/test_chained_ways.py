@@ -1,11 +1,12 @@
 """The ways of a trainer and of replicas in a chain, told what to send by commands as a scheduler gives them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from time import monotonic, sleep
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.ground import Ground
@@ -24,11 +25,12 @@ NAMES = tuple(f"generator/{index}" for index in range(3))
 class Run:
     """All ranks of a run, in this process: a trainer on one host and three generators on others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         source = Replica(TRAINER, (Rank("a"),))
         replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(NAMES, "bcd", strict=True))
         channels = {CHANNEL: Channel(CHANNEL, "policy", source, "broadcast", "generator", replicas)}
-        ground = Ground("testways", folder, 30.0, "full", "", 0, "auto", lambda: None, print)
+        meet = partial(PrefixStore, store=HashStore())
+        ground = Ground("testways", meet, "127.0.0.1", 30.0, "full", "", 0, "auto", lambda: None, print)
         self.policy = Policy(1_000_000)
         self.ways = {name: BridgeWays(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
 
@@ -74,8 +76,8 @@ def until(look: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path)
+def run() -> Iterator[Run]:
+    made = Run()
     yield made
     for ways in made.ways.values():
         ways.close()

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control import wire
+from penstock.runtime.control.client import Client
 from penstock.runtime.control.endpoints import ipc_endpoint
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.control.messages import (
@@ -27,7 +28,7 @@ from penstock.runtime.control.messages import (
     Results,
     pack,
 )
-from penstock.runtime.control.wire import Client, Server
+from penstock.runtime.control.wire import Server
 from penstock.runtime.schedule.events import Done, Fire
 
 from .sockets import bench, stranger, until

@@ -7,11 +7,11 @@ what is live; as a source it publishes and sends the version that each line name
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import digest
@@ -61,7 +61,7 @@ def answer(**facts: Any) -> None:
 
 def main(side: str, path: str, timeout: str) -> None:
     torch.set_num_threads(1)
-    bridge = Bridge(CHANNEL, Path(path), timeout=float(timeout))
+    bridge = Bridge(CHANNEL, FileStore(path), timeout=float(timeout))
     answer(started=True)
     transport = bridge.open("source" if side == "source" else "destination")
     answer(open=True)

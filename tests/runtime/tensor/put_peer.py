@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import memory as memories
 from penstock.runtime.tensor.bridge import Bridge
@@ -60,7 +61,7 @@ def exported(run: str, device: str) -> Exported:
 def main(side: Any, folder: str, timeout: str, device: str) -> None:
     torch.set_num_threads(1)
     memory = exported(Path(folder).name, device) if side == "destination" else None
-    transport = Opening(Bridge(CHANNEL, Path(folder) / "bridge", timeout=float(timeout)), side, memory, device)
+    transport = Opening(Bridge(CHANNEL, FileStore(f"{folder}/bridge"), timeout=float(timeout)), side, memory, device)
     policy, receiver = Policy(device=device), Receiver(CHANNEL, allocate=memory, device=device)
     publisher = Publisher(CHANNEL, policy, keep=4, device=device)
     answer(started=True)

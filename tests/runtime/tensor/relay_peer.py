@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import digest
@@ -27,7 +28,7 @@ GRACE = 2.0
 def link(folder: Path, source: int, timeout: float) -> Bridge:
     """From a replica to the one after it; from the trainer to the first for -1."""
     label = f"{CHANNEL} from {'trainer' if source < 0 else f'generator/{source}'} to generator/{source + 1}"
-    return Bridge(label, folder / f"link-{source}", timeout=timeout + GRACE * (source + 1), way="messages")
+    return Bridge(label, FileStore(f"{folder}/link-{source}"), timeout=timeout + GRACE * (source + 1), way="messages")
 
 
 def main(folder: Path, index: int, replicas: int, timeout: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from penstock.graph.sharding import Axes, Rule, Sharding
 from penstock.runtime.tensor.adder import Adder
@@ -87,7 +88,7 @@ def size(mesh: Axes) -> int:
 
 
 def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 30.0) -> Adder | None:
-    return Adder(name, folder / name, rank, size(mesh), timeout) if size(mesh) > 1 else None
+    return Adder(name, FileStore(str(folder / name)), rank, size(mesh), timeout) if size(mesh) > 1 else None
 
 
 class SourceRank:
@@ -96,7 +97,9 @@ class SourceRank:
     def __init__(self, folder: Path, mesh: Axes, target: Axes, rank: int, **options: Any) -> None:
         stages, delta = options.pop("stages", None), options.pop("delta", 0)
         self.policy = ShardedPolicy(mesh, rank, stages)
-        self.bridge = Bridge(CHANNEL, folder / "bridge", size(mesh), size(target), timeout=30, delta=delta)
+        self.bridge = Bridge(
+            CHANNEL, FileStore(str(folder / "bridge")), size(mesh), size(target), timeout=30, delta=delta
+        )
         self.target, self.rank = target, rank
         self.transport: Transport | None = None
         add = adder(folder, "trainer", mesh, rank)
@@ -119,7 +122,9 @@ class DestinationRank:
     def __init__(
         self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, restore: bool = True, delta: int = 0
     ) -> None:
-        self.bridge = Bridge(CHANNEL, folder / "bridge", size(source), size(mesh), timeout=30, delta=delta)
+        self.bridge = Bridge(
+            CHANNEL, FileStore(str(folder / "bridge")), size(source), size(mesh), timeout=30, delta=delta
+        )
         self.rank, self.nbytes = rank, 0
         self.opened: Transport | None = None
         self.memory = SharedMemory(RUN, f"{folder.name}-{rank}") if shared else None

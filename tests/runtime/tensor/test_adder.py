@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.transport import TransportError
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:
-    adders = [Adder("trainer", tmp_path / "sum", rank, 3, timeout=30) for rank in range(3)]
+    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 3, timeout=30) for rank in range(3)]
     own = [torch.tensor([[2**62, rank], [rank, -rank]]) for rank in range(3)]
     for _ in range(3):
         for total in sound(together(*(partial(add, t) for add, t in zip(adders, own, strict=True)))):
@@ -25,7 +26,7 @@ def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:
 
 
 def test_every_rank_has_the_largest_of_the_magnitudes(tmp_path: Path) -> None:
-    adders = [Adder("trainer", tmp_path / "sum", rank, 2, timeout=30) for rank in range(2)]
+    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 2, timeout=30) for rank in range(2)]
     own = [torch.tensor([[0.0, 1e-45], [3.5, torch.inf]]), torch.tensor([[1.5, 0.0], [3.25, 1.0]])]
     for largest in sound(together(*(partial(add.maximum, t) for add, t in zip(adders, own, strict=True)))):
         assert torch.equal(largest, torch.maximum(*own))
@@ -35,11 +36,11 @@ def test_every_rank_has_the_largest_of_the_magnitudes(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"trainer: rank 0: not all of 2 ranks met within 1 s"):
-        Adder("trainer", tmp_path / "sum", 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))
+        Adder("trainer", FileStore(str(tmp_path / "sum")), 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))
 
 
 def test_a_rank_that_does_not_add_is_named(tmp_path: Path) -> None:
-    adders = [Adder("trainer", tmp_path / "sum", rank, 3, timeout=2) for rank in range(3)]
+    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 3, timeout=2) for rank in range(3)]
     zero = torch.zeros(2, dtype=torch.int64)
     sound(together(*(partial(add, zero) for add in adders)))
     results = together(partial(adders[0], zero), partial(adders[1], zero))
@@ -49,7 +50,7 @@ def test_a_rank_that_does_not_add_is_named(tmp_path: Path) -> None:
 
 
 def test_sums_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    adders = [Adder("trainer", tmp_path / "sum", rank, 2, timeout=2) for rank in range(2)]
+    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 2, timeout=2) for rank in range(2)]
     zero = torch.zeros(2, dtype=torch.int64)
     sound(together(*(partial(add, zero) for add in adders)))
     adders[1]._calls += 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from penstock.graph.sharding import Axes
 from penstock.runtime.tensor.bridge import Bridge
@@ -128,7 +129,7 @@ def test_shared_memory_is_written_into_as_without_deltas(tmp_path: Path) -> None
 
 def test_deltas_over_nccl_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="given delta=4 over nccl"):
-        Bridge(CHANNEL, tmp_path / "bridge", backend="nccl", delta=4)
+        Bridge(CHANNEL, HashStore(), backend="nccl", delta=4)
 
 
 def test_a_broken_bridge_stays_broken(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.arena import Part
 from penstock.runtime.tensor.bridge import Bridge
@@ -27,7 +28,7 @@ def test_boxes_are_resharded_between_two_and_three_ranks(
     src = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 0, 2)) for n, s in shapes.items()))
     dst = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 1, 3)) for n, s in shapes.items()))
     plan = reshard(src, dst)
-    bridge = Bridge("test", tmp_path / "bridge", sources=2, destinations=3, timeout=30)
+    bridge = Bridge("test", FileStore(str(tmp_path / "bridge")), sources=2, destinations=3, timeout=30)
     got: list[dict[str, Part]] = [_parts(dst, rank) for rank in range(3)]
     errors: queue.Queue[BaseException] = queue.Queue()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import memory as memories
 from penstock.runtime.tensor.bridge import Bridge
@@ -70,12 +71,12 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks
 
 
 def source(run: Path, timeout: float = 30.0, device: str = "cpu") -> tuple[Policy, Publisher, Opening]:
-    policy, bridge = Policy(device=device), Bridge(CHANNEL, run / "bridge", timeout=timeout)
+    policy, bridge = Policy(device=device), Bridge(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
     return policy, Publisher(CHANNEL, policy, device=device), Opening(bridge, "source", None, device)
 
 
 def destination(run: Path, timeout: float = 30.0, device: str = "cpu") -> tuple[Receiver, Opening]:
-    memory, bridge = exported(run.name, device), Bridge(CHANNEL, run / "bridge", timeout=timeout)
+    memory, bridge = exported(run.name, device), Bridge(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
     return Receiver(CHANNEL, allocate=memory, device=device), Opening(bridge, "destination", memory, device)
 
 

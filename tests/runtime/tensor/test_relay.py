@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.box import Box
@@ -202,8 +203,8 @@ class Linked(DestinationRank):
         own.mkdir(exist_ok=True)
         super().__init__(own, source, mesh, rank, shared=False)
         ranks = size(source) if index == 0 else size(mesh)
-        before = Bridge(CHANNEL, folder / f"link-{index - 1}", ranks, size(mesh), 30, way="messages")
-        after = Bridge(CHANNEL, folder / f"link-{index}", size(mesh), size(mesh), 30, way="messages")
+        before = Bridge(CHANNEL, FileStore(f"{folder}/link-{index - 1}"), ranks, size(mesh), 30, way="messages")
+        after = Bridge(CHANNEL, FileStore(f"{folder}/link-{index}"), size(mesh), size(mesh), 30, way="messages")
         self.before, self.after = (partial(self.end, before, "destination"), partial(self.end, after, "source"))
         self.ends: dict[str, Any] = {}
         self.failures: list[Exception] = []
@@ -230,7 +231,7 @@ class Several:
         makers = [partial(SourceRank, folder, source, mesh, rank) for rank in range(size(source))]
         self.sources: list[SourceRank] = sound(together(*makers))
         for rank in self.sources:
-            rank.bridge = Bridge(CHANNEL, folder / "link--1", size(source), size(mesh), 30, way="messages")
+            rank.bridge = Bridge(CHANNEL, FileStore(f"{folder}/link--1"), size(source), size(mesh), 30, way="messages")
         self.mesh = mesh
         self.chain = [
             [Linked(folder, source, mesh, rank, index, replicas) for rank in range(size(mesh))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import ways
 from penstock.runtime.tensor.bridge import Bridge
@@ -33,7 +34,7 @@ def memory() -> Iterator[SharedMemory]:
 
 def opened(path: Path, choice: Choice, memory: Exported | None) -> list[Future[Transport]]:
     """Both sides of a bridge, each in its thread."""
-    bridge = Bridge("policy>generator", path, timeout=20, way=choice)
+    bridge = Bridge("policy>generator", FileStore(str(path)), timeout=20, way=choice)
     with ThreadPoolExecutor(2) as threads:
         return [
             threads.submit(bridge.open, "source"),
