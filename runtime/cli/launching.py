@@ -68,7 +68,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
 def placed(graphs: Sequence[Graph], cluster: Cluster, flags: Flags) -> Plan:
     """The plan for graphs as the flags want it. Raises ClusterError for pools or devices that the cluster lacks."""
     meshes = read_meshes(flags.mesh)
-    check_ranks(meshes, {pool: cluster.host_of(pool).cores for pool in meshes})
+    check_ranks(meshes, {pool: min(host.cores for host in cluster.hosts_of(pool)) for pool in meshes})
     return place(graphs, cluster, generators=flags.generators, slots=flags.slots, device=flags.device, meshes=meshes)
 
 

@@ -12,7 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from penstock.runtime.control.endpoints import ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.plan.gpus import GPUS, Gpu
@@ -37,6 +46,13 @@ def _address(given: str) -> str:
         raise ValueError(f"given {given!r}, needed an address without a port: each rank has one of the system's choice")
     if given:
         tcp_endpoint(f"{given}:0")  # raises for what is no address of one interface
+    return given
+
+
+def _hosts(given: object) -> object:
+    names = given if isinstance(given, list | tuple) else [given]
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"given {given!r}, needed the name of a host, or of several that differ")
     return given
 
 
@@ -74,14 +90,14 @@ class Host(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Hosts, where the controller listens, on which host each pool that is named runs, kinds of GPUs beside those of
-    `plan.gpus`, and kinds of CPUs."""
+    """Hosts, where the controller listens, on which host each pool that is named runs, or on which hosts its replicas
+    do in turn, kinds of GPUs beside those of `plan.gpus`, and kinds of CPUs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hosts: tuple[Host, ...] = Field(min_length=1)
     bind: str = ""
-    pools: dict[str, str] = Field(default_factory=dict)
+    pools: dict[str, Annotated[str | tuple[str, ...], BeforeValidator(_hosts)]] = Field(default_factory=dict)
     gpus: dict[str, Gpu] = Field(default_factory=dict)
     cpus: dict[str, Cpu] = Field(default_factory=dict)
 
@@ -102,9 +118,10 @@ class Cluster(BaseModel):
         names = [host.name for host in self.hosts]
         if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(f"hosts: {', '.join(twice)} is there twice; names must differ")
-        for pool, host in self.pools.items():
-            if host not in names:
-                raise ValueError(f"pools.{pool}: given host {host!r}; {nearest(host, names)}")
+        for pool in self.pools:
+            for host in self._names_of(pool):
+                if host not in names:
+                    raise ValueError(f"pools.{pool}: given host {host!r}; {nearest(host, names)}")
         for own in self.hosts:
             if own.gpu and own.gpu not in {**GPUS, **self.gpus}:
                 raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
@@ -136,9 +153,13 @@ class Cluster(BaseModel):
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
 
-    def host_of(self, pool: str) -> Host:
-        """Where a pool runs: where `pools` says, else on the first host."""
-        return self.host(self.pools[pool]) if pool in self.pools else self.hosts[0]
+    def hosts_of(self, pool: str) -> tuple[Host, ...]:
+        """Where a pool runs: where `pools` says, its replicas on several hosts in turn, else on the first host."""
+        return tuple(map(self.host, self._names_of(pool))) or self.hosts[:1]
+
+    def _names_of(self, pool: str) -> tuple[str, ...]:
+        said = self.pools.get(pool, ())
+        return (said,) if isinstance(said, str) else said
 
     def gpu_of(self, host: Host) -> Gpu | None:
         """The kind of a host's GPUs; None for a host without any. Raises ClusterError for a kind that is not said."""

@@ -38,11 +38,21 @@ class _Role:
     carries: bool
     rows: int
     streams: bool
-    host: Host
+    hosts: tuple[Host, ...]
 
     @property
     def generates(self) -> bool:
         return self.rows > 0 and not self.updates
+
+    def replicas(self, generators: int) -> int:
+        """How many it has, of which the first is on the first host, the second on the second, and so on in turn."""
+        return generators if self.generates else 1
+
+    def replicas_on(self, host: Host, generators: int) -> int:
+        return sum(self.host_of(index) == host for index in range(self.replicas(generators)))
+
+    def host_of(self, index: int) -> Host:
+        return self.hosts[index % len(self.hosts)]
 
     @property
     def models(self) -> bool:
@@ -75,32 +85,32 @@ def place(
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
     roles = _roles(graphs, cluster)
-    names = [role.name for role in roles]
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
-    threads = {role.name: _threads(role, roles, generators, overlapping) for role in roles}
-    updating = {r.host.name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}
-    check_pools(meshes, [role.name for role in roles if role.models], names)
+    updating = {r.hosts[0].name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}
+    check_pools(meshes, [role.name for role in roles if role.models], [role.name for role in roles])
+    _check_hosts(cluster, roles, generators)
+
+    def replica(role: _Role, index: int) -> Replica:
+        mesh, threads = meshes.get(role.name, ()), _threads(role, role.host_of(index), roles, generators, overlapping)
+        ranks = _ranks(role, index, mesh, device, threads, updating)
+        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
+
+    def pool(role: _Role) -> Pool:
+        return Pool(role.name, role.holds, tuple(replica(role, index) for index in range(role.replicas(generators))))
+
+    return Plan(tuple(map(pool, roles)))
+
+
+def _check_hosts(cluster: Cluster, roles: Sequence[_Role], generators: int) -> None:
+    """Raises ClusterError for a pool that is not there, and for one on more hosts than it has replicas."""
+    names = [role.name for role in roles]
     for pool in cluster.pools:
         if pool not in names:
             raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
-    return Plan(
-        tuple(
-            Pool(
-                role.name,
-                role.holds,
-                tuple(
-                    Replica(
-                        f"{role.name}/{index}",
-                        _ranks(role, index, meshes.get(role.name, ()), device, threads[role.name], updating),
-                        role.capacity(slots),
-                        meshes.get(role.name, ()),
-                    )
-                    for index in range(generators if role.generates else 1)
-                ),
-            )
-            for role in roles
-        )
-    )
+    for role in roles:
+        if len(role.hosts) > (count := role.replicas(generators)):
+            given = f"pools.{role.name}: given {len(role.hosts)} hosts for {count} replica{'s' * (count > 1)}"
+            raise ClusterError(f"{given}, needed one for each at most{' (--generators)' * role.generates}")
 
 
 def _ranks(
@@ -109,12 +119,13 @@ def _ranks(
     """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads. Of other
     pools, those that update have the first `updating` devices of their host.
     """
-    count, first = num_ranks(mesh), 0 if role.updates else updating.get(role.host.name, 1)
-    devices = [_device(role, first + index * count + number, device) for number in range(count)]
+    host, here = role.host_of(index), index // len(role.hosts)
+    count, first = num_ranks(mesh), 0 if role.updates else updating.get(host.name, 1)
+    devices = [_device(role, host, first + here * count + number, device) for number in range(count)]
     if devices[0] != "cpu" and len(set(devices)) < count:
         given = f"--mesh {role.name}={spelled(mesh)}: given {count} ranks for {', '.join(dict.fromkeys(devices))}"
-        raise ClusterError(f"{given} of host {role.host.name}, needed a GPU for each: NCCL joins no two ranks on one")
-    return tuple(Rank(role.host.name, device, max(1, threads // count)) for device in devices)
+        raise ClusterError(f"{given} of host {host.name}, needed a GPU for each: NCCL joins no two ranks on one")
+    return tuple(Rank(host.name, device, max(1, threads // count)) for device in devices)
 
 
 def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
@@ -146,7 +157,7 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
             pool in carrying,
             rows.get(pool, 0),
             pool in streaming,
-            cluster.host_of(pool),
+            cluster.hosts_of(pool),
         )
         for pool in dict.fromkeys(homes.values())
     ]
@@ -164,8 +175,8 @@ def samples_of(node: Node) -> int:
     return samples if isinstance(samples, int) else 0
 
 
-def _threads(role: _Role, roles: Sequence[_Role], generators: int, overlapping: bool) -> int:
-    """CPU threads of each rank of a pool: updates share all of their host's cores, generators what half leaves.
+def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, overlapping: bool) -> int:
+    """CPU threads of a pool's replica on a host: updates share all of the host's cores, generators what half leaves.
 
     An update's threads never wait for each other, so they take the time that generators leave over; those of a
     generator meet at every operation, and would stall where another process has the core. Without a lag the two take
@@ -173,23 +184,22 @@ def _threads(role: _Role, roles: Sequence[_Role], generators: int, overlapping: 
     """
     if not (role.updates or role.generates):
         return 1
-    here = [r for r in roles if r.host == role.host]
-    updating = sum(r.updates for r in here)
+    updating = sum(r.replicas_on(host, generators) for r in roles if r.updates)
     if role.updates:
-        return max(1, role.host.cores // updating)
-    generating = sum(r.generates for r in here) * generators
-    rest = role.host.cores - max(1, role.host.cores // 2) if updating and overlapping else role.host.cores
+        return max(1, host.cores // updating)
+    generating = sum(r.replicas_on(host, generators) for r in roles if r.generates)
+    rest = host.cores - max(1, host.cores // 2) if updating and overlapping else host.cores
     return max(1, rest // generating)
 
 
-def _device(role: _Role, index: int, device: str) -> str:
+def _device(role: _Role, host: Host, index: int, device: str) -> str:
     """The device of this index, in turn, of a host; small work stays on the CPU."""
     if device == "cpu" or not role.models:
         return "cpu"
-    has = role.host.accelerators
+    has = host.accelerators
     if not has or device not in ("cuda", *has):
         known = ", ".join(has) or "no device but its cores"
-        raise ClusterError(f"device: given {device!r} for pool {role.name}; host {role.host.name} has {known}")
+        raise ClusterError(f"device: given {device!r} for pool {role.name}; host {host.name} has {known}")
     if device != "cuda":
         return device
     return has[index % len(has)]

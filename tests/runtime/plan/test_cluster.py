@@ -44,7 +44,7 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         Host(name="b", cores=64, agent="external", address="10.0.0.2"),
     )
     assert cluster.host("a").accelerators == ("cuda:0",)
-    assert (cluster.host_of("generator").name, cluster.host_of("trainer").name) == ("b", "a")
+    assert [[host.name for host in cluster.hosts_of(pool)] for pool in ("generator", "trainer")] == [["b"], ["a"]]
     assert cluster.endpoint(tmp_path) == "tcp://10.0.0.1:5555"
 
 
@@ -61,6 +61,9 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         ('name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
         ('name = "b"', 'name = "a"', "hosts: a is there twice"),
         ('generator = "b"', 'generator = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
+        ('generator = "b"', 'generator = ["a", "c"]', "pools.generator: given host 'c'; known: a, b"),
+        ('generator = "b"', 'generator = ["b", "b"]', "pools.generator: given ['b', 'b'], needed the name of a host"),
+        ('generator = "b"', "generator = [2]", "pools.generator: given [2], needed the name of a host, or of several"),
         ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
         ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address without a port"),
         ('address = "10.0.0.2"', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address`"),

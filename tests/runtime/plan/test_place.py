@@ -124,6 +124,29 @@ def test_a_host_is_shared_out_by_itself() -> None:
     assert [r.ranks[0].host for r in plan.replicas] == ["a", "b", "b", "a"]
 
 
+def test_replicas_take_turns_over_the_hosts_of_their_pool() -> None:
+    """Each host's cores are shared by those that are on it: two generators on b, one on a beside the trainer."""
+    hosts = (Host(name="a", cores=8, devices=("cuda:0", "cuda:1")), Host(name="b", cores=8, devices=("cuda:0",)))
+    cluster = Cluster(hosts=hosts, pools={"generator": ("b", "a")})
+    plan = place([TRAIN], cluster, generators=3, device="cuda")
+    placed = {r.name: (r.ranks[0].host, r.ranks[0].device, r.ranks[0].threads) for r in plan.replicas}
+    assert placed == {
+        "trainer/0": ("a", "cuda:0", 8),
+        "generator/0": ("b", "cuda:0", 4),
+        "generator/1": ("a", "cuda:1", 4),
+        "generator/2": ("b", "cuda:0", 4),
+        "scorer/0": ("a", "cpu", 1),
+    }
+
+
+def test_a_pool_on_more_hosts_than_it_has_replicas_is_refused() -> None:
+    hosts = (Host(name="a", cores=8), Host(name="b", cores=8))
+    with pytest.raises(ClusterError, match=r"pools\.trainer: given 2 hosts for 1 replica, needed one for each at most"):
+        place([TRAIN], Cluster(hosts=hosts, pools={"trainer": ("a", "b")}), generators=2)
+    with pytest.raises(ClusterError, match=r"pools\.generator: given 2 hosts for 1 replica, .* \(--generators\)"):
+        place([TRAIN], Cluster(hosts=hosts, pools={"generator": ("a", "b")}))
+
+
 def test_a_pool_that_holds_everything_has_one_replica_and_room_to_generate() -> None:
     nodes = tuple(n.__class__(**{s: getattr(n, s) for s in n.__slots__} | {"pool": "all"}) for n in TRAIN.nodes)
     arguments = tuple(Argument(a.name, a.kind, a.type, a.maker, "all") for a in TRAIN.arguments)
