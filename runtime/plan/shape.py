@@ -121,17 +121,19 @@ def read_shape(given: str) -> Shape:
     return shape_of(data, path.stem if path.suffix else path.name, str(file))
 
 
-def shape_of(data: Mapping[str, Any], name: str, where: str = "config.json") -> Shape:
-    """From the content of a `config.json`; a key that the family needs and that is not there is an error."""
+def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
+    """From the content of a `config.json`; a key that the family needs and that is not there is an error, as is one
+    that is no size."""
+    if not isinstance(data, dict):
+        raise ShapeError(f"{where}: given {type(data).__name__}, needed an object with the model's sizes")
 
-    def need(*keys: str) -> int:
-        found = next((data[key] for key in keys if data.get(key) is not None), None)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise ShapeError(f"{where}: given {keys[0]} {found!r}, needed a positive whole number")
-        return found
-
+    sizes = _Sizes(data, where)
+    need, may = sizes.need, sizes.may
     heads, hidden = need("num_attention_heads"), need("hidden_size")
-    experts = next((data[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if data.get(k)), 0)
+    kv_heads = may("num_key_value_heads", otherwise=heads)
+    if heads % kv_heads:
+        raise ShapeError(f"{where}: given num_key_value_heads {kv_heads}, needed a divisor of the {heads} heads")
+    experts = may("num_experts", "n_routed_experts", "num_local_experts")
     latent = None
     if data.get("kv_lora_rank"):
         parts = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -142,17 +144,45 @@ def shape_of(data: Mapping[str, Any], name: str, where: str = "config.json") -> 
         hidden=hidden,
         layers=need("num_hidden_layers"),
         heads=heads,
-        kv_heads=data.get("num_key_value_heads") or heads,
-        head_dim=data.get("head_dim") or hidden // heads,
+        kv_heads=kv_heads,
+        head_dim=may("head_dim", otherwise=hidden // heads),
         inner=need("intermediate_size", "moe_intermediate_size"),
         tied=bool(data.get("tie_word_embeddings", False)),
         experts=experts,
         active=need("num_experts_per_tok") if experts else 0,
         expert_inner=need("moe_intermediate_size", "intermediate_size") if experts else 0,
-        shared=data.get("n_shared_experts") or 0,
-        dense_layers=(data.get("first_k_dense_replace") or 0) if experts else 0,
+        shared=may("n_shared_experts"),
+        dense_layers=may("first_k_dense_replace") if experts else 0,
         latent=latent,
     )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The content of a `config.json` that is at `where`; of several keys the first that is there counts."""
+
+    data: Mapping[str, Any]
+    where: str
+
+    def need(self, *keys: str) -> int:
+        key = next((key for key in keys if self.data.get(key) is not None), None)
+        if key is None:
+            raise ShapeError(
+                f"{self.where}: given no {keys[0]}, needed a positive whole number{self._elsewhere(keys[0])}"
+            )
+        found = self.data[key]
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise ShapeError(f"{self.where}: given {key} {found!r}, needed a positive whole number")
+        return found
+
+    def may(self, *keys: str, otherwise: int = 0) -> int:
+        """Nothing, null and 0 stand for `otherwise`."""
+        return self.need(*(key for key in keys if self.data.get(key))) if any(map(self.data.get, keys)) else otherwise
+
+    def _elsewhere(self, key: str) -> str:
+        """Where a model with several parts has it."""
+        found = [name for name, part in self.data.items() if isinstance(part, Mapping) and key in part]
+        return f"; {found[0]} has one: put its content into a file of its own" if found else ""
 
 
 _QWEN3 = 151936

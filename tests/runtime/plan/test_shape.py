@@ -68,8 +68,29 @@ def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> No
     with pytest.raises(ShapeError, match=r"given 'llama-8', needed .*did you mean 'llama-8b'\?"):
         read_shape("llama-8")
     (tmp_path / "config.json").write_text('{"hidden_size": 4}')
-    with pytest.raises(ShapeError, match=r"config\.json: given num_attention_heads None, needed a positive whole"):
+    with pytest.raises(ShapeError, match=r"config\.json: given no num_attention_heads, needed a positive whole"):
         read_shape(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ShapeError, match="not JSON"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([1, 2], "given list, needed an object"),
+        ({"num_key_value_heads": "x"}, "given num_key_value_heads 'x', needed a positive whole number"),
+        ({"num_key_value_heads": 5}, "given num_key_value_heads 5, needed a divisor of the 32 heads"),
+        ({"head_dim": 64.5}, "given head_dim 64.5, needed a positive whole number"),
+        ({"num_experts": "x"}, "given num_experts 'x', needed a positive whole number"),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": -1}, "given n_shared_experts -1"),
+    ],
+)
+def test_a_size_that_is_none_is_named(given: object, said: str) -> None:
+    with pytest.raises(ShapeError, match=f"config.json: {said}"):
+        shape_of({**LLAMA.to_json(), **given} if isinstance(given, dict) else given, "wrong")
+
+
+def test_a_model_of_several_parts_is_told_where_its_sizes_are() -> None:
+    with pytest.raises(ShapeError, match=r"given no num_attention_heads, .*; text_config has one"):
+        shape_of({"text_config": LLAMA.to_json()}, "parts")
