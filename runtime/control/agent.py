@@ -150,11 +150,19 @@ class Agent:
 
 def serve(join_file: Path, folder: Path | None = None) -> int:
     """Be the agent of this host until the run is over; the exit status. `folder` is the run folder here, if it is
-    not where the launcher has it.
+    not where the launcher has it; it is made if it is not there.
     """
     join = Join.read(join_file)
     if folder is not None:
-        join = replace(join, folder=str(folder))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        join = replace(join, folder=str(folder.absolute()))
+    elif not Path(join.folder).is_dir():
+        needed = "needed a file system that the hosts share, or a folder of this host's own for its logs and its part"
+        print(
+            f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)",
+            file=sys.stderr,
+        )
+        return 2
     signal.signal(signal.SIGTERM, _terminated)
     fault = Agent(join, join_file).run()
     if fault:

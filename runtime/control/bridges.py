@@ -51,11 +51,12 @@ class Bridges:
         if span not in self._opened:
             channel, source, target, side = span
             way, routes, ground = self._channels[channel], self._routes[channel], self._ground
-            name, start, end = f"{channel} from {source} to {target}", way.replica(source), way.replica(target)
+            start, end = way.replica(source), way.replica(target)
             apart = len(hosts(start, end)) > 1
+            names = [f"{one.name} on host {one.ranks[0].host}" if apart else one.name for one in (start, end)]
             bridge = Bridge(
-                name,
-                ground.meet(name),
+                f"{channel} from {' to '.join(names)}",
+                ground.meet(f"{channel} from {source} to {target}"),
                 len(start.ranks),
                 len(end.ranks),
                 timeout=ground.timeout * routes.patience(target),

@@ -109,7 +109,7 @@ class Controller:
         hosts = {rank.host for rank in self.ranks.values()}
         if missing := sorted(host for host in hosts if agent_peer(host) not in self.alive):
             return f"no agent of host {', '.join(missing)} joined within {seconds:.0f} s at {self.server.endpoint}"
-        names = ", ".join(f"{r} rank {i}" for r, i in self.ranks if (r, i) not in self.pids)
+        names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
         return f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
 
     def _launch(self, host: str) -> None:
@@ -118,7 +118,7 @@ class Controller:
                 self.server.send(agent_peer(host), Launch(replica, index, rank.device, rank.threads))
 
     def _set_up(self, peer: str) -> None:
-        restore = str(self.cut.folder) if self.cut else ""
+        restore = self.cut.folder.name if self.cut else ""
         self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
 
     def _welcome(self, ready: Ready) -> None:
@@ -182,7 +182,8 @@ class Controller:
                 self.alive.discard(peer_name)
                 self.server.forget(peer_name)
                 moving = self.session.moving(replica)
-                raise PeerFault(f"{replica} rank {rank} died: {reason}" + (f"\nit was {moving}" if moving else ""))
+                name = self.config.plan.spelled(replica, rank)
+                raise PeerFault(f"{name} died: {reason}" + (f"\nit was {moving}" if moving else ""))
             case _:
                 self.server.counts["unexpected"] += 1
 
@@ -213,13 +214,13 @@ class Controller:
             return f"the agent of host {host} (with {self._ranks_of(host)})"
         replica, _, index = peer.rpartition(":")
         moving = self.session.moving(replica)
-        return f"{replica} rank {index}" + (f" ({moving})" if moving else "")
+        return self.config.plan.spelled(replica, int(index)) + (f" ({moving})" if moving else "")
 
     def _send(self, orders: Mapping[str, Order]) -> None:
         for replica, order in orders.items():
             for name, index in self.ranks:
                 if name == replica and not self.server.send(rank_peer(name, index), order):
-                    self._complain(f"{name} rank {index} cannot be reached")
+                    self._complain(f"{self.config.plan.spelled(name, index)} cannot be reached")
 
     def _complain(self, text: str) -> None:
         """The first complaint ends the run, unless the news of a death comes first."""

@@ -146,7 +146,7 @@ class Look(Packable, frozen=True):
 
 class Setup(Packable, frozen=True):
     """All that a rank needs to know before it makes what it holds: the run's configuration as JSON text, and the
-    folder of the checkpoint that it goes on from ("" for none).
+    name of the checkpoint that it goes on from ("" for none), in the run folder of its host.
     """
 
     config: str

@@ -67,7 +67,7 @@ class Rank:
 def make_rank(
     config: RunConfig, replica: str, index: int, restore: str, join: Join, pulse: Pulse, wake: Callable[[], None]
 ) -> Rank:
-    """Make all that rank `index` of `replica` holds; from the checkpoint folder `restore`, unless that is "" ."""
+    """Make all that rank `index` of `replica` holds; from the checkpoint named `restore`, unless that is "" ."""
     folder = Path(join.folder)
     own = config.plan.replica(replica)
     place = own.ranks[index]
@@ -81,7 +81,7 @@ def make_rank(
         world = ground.meet(f"ranks of {replica}")
         open_world(world, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
     contexts = config.contexts(own, index)
-    cut = Path(restore) if restore else None
+    cut = folder / "checkpoints" / restore if restore else None
     setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, cut, config.offload, ground.timeout)
     values: dict[Any, Any] = {}
     owner, folders = f"{replica.replace('/', '.')}.{index}", (SHM, folder)

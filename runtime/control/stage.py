@@ -49,7 +49,7 @@ class Stage:
     def __init__(
         self, origin: Origin, recorder: Recorder, handles: Mapping[tuple[Firing, str], Handle] | None = None
     ) -> None:
-        self.name, self.graph, self.recorder = origin.stage, origin.graph, recorder
+        self.name, self.graph, self.plan, self.recorder = origin.stage, origin.graph, origin.plan, recorder
         self.tables = compile_tables(origin.graph, origin.plan)
         self.scheduler = Scheduler(self.tables, origin.rules, origin.cut, origin.live)
         self.finish: Finish | None = None
@@ -94,7 +94,7 @@ class Stage:
                 what, replica = f"{key[0]} {' '.join(map(str, key[1:-1]))}", key[-1]
                 if key[0] == "send":
                     what += f" from {self.tables.channels[key[1]].source.name}"
-                names = ", ".join(f"{replica} rank {rank}" for rank in sorted(ranks))
+                names = ", ".join(self.plan.spelled(replica, rank) for rank in sorted(ranks))
                 said = {rank: doing.get(rank_peer(replica, rank), "") for rank in sorted(ranks)}
                 at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)
                 return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ IDLE = 1.0
 def main() -> None:
     die_with_parent()
     keep_freed_memory()
-    join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
+    join = replace(Join.read(Path(os.environ["PENSTOCK_JOIN"])), folder=os.environ["PENSTOCK_FOLDER"])
     replica, index = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
     pulse = Pulse(join, replica, index).start()
     client = Client(join, "rank", replica, index)
@@ -53,13 +54,15 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
     setup = await_setup(client)
     if setup is None:
         return 0
+    name = f"{replica} rank {index}"
     try:
         from penstock.runtime.control.rank import make_rank  # torch, seconds after the heartbeat began
 
         config = RunConfig.from_json(json.loads(setup.config))
+        name = config.plan.spelled(replica, index)
         rank = make_rank(config, replica, index, setup.restore, join, pulse, client.wake)
     except Exception as error:
-        client.send(Note("error", f"{replica} rank {index} could not start:\n{told(error)}"))
+        client.send(Note("error", f"{name} could not start:\n{told(error)}"))
         return 1
     pulse.doing = lambda: rank.executor.doing
     try:

@@ -54,6 +54,11 @@ class Plan:
     def replicas(self) -> tuple[Replica, ...]:
         return tuple(r for p in self.pools for r in p.replicas)
 
+    def spelled(self, replica: str, rank: int) -> str:
+        """A rank in words, with its host if there are several."""
+        several = len({rank.host for each in self.replicas for rank in each.ranks}) > 1
+        return f"{replica} rank {rank}" + (f" on host {self.replica(replica).ranks[rank].host}" if several else "")
+
     def to_json(self) -> dict[str, Any]:
         def rank(r: Rank) -> dict[str, Any]:
             return {"host": r.host, "device": r.device, "threads": r.threads}

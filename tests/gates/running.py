@@ -65,12 +65,12 @@ def make_run(
 
 
 class Running:
-    """A launcher in a process of its own, and the lines that it says."""
+    """A launcher in a process of its own, and the lines that it says. `where` is a command that starts another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, where: Sequence[str] = ()) -> None:
         self.folder, self.run = folder, f"g{secrets.token_hex(6)}"
         self.lines: list[Line] = []
-        command = [sys.executable, str(HERE / "launch_run.py"), str(folder), self.run]
+        command = [*where, sys.executable, str(HERE / "launch_run.py"), str(folder), self.run]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -1,0 +1,107 @@
+"""Hosts with a network between them, on this machine: for each a network namespace with an address of its own, and for
+its processes their own loopback, `/dev/shm`, host name and pids. Needs root, Linux and iproute2.
+"""
+
+import secrets
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+LIMIT_S = 20.0
+"""Seconds for a command of iproute2."""
+
+# The first process of a host: it says which processes the command has left there, and they end with it.
+INIT = """
+mount -t tmpfs tmpfs /dev/shm && hostname "$0" || exit 99
+for hidden in $HIDDEN; do mount -t tmpfs tmpfs "$hidden" || exit 99; done
+"$@"; status=$?
+for process in /proc/[0-9]*; do
+    [ "$process" = /proc/$$ ] || echo "left: $(tr '\\0' ' ' < "$process/cmdline")" >&2
+done
+for segment in /dev/shm/*; do [ ! -e "$segment" ] || echo "left: $segment" >&2; done
+exit $status
+"""
+
+
+class Network:
+    """Hosts by their names, joined by a switch; `address` has where each is reached. All of it goes at the end."""
+
+    def __init__(self, *hosts: str) -> None:
+        self._token = secrets.token_hex(3)
+        self.address = {host: f"10.77.0.{number}" for number, host in enumerate(hosts, 1)}
+
+    def __enter__(self) -> "Network":
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def on(self, host: str, *, hidden: Sequence[Path] = ()) -> list[str]:
+        """What a command is to begin with to run on a host, which sees empty folders for those that are `hidden`. When
+        it has ended, what it has left is said on stderr."""
+        enter = ["nsenter", f"--net=/run/netns/{self._named(host)}", "env", f"HIDDEN={' '.join(map(str, hidden))}"]
+        apart = ["--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
+        return [*enter, "unshare", *apart, "sh", "-c", INIT, host]
+
+    def cut(self, host: str) -> None:
+        """Pull the host's cable."""
+        _ip("-n", self._named("switch"), "link", "set", "dev", host, "down")
+
+    def listening(self, host: str) -> set[str]:
+        """The addresses at which something listens on a host, without their ports."""
+        said = _run("nsenter", f"--net=/run/netns/{self._named(host)}", "ss", "--no-header", "-ltun")
+        return {line.split()[4].rpartition(":")[0] for line in said.splitlines()}
+
+    def _named(self, host: str) -> str:
+        return f"penstock-{self._token}-{host}"
+
+    def _build(self) -> None:
+        switch = self._named("switch")
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch0", "up")
+        for host, address in self.address.items():
+            own = self._named(host)
+            _ip("netns", "add", own)
+            _ip("-n", switch, "link", "add", "name", host, "type", "veth", "peer", "name", "eth0", "netns", own)
+            _ip("-n", switch, "link", "set", "dev", host, "master", "switch0", "up")
+            _ip("-n", own, "address", "add", f"{address}/24", "dev", "eth0")
+            for name in ("eth0", "lo"):
+                _ip("-n", own, "link", "set", "dev", name, "up")
+
+    def _remove(self) -> None:
+        """Its links go with a namespace."""
+        for host in ("switch", *self.address):
+            if Path(f"/run/netns/{self._named(host)}").exists():
+                _ip("netns", "delete", self._named(host))
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; "" if there can."""
+    try:
+        with Network("a") as network:
+            _run(*network.on("a"), "true")
+    except FileNotFoundError as error:
+        return f"needs iproute2 and util-linux: no {error.filename}"
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"needs root, and network namespaces with veth links: {error}"
+    return ""
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words[:8])}: {done.stderr.strip()}")
+    return done.stdout
