@@ -6,7 +6,7 @@ from functools import cached_property
 from math import ceil, floor, inf
 from pathlib import Path
 
-from penstock.runtime.plan.lengths import IntArray, LengthError, Lengths, Lognormal, fitted, read_lengths
+from penstock.runtime.plan.lengths import IntArray, LengthError, Lengths, Lognormal, cut_mean, fitted, read_lengths
 from penstock.runtime.plan.shape import Shape
 
 
@@ -129,18 +129,39 @@ def given_lengths(given: str, longest: int) -> Lengths:
 
 
 def of_run(folder: Path, longest: int) -> Lognormal:
-    """The lognormal that a run's `metrics.jsonl` speaks for: its mean `response_length`, and its share `finished` of
-    responses that ended by themselves before `longest` tokens."""
+    """The lognormal that a run's `metrics.jsonl` speaks for, cut at `longest`: its mean `response_length`, and its
+    share `finished` of responses that ended by themselves before the run's own `max_tokens`."""
     path = folder / "metrics.jsonl"
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise LengthError(f"{path}: no metrics of a run: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise LengthError(f"{path}: no metrics of a run: {why}") from error
     found = [(row["response_length"], row.get("finished", 1.0)) for row in rows if "response_length" in row]
     if not found:
         raise LengthError(f"{path}: given {len(rows)} rows, needed one or more with response_length")
     mean, finished = (sum(column) / len(found) for column in zip(*found, strict=True))
-    if not 1 <= mean <= longest:
-        needed = f"responses of 1 to {longest} tokens, as asked for"
-        raise LengthError(f"{path}: given a mean response_length of {mean:g}, needed {needed}")
-    return fitted(mean, finished, longest)
+    own = _cut_of(folder, longest)
+    if not 1 <= mean <= own:
+        given = f"a mean response_length of {mean:g}"
+        raise LengthError(f"{path}: given {given}, needed responses of 1 to {own} tokens, as the run had them")
+    if not finished and longest > own:
+        given = f"responses that were all cut at {own} tokens"
+        raise LengthError(
+            f"{path}: given {given}, which tell nothing of longer ones; needed --max-tokens {own} or less"
+        )
+    seen = fitted(mean, finished, own)
+    return (
+        seen
+        if own == longest
+        else Lognormal(max(1.0, cut_mean(seen.location, seen.sigma, longest)), seen.sigma, longest)
+    )
+
+
+def _cut_of(folder: Path, otherwise: int) -> int:
+    """The `max_tokens` of a run."""
+    path = folder / "config.json"
+    try:
+        return int(json.loads(path.read_text())["flags"]["max_tokens"]) if path.exists() else otherwise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LengthError(f"{path}: given no flags of a run with max_tokens: {error!r}") from error

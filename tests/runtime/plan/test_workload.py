@@ -57,6 +57,33 @@ def test_a_file_a_run_and_two_numbers_are_read(tmp_path: Path) -> None:
     assert (found.mean, found.longest) == (100, 256)
 
 
+def _run(folder: Path, cut: int, mean: float, finished: float) -> str:
+    """What is left of a run whose responses were cut at `cut` tokens."""
+    (folder / "config.json").write_text(json.dumps({"flags": {"max_tokens": cut}}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"response_length": mean, "finished": finished}))
+    return str(folder)
+
+
+def test_a_runs_lengths_are_those_below_its_own_cut_whatever_is_asked_for(tmp_path: Path) -> None:
+    true = Lognormal(1000, 0.9, 2048)
+    finished = float((true.take(100_000) < 2048).mean())
+    for longest in (512, 2048, 8192):
+        found = given_lengths(_run(tmp_path, 2048, 1000, finished), longest)
+        assert isinstance(found, Lognormal)
+        assert (found.sigma, found.longest) == (pytest.approx(0.9, abs=0.02), longest)
+        assert found.location == pytest.approx(true.location, abs=0.02)
+
+
+def test_a_run_whose_responses_were_all_cut_tells_nothing_of_longer_ones(tmp_path: Path) -> None:
+    folder = _run(tmp_path, 64, 64, 0)
+    assert given_lengths(folder, 64).mean == pytest.approx(64)
+    with pytest.raises(LengthError, match=r"all cut at 64 tokens, .* needed --max-tokens 64 or less"):
+        given_lengths(folder, 4096)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(LengthError, match=r"config\.json: given no flags of a run"):
+        given_lengths(folder, 64)
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("", "given no lengths"), ("5\n-1\n", ":2: given '-1'"), ("x\n", ":1: given 'x', needed a")]
 )
