@@ -4,21 +4,25 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.record.folder import RunFolder
 
 from .network import Network, why_not
+from .plain import toy_loop
 from .running import Line, Running, assert_equal_bits, final_state, make_run, rows, run_here, summary
 from .test_chain import passed_on
 from .test_exchange import figures
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+HOSTS = "a", "b", "c"
 GONE_S = 60.0
 """Seconds for an agent to give up on a controller that it cannot reach."""
 
@@ -27,15 +31,15 @@ GONE_S = 60.0
 def network() -> Iterator[Network]:
     if reason := why_not():
         pytest.skip(reason)
-    with Network("a", "b", "c") as found:
+    with Network(*HOSTS) as found:
         yield found
 
 
-def cluster_of(network: Network) -> Cluster:
+def cluster_of(network: Network, *hosts: str) -> Cluster:
     """The trainer and all else on the first host, generators in turn on the others, whose agents others start."""
     first, *others = (
-        Host(name=name, cores=1, address=address, agent="external" if number else "local")
-        for number, (name, address) in enumerate(network.address.items())
+        Host(name=name, cores=1, address=network.address[name], agent="external" if number else "local")
+        for number, name in enumerate(hosts)
     )
     names = tuple(host.name for host in others)
     return Cluster(hosts=(first, *others), bind=f"{first.address}:0", pools={"generator": names})
@@ -66,13 +70,20 @@ class Agents:
 
 
 @contextmanager
+def agents_of(network: Network) -> Iterator[Agents]:
+    """Whatever a failed test has left is ended."""
+    agents = Agents(network)
+    try:
+        yield agents
+    finally:
+        agents.close()
+
+
+@contextmanager
 def spread(network: Network, folder: Path) -> Iterator[tuple[Running, Agents]]:
     """A run whose launcher is on the first host, with agents on all."""
-    with ExitStack() as stack:
-        running = stack.enter_context(Running(folder, network.on("a")))
-        agents = Agents(network)
-        stack.callback(agents.close)
-        for host in network.address.keys() - {"a"}:
+    with Running(folder, network.on("a")) as running, agents_of(network) as agents:
+        for host in HOSTS[1:]:
             agents.start(asked_for(running, host))
         yield running, agents
 
@@ -92,7 +103,7 @@ def learning(path: Path, **options: Any) -> Path:
 def test_a_run_over_three_hosts_has_the_bits_of_one_on_a_single_host(network: Network, tmp_path: Path) -> None:
     """Weights go from a to b, from there to c and from there to b again; rollouts go to a, prompts from b to c."""
     alone = run_here(learning(tmp_path / "alone"))
-    folder = learning(tmp_path / "apart", cluster=cluster_of(network))
+    folder = learning(tmp_path / "apart", cluster=cluster_of(network, *HOSTS))
     with spread(network, folder) as (running, agents):
         assert running.wait() == 0, running.errors
         assert [agents.ended(host) for host in ("b", "c")] == [(0, ""), (0, "")]
@@ -110,9 +121,43 @@ def test_a_run_over_three_hosts_has_the_bits_of_one_on_a_single_host(network: Ne
     assert [one["blocks"] for one in said.values()] == [0] * len(ranks)
 
 
+def go_on(folder: Path, updates: int, network: Network, hidden: Path, own: Path) -> str:
+    """Run up to so many updates on a and b, where `hidden` is empty and the run folder is `own`; the errors."""
+    run = RunFolder.open(folder)
+    config = RunConfig.load(run)
+    replace(config, flags=replace(config.flags, updates=updates)).write(run, run.read_json("config.json")["asked"])
+    with Running(folder, network.on("a")) as running, agents_of(network) as agents:
+        line = asked_for(running, "b")
+        join = own.with_suffix(".json")
+        join.touch(0o600)
+        join.write_bytes(Path(line["join"]).read_bytes())
+        agents.start({**line, "join": str(join)}, "--folder", str(own), hidden=(hidden,))
+        assert agents.ended("b") == (0, "")
+        running.wait()
+        return running.errors
+
+
+def test_a_host_that_shares_no_files_keeps_its_part_of_a_checkpoint_and_goes_on_from_it(
+    network: Network, tmp_path: Path
+) -> None:
+    shared, own, other = tmp_path / "shared", tmp_path / "own", tmp_path / "other"
+    shared.mkdir()
+    quick = {"lag": 0, **{f"{name}_ms": 1.0 for name in ("generate", "score", "update", "sync")}}
+    flags = Flags(batch=4, slots=16, deadline=60.0)
+    folder = make_run(shared / "r", "toy", quick, flags, cluster=cluster_of(network, "a", "b"))
+    assert go_on(folder, 2, network, shared, own) == ""
+    missing = go_on(folder, 4, network, shared, other)
+    assert "generator/0 rank 0 on host b could not start" in missing
+    assert f"{other}/checkpoints/00000002/generator-0-0.safetensors" in missing
+    assert go_on(folder, 4, network, shared, own) == ""
+    assert_equal_bits(final_state(folder, 4), toy_loop(4, 4))
+    parts = [{path.name for path in (at / "checkpoints" / "00000004").glob("*.safetensors")} for at in (own, folder)]
+    assert parts == [{"generator-0-0.safetensors"}, {"trainer-0-0.safetensors", "scorer-0-0.safetensors"}]
+
+
 def test_a_host_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(network: Network, tmp_path: Path) -> None:
     flags = Flags(updates=100_000, batch=4, max_tokens=8, slots=16, seed=3, deadline=12.0)
-    folder = make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, generators=2, cluster=cluster_of(network))
+    folder = make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, generators=2, cluster=cluster_of(network, *HOSTS))
     with spread(network, folder) as (running, agents):
         running.until_update(2)
         assert {host: network.listening(host) for host in network.address} == {
