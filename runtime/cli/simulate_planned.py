@@ -17,7 +17,7 @@ from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.simulated import Scene
 from penstock.runtime.plan.simulated_local import LocalScene
-from penstock.runtime.plan.simulated_plan import read_costed
+from penstock.runtime.plan.simulated_plan import Costed, read_costed
 from penstock.runtime.plan.simulated_scene import Schedulable, Simulated
 from penstock.runtime.schedule.durations import Duration, Lognormal
 from penstock.runtime.schedule.simulation import Simulation
@@ -148,12 +148,23 @@ def planned(graph: Graph, flags: SimulateFlags) -> Planned | None:
 def _scene(graph: Graph, flags: SimulateFlags) -> Schedulable:
     small = _small(graph, flags.duration)
     if flags.plan:
-        return Scene(graph, read_costed(Path(flags.plan), graph.name), flags.seed, small)
+        return Scene(graph, _read(graph, flags.plan), flags.seed, small)
     batch = flags.batch or _batch()
     cores = local(graph, flags, batch)
     if cores is not None:
         return LocalScene(graph, cores, flags.seed, small)
     return Scene(graph, search(graph, flags, batch).costed, flags.seed, small)
+
+
+def _read(graph: Graph, file: str) -> Costed:
+    """The plan in a file. Raises PlanError for one of another program, CommandError for one of other work."""
+    found, roles = read_costed(Path(file), graph.name), roles_of(graph)
+    for name in ("samples", "epochs", "minibatches"):
+        given, needed = getattr(found.work, name), getattr(roles, name)
+        if given != needed:
+            what = f"given a plan for {name} {given}, needed {needed}, as the program has"
+            raise CommandError(f"--plan {file}: {what}", 2)
+    return found
 
 
 def _small(graph: Graph, given: tuple[str, ...]) -> dict[str, Duration]:

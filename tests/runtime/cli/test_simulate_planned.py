@@ -52,6 +52,8 @@ def test_json_has_all_of_it_and_a_plan_file_gives_the_same(capsys: Output, tmp_p
     file.write_text(capsys.readouterr().out)
     simulate.main(["aipo", "--plan", str(file), "--updates", "8", "--json"])
     assert json.loads(capsys.readouterr().out) == said
+    with pytest.raises(CommandError, match=r"plan\.json: given a plan for samples 8, needed 4, as the program has"):
+        simulate.main(["aipo", "--plan", str(file), "--samples", "4"])
 
 
 def test_the_schedule_is_written_as_pictures_page_and_trace(capsys: Output, tmp_path: Path) -> None:
