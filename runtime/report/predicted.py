@@ -101,7 +101,8 @@ def fit(stage: Stage) -> Fit | None:
     medians: dict[str, float] = {}
     for step in stage.tables.steps.values():
         own = {key: took for key, took in spent.items() if key[0].partition(".")[0] == step.name}
-        usual = {key: took for key, took in own.items() if not step.per_update or key[1] >= warm} or own
+        first = warm if step.per_update else warm * stage.origin.rules.batch
+        usual = {key: took for key, took in own.items() if key[1] >= first} or own
         if own:
             nodes[step.name] = Empirical(own, tuple(usual.values()))
             means[step.name] = sum(usual.values()) / len({index for _, index in usual})

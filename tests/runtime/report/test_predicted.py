@@ -7,6 +7,7 @@ import pytest
 
 from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.predicted import Empirical, bound, fit, period, predict
+from penstock.runtime.report.report import make_report
 
 from .runs import DURATIONS, Made, simulated_run
 
@@ -49,6 +50,17 @@ def test_the_bound_counts_the_snapshots_as_work_of_the_trainer(tmp_path: Path) -
     found = bound(stage.origin.graph, stage.origin.plan, fitted.means, fitted.durations.publish, stage.origin.rules)
     assert found.pool == "trainer"
     assert found.seconds == pytest.approx(0.25, abs=1e-6)
+
+
+def test_no_bound_is_above_what_the_run_took_though_its_first_groups_were_slow(tmp_path: Path) -> None:
+    scores = Empirical({("fake_score", index): 0.5 for index in range(16)}, (0.02,))
+    slow = replace(DURATIONS, nodes={**DURATIONS.nodes, "fake_score": scores})
+    report = make_report(read_facts(simulated_run(tmp_path / "r", updates=12, durations=slow).folder), lambda: True)
+    assert report.bound is not None
+    assert report.prediction is not None
+    assert report.bound.pool == "scorer"
+    assert report.bound.seconds == pytest.approx(8 * 0.02, rel=1e-6)
+    assert report.bound.seconds <= report.prediction.measured_s
 
 
 def test_the_period_leaves_out_what_fills_the_pipeline() -> None:
