@@ -94,7 +94,7 @@ def asynchronous(shape: Shape, gpus: int) -> tuple[float, str]:
 
 
 def synced(shape: Shape, trains: int, mesh: Parallel, width: Parallel, decodes: int) -> float:
-    return sync_cost(traffic(shape, replace(mesh, dp=trains), width, decodes, "fp8"), GPU, GPU).seconds
+    return sync_cost(traffic(shape, replace(mesh, dp=trains), width, "fp8"), decodes, GPU, GPU).seconds
 
 
 def ratios() -> list[dict[str, Any]]:

@@ -101,8 +101,8 @@ def _reinforced(row: Row) -> Prediction:
     trained = trainer.logprobs(lengths + PROMPT) * 2
     for part in np.array_split(lengths + PROMPT, sampled // batch):
         trained = trained + trainer.step(part)
-    moved = traffic(row.shape, replace(mesh, ep=1), width, replicas, "bf16")
-    trained = trained + sync_cost(moved, row.gpu, row.gpu, together=not row.staleness)
+    moved = traffic(row.shape, replace(mesh, ep=1), width, "bf16")
+    trained = trained + sync_cost(moved, replicas, row.gpu, row.gpu, together=not row.staleness)
     if not row.staleness:
         moments = 12 * weights_per_rank(row.shape, mesh.tp, mesh.pp, mesh.ep, mesh.fsdp * mesh.cp)
         trained = trained + switch_cost(row.gpu, moments, moments)

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+SAFE = 1 - 1e-9
+"""Of a lower bound, so that rounding never makes it an upper one."""
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -1,25 +1,29 @@
 """The ways in which a batch can be decoded on so many GPUs, with seconds and memory, and lower bounds of them. Pure.
 
-Shapes of arrays are said in `workload`.
+Shapes of arrays are said in `workload` and `decoders`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import ceil, inf
 
 import numpy as np
 
 from penstock.graph.sharding import Axes
+from penstock.runtime.plan.blocks import Blocks
+from penstock.runtime.plan.decoders import Decoders, Fastest
 from penstock.runtime.plan.decoding import Generator
 from penstock.runtime.plan.gpus import Precision
 from penstock.runtime.plan.islands import Island
-from penstock.runtime.plan.layouts import generator_meshes, slot_counts
-from penstock.runtime.plan.memory import Memory, generator_memory, slots_that_fit
+from penstock.runtime.plan.layouts import generator_meshes
+from penstock.runtime.plan.memory import Memory, generator_memory, row_bytes
 from penstock.runtime.plan.once import Once
 from penstock.runtime.plan.refilling import rollout_s
 from penstock.runtime.plan.ways import Generating
 from penstock.runtime.plan.workload import Workload
+
+OWN, SHARED = 2, 1
+"""Arenas for weights: on GPUs of its own a generator receives the next ones while it decodes."""
 
 
 @dataclass(frozen=True)
@@ -32,39 +36,49 @@ class DecodingSide:
     pin: Axes | None = None
     _once: Once = field(default_factory=Once, compare=False, repr=False)
 
-    def generators(self, island: Island, gpus: int) -> list[Generating]:
-        """All on GPUs of their own, with as many slots as fit or fewer."""
-        return self._once(("generate", island, gpus), lambda: list(self.decoders(island, gpus, 2, None)))
+    def own(self, island: Island) -> Decoders:
+        """All ways on GPUs of their own, on each number of GPUs that a pool may have here."""
+        return self._once(("own", island), lambda: self._decoders(island, island.sizes, OWN, None))
 
-    def rollout(self, found: Generating) -> float:
+    def beside(self, island: Island, gpus: int, memory: Memory) -> Decoders:
+        """All ways on so many GPUs that take turns with a trainer, with what else lies on each of them."""
+        return self._decoders(island, (gpus,), SHARED, memory)
+
+    def turns(self, island: Island, gpus: int) -> Decoders:
+        """The same with nothing else on them: more of each than there is beside any trainer."""
+        turns = self._turns(island)
+        if gpus not in turns:
+            turns[gpus] = self._together(island).only(gpus, self._rollouts(island))
+        return turns[gpus]
+
+    def fastest(self, island: Island, *, shared: bool) -> Fastest:
+        """What no way goes below: on each number of GPUs with whatever lies beside it, or on so many of its own or
+        fewer."""
+        return self._once(("fastest", island, shared), lambda: self._fastest(island, shared))
+
+    def way(self, island: Island, decoders: Decoders, number: int, arenas: int) -> Generating:
+        """One of them, with its memory."""
+        of = decoders.block
+        base, slots, replicas, alike = (int(column[number]) for column in (of.base, of.slots, of.replicas, of.alike))
+        held = partial(self._held, self.bases(island)[base], slots, arenas)
+        generator, memory = self._once((island, base, "held", slots, arenas), held)
+        steady, least, others = (float(column[number]) for column in (of.steady, of.least, of.others))
+        return Generating(generator, replicas, memory, steady, least, others, alike)
+
+    def ways(self, island: Island, gpus: int, arenas: int, memory: Memory | None) -> Iterator[Generating]:
+        """All on `gpus` GPUs, with `memory` on each of them, too."""
+        found = self._decoders(island, (gpus,), arenas, memory)
+        return (self.way(island, found, number, arenas) for number in range(len(found)))
+
+    def rollout(self, island: Island, found: Generating) -> float:
         """Seconds of a batch by itself, simulated over its lengths, the tail included."""
-        work, generator, key = self.work, found.generator, self._rollout_key(found)
-        lines = self._once((_key(generator), "lines"), dict[int, tuple[float, float]])
-        return self._once(key, lambda: rollout_s(work, generator, found.replicas, lines))
-
-    def rollout_least(self, found: Generating) -> float:
-        """What the rollout does not go below: itself once it has been simulated."""
-        return self._once.known(self._rollout_key(found), found.least * (1 - 1e-9))
-
-    def total_least(self, island: Island) -> tuple[float, float, float]:
-        """GPU-seconds of a batch, seconds of its longest response, and GPU-seconds that it adds to another one, that no
-        generator here goes below."""
-        return self._once(("decode", island), lambda: self._total_least(island))
-
-    def least(self, island: Island, gpus: int) -> tuple[float, float, float]:
-        """`steady`, `least` and `others` that no generator on so many GPUs goes below, whatever lies beside it."""
-        return self._once(("fastest", island, gpus), lambda: self._least(island, gpus))
-
-    def decoders(self, island: Island, gpus: int, arenas: int, beside: Memory | None) -> Iterator[Generating]:
-        """All ways to decode on `gpus` GPUs, with `beside` on each of them, too."""
-        for base in self.bases(island):
-            replicas, rest = divmod(gpus, base.mesh.ranks)
-            if rest or not 1 <= replicas <= self.work.responses:
-                continue
-            useful = ceil(self.work.responses * (self.lag + 1) / replicas)
-            counts = tuple(slot_counts(self._fit(base, arenas, beside), useful))
-            given = base, replicas, arenas, counts
-            yield from self._once((_key(base), *given[1:]), partial(self._ways, *given))
+        known = self._rollouts(island)
+        if found.alike not in known:
+            known[found.alike] = rollout_s(self.work, found.generator, found.replicas)
+            self.own(island).learn(found.alike, known[found.alike])
+            if found.gpus in (turns := self._turns(island)):
+                turns[found.gpus].learn(found.alike, known[found.alike])
+        return known[found.alike]
 
     def bases(self, island: Island) -> list[Generator]:
         """A generator of one slot for each mesh and precision."""
@@ -75,33 +89,42 @@ class DecodingSide:
         """Tokens that a slot in use holds."""
         return self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
 
-    def _rollout_key(self, found: Generating) -> object:
-        """Slots that are never in use change nothing; with filters any replica may have more rows than its share."""
-        share = ceil(self.work.responses / found.replicas) if self.work.kept == 1 else inf
-        rows = min(found.generator.slots, share)
-        return "rollout", _key(found.generator), rows, found.replicas
+    @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks(self.work, self.lag, self.slots)
 
-    def _ways(self, base: Generator, replicas: int, arenas: int, counts: Sequence[int]) -> list[Generating]:
-        """One for each number of slots."""
-        found = [self._held(base, slots, arenas) for slots in counts]
-        return [Generating(each, replicas, memory, *self._decode_s(each, replicas)) for each, memory in found]
+    def _rollouts(self, island: Island) -> dict[int, float]:
+        """Those that are known, by `Decoders.alike`."""
+        return self._once(("rollouts", island), dict[int, float])
 
-    def _fit(self, base: Generator, arenas: int, beside: Memory | None) -> int:
-        """Slots of a generator."""
+    def _turns(self, island: Island) -> dict[int, Decoders]:
+        """Those of `turns`, by GPUs."""
+        return self._once(("turns", island), dict[int, Decoders])
 
-        def fit() -> int:
-            return min(self.slots, slots_that_fit(base, self.context, arenas, beside))
+    def _together(self, island: Island) -> Decoders:
+        """Those of `turns` on any number of GPUs."""
+        return self._once(("together", island), lambda: self._decoders(island, island.sizes, SHARED, None))
 
-        return fit() if beside else self._once((_key(base), "fit", arenas), fit)
+    def _decoders(self, island: Island, sizes: Sequence[int], arenas: int, memory: Memory | None) -> Decoders:
+        blocks = []
+        for number in range(len(self.bases(island))):
+            if fit := self._fit(island, number, arenas, memory):
+                block = partial(self._blocks.of, island, number, self.bases(island)[number], sizes, fit)
+                blocks.append(self._once((island, number, "block", sizes, fit), block))
+        return Decoders.of(sizes, blocks, self._rollouts(island))
+
+    def _fit(self, island: Island, number: int, arenas: int, memory: Memory | None) -> int:
+        """How many slots a generator has beside what else is there; 0 if not even its weights fit."""
+        base = self.bases(island)[number]
+        key = (island, number, "row", arenas)
+        empty, each = self._once(key, lambda: row_bytes(base, self.context, arenas))
+        others = 0.0 if memory is None else memory.bytes - memory.parts.get("reserved", 0.0)  # a GPU reserves once
+        return min(self.slots, max(0, int((base.gpu.memory_bytes - empty - others) // each)))
 
     def _held(self, base: Generator, slots: int, arenas: int) -> tuple[Generator, Memory]:
         """A generator with so many slots, and its memory."""
-
-        def held() -> tuple[Generator, Memory]:
-            generator = replace(base, slots=slots)
-            return generator, generator_memory(generator, self.context, arenas=arenas)
-
-        return self._once((_key(base), "held", slots, arenas), held)
+        generator = replace(base, slots=slots)
+        return generator, generator_memory(generator, self.context, arenas=arenas)
 
     def _bases(self, island: Island) -> list[Generator]:
         shape, gpu = self.work.shape, island.gpu
@@ -109,64 +132,5 @@ class DecodingSide:
         meshes = [m for m in generator_meshes(shape, island) if self.pin in (None, m.axes)]
         return [Generator(shape, gpu, mesh, 1, precision) for precision in precisions for mesh in meshes]
 
-    def _decode_s(self, generator: Generator, replicas: int) -> tuple[float, float, float]:
-        """`steady`, `least` and `others` of a generator. A step costs what its rows do, which falls per row with their
-        number, and what their contexts do, which sum to the same whoever decodes beside whom."""
-        work, (tokens, contexts, longest, last) = self.work, self._totals
-        slope, prefill = self._slope(generator), self._prefill(generator)
-        always = slope * contexts + work.drawn * prefill
-        flying = min(generator.slots, ceil((self.lag + 1) * work.responses / replicas))
-        alone = min(generator.slots, ceil(work.responses / replicas))
-        one, most = self._fixed(generator, 1), self._fixed(generator, flying)
-        steady = (tokens * most / flying + always) / replicas
-        least = (tokens * self._fixed(generator, alone) / alone + always) / replicas
-        another = (tokens * (most - one) / max(1, flying - 1) + always) / replicas
-        return steady, max(least, longest * one + slope * last), another
-
-    def _fixed(self, generator: Generator, rows: int) -> float:
-        """Seconds of a step without context."""
-        return self._once((_key(generator), rows), lambda: generator.step(rows, 0).seconds)
-
-    def _prefill(self, generator: Generator) -> float:
-        """Seconds of a prompt."""
-        tokens = self.work.prompt_tokens
-        return self._once((_key(generator), "prefill"), lambda: generator.prefill_s(tokens, tokens**2))
-
-    def _slope(self, generator: Generator) -> float:
-        """Seconds of a step per token of context."""
-        key = (_key(generator), "slope")
-        return self._once(key, lambda: (generator.step(1, 1e6).seconds - generator.step(1, 0).seconds) / 1e6)
-
-    @cached_property
-    def _totals(self) -> tuple[float, float, int, float]:
-        """Of all responses: tokens, and the tokens that each of them saw; the same of the longest one."""
-        lengths = self.work.response_tokens.astype(np.float64)
-        seen = lengths * self.work.prompt_tokens + lengths * (lengths - 1) / 2
-        return float(lengths.sum()), float(seen.sum()), self.work.longest, float(seen.max())
-
-    def _least(self, island: Island, gpus: int) -> tuple[float, float, float]:
-        found = [(each.steady, each.least, each.others) for each in self.decoders(island, gpus, 1, None)]
-        return _lowest(found)
-
-    def _total_least(self, island: Island) -> tuple[float, float, float]:
-        found = []
-        for base in self.bases(island):
-            if fit := self._fit(base, 1, None):
-                seconds, _, _ = self._decode_s(replace(base, slots=fit), 1)
-                longest = self._totals[2] * self._fixed(base, 1) + self._slope(base) * self._totals[3]
-                always = self._slope(base) * self._totals[1] + self.work.drawn * self._prefill(base)
-                found.append((seconds * base.mesh.ranks, longest, always * base.mesh.ranks))
-        return _lowest(found)
-
-
-def _lowest(found: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Of each column; infinity without any."""
-    if not found:
-        return inf, inf, inf
-    first, second, third = (min(column) for column in zip(*found, strict=True))
-    return first, second, third
-
-
-def _key(generator: Generator) -> object:
-    """What a step's seconds depend on. A GPU is known by its identity, which lives as long as its island."""
-    return (id(generator.gpu), generator.mesh, generator.precision)
+    def _fastest(self, island: Island, shared: bool) -> Fastest:
+        return self._together(island).fastest(fewer=False) if shared else self.own(island).fastest(fewer=True)

@@ -1,6 +1,7 @@
 """What a search goes through and finds: who has which GPUs, a whole plan, and how sure it is. Pure."""
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.graph.passes import Bound
@@ -17,11 +18,17 @@ class Apart:
     island: Island
     gpus: int
 
+    @cached_property
+    def place(self) -> int:
+        """Of this number among those that there may be."""
+        return self.island.sizes.index(self.gpus)
+
 
 @dataclass(frozen=True)
 class Split:
     """Who has which GPUs. `islands` are the trainer's and the generator's. `shared`: the generator has the trainer's
-    GPUs. Models beside the policy that are not `apart` lie on the trainer's."""
+    GPUs; else it has none yet while `generator` is 0. Models beside the policy that are not `apart` lie on the
+    trainer's."""
 
     shared: bool
     islands: tuple[Island, Island]
@@ -45,11 +52,38 @@ class Split:
         return island.gpus - taken - sum(each.gpus for each in self.apart if each.island == island)
 
     @property
+    def decided(self) -> "Split | None":
+        """This one, if the generator has GPUs."""
+        return self if self.generator else None
+
+    def with_generator(self, gpus: int) -> "Split":
+        return self if self.generator == gpus else replace(self, generator=gpus)
+
+    def generators(self) -> tuple[int, ...]:
+        """GPUs that the generator may have beside the others."""
+        island = self.islands[1]
+        left = self.left(island)
+
+        def fits(size: int) -> bool:
+            return size <= left and self.with_generator(size).has_room
+
+        sizes = island.sizes
+        if self._whole:
+            return sizes[: bisect_right(sizes, left)]
+        whole = sizes.index(island.each)
+        most = bisect_left(sizes, True, whole, key=lambda size: not fits(size))
+        return (*filter(fits, sizes[:whole]), *sizes[whole:most])
+
+    @property
     def has_room(self) -> bool:
         """Whole hosts only have to be counted, as whoever makes a split does; parts have to be packed."""
-        islands = {*self.islands, *(each.island for each in self.apart)}
-        whole = all(size % self.islands[0].each == 0 for size in self.sizes) and len(islands) == 1
-        return whole or self.hosts() is not None
+        return self._whole or self.hosts() is not None
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all have whole hosts of one island."""
+        first, *others = (*self.islands, *(each.island for each in self.apart))
+        return all(size % first.each == 0 for size in self.sizes) and all(island is first for island in others)
 
     def hosts(self) -> list[tuple[str, ...]] | None:
         """Of the trainer, the generator and what is apart; None if they have no room."""

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.gpus import Gpu
+from penstock.runtime.plan.lengths import IntArray
 from penstock.runtime.plan.roles import AskedError
 
 
@@ -30,6 +33,11 @@ class Island:
         """GPUs that a pool may have: the divisors of a host, then whole hosts."""
         parts = [part for part in range(1, self.each) if self.each % part == 0]
         return (*parts, *range(self.each, self.gpus + 1, self.each))
+
+    @cached_property
+    def counts(self) -> IntArray:
+        """The same as an array."""
+        return np.array(self.sizes, np.int64)
 
     def share_out(self, pools: Sequence[int]) -> list[tuple[str, ...]] | None:
         """The hosts of each pool, in the pools' order; None if they have no room beside each other.

@@ -2,20 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import inf
 
-from penstock.runtime.plan.found import Apart, Split
-from penstock.runtime.plan.gpus import BYTES
+import numpy as np
+
+from penstock.runtime.plan.cost import SAFE
+from penstock.runtime.plan.decoders import Decoders
+from penstock.runtime.plan.found import Split
 from penstock.runtime.plan.islands import Island
-from penstock.runtime.plan.opening import Groups, Pair, Room, Row, Trained
-from penstock.runtime.plan.period import Times, least_period
+from penstock.runtime.plan.lengths import FloatArray
+from penstock.runtime.plan.opening import Groups, Pair, Trained, Ways
+from penstock.runtime.plan.period import Seconds, Times, least_period
 from penstock.runtime.plan.roles import Models, Roles
 from penstock.runtime.plan.sides import Sides
 from penstock.runtime.plan.ways import Training
 
-SAFE = 1 - 1e-9
-"""Of a lower bound, so that rounding never makes it an upper one."""
+Apart = tuple[tuple[Seconds, Seconds], ...]
+"""Seconds of passes and of steps of each group of models that has GPUs of its own."""
+Left = Mapping[Island, Seconds]
+"""GPUs of each island that nobody has yet."""
 
 
 @dataclass(frozen=True)
@@ -26,98 +32,141 @@ class Least:
     sides: Sides
     islands: tuple[Island, ...]
 
-    def row(self, row: Row) -> float:
-        """Of its first split, which is one of all others: they have fewer GPUs for the generator."""
-        train = self._train(row.trainer, row.gpus, row.apart)
-        left = {island: island.gpus - row.gpus * (island == row.trainer) for island in self.islands}
-        return self._loose(row.split, train, self._unplaced(row.apart, left))
+    def trainers(self, trainer: Island, generator: Island, groups: Groups, *, shared: bool) -> FloatArray:
+        """[sizes]: for each number of GPUs that the trainer may have; `groups` are to have GPUs of their own."""
+        sizes = trainer.counts
+        left = {island: island.gpus - sizes * (island == trainer) for island in self.islands}
+        train = self.sides.training.fastest(trainer, self.free(groups))
+        gpus = sizes if shared else left[generator]
+        found: FloatArray = self._period(generator, shared, train, self._unplaced(groups, left), gpus)
+        return found
 
-    def room(self, room: Room) -> float:
-        """Of all plans with this split."""
-        split, placed = room.split, tuple(each.pools for each in room.split.apart)
-        apart = tuple(self._seconds(each.pools, each.island, each.gpus) for each in split.apart)
-        apart += self._unplaced(room.apart, {island: split.left(island) for island in self.islands})
-        train = self._train(split.islands[0], split.trainer, (*placed, *room.apart))
-        return (self._decoding if room.decoded else self._loose)(split, train, apart)
+    def room(self, split: Split) -> float:
+        """With the GPUs of all known; perhaps not of the generator."""
+        return float(self._split(split, self._placed(split), {i: split.left(i) for i in self.islands}, ()))
+
+    def groups(self, split: Split, groups: Groups, island: Island) -> FloatArray:
+        """[sizes]: for each number of GPUs of an island that the first group may have, the others after it."""
+        sizes = island.counts
+        own = self.sides.reading.fastest(island, self.models_of(groups[0]))
+        left = {each: split.left(each) - sizes * (each == island) for each in self.islands}
+        bounds = self._split(split, (*self._placed(split), (own.reads, own.learns)), left, groups)
+        return np.where(left[island] >= 0, bounds, inf)
 
     def trained(self, part: Trained) -> float:
-        """With the steps and passes known, whatever the generator is."""
-        return self._decoding(part.split, part.train.seconds, _seconds_of(part.readings))
+        """With the steps and passes known, whatever the generator is: for one on the same GPUs, by all that is known
+        of rollouts."""
+        split, generator = part.split, part.split.islands[1]
+        if split.shared:
+            decoders = self.sides.decoding.turns(generator, split.generator)
+            return float(self._ways(part, decoders, 0.0).min(initial=inf))
+        left = split.generator or split.left(generator)
+        return float(self._period(generator, False, part.train.seconds, _seconds_of(part.readings), left))
+
+    def ways(self, ways: Ways) -> FloatArray:
+        """[ways]: with each of all generators there are."""
+        return self._ways(ways.trained, ways.decoders, ways.switch.seconds)
+
+    def _ways(self, part: Trained, decoders: Decoders, switch_s: float) -> FloatArray:
+        block = decoders.block
+        sync = self._sync(part.split, block.share, block.gpus // block.replicas / part.train.trainer.mesh.ranks)
+        times = self._times(part, block.steady, decoders.rollouts, sync, switch_s, block.others)
+        found: FloatArray = self._least(times, part.split.shared)
+        return found
 
     def pair(self, pair: Pair) -> float:
-        return self._period(pair.split, self.times(pair))
+        return float(self._least(self.times(pair), pair.split.shared))
 
     def times(self, pair: Pair) -> Times:
-        """Exact but for the rollout, if unknown, and the sync."""
-        decode = pair.decode
-        rollout = self.sides.decoding.rollout_least(decode) if pair.rollout_s is None else pair.rollout_s
-        switch = pair.switch.seconds if pair.offloads else 0.0
-        sync, apart = self._sync(pair), _seconds_of(pair.readings)
-        return Times(pair.train.seconds, decode.steady, rollout, sync, switch, apart, decode.others, self._wait)
+        """Exact but for the sync."""
+        decode, ranks = pair.decode, pair.decode.generator.mesh.ranks
+        sync = self._sync(pair.split, decode.generator.bytes_each, ranks / pair.train.trainer.mesh.ranks)
+        return self._times(pair, decode.steady, pair.rollout_s, sync, pair.switch.seconds, decode.others)
 
-    def beside(self, apart: Sequence[Apart]) -> Models:
+    def _times(
+        self, part: Trained | Pair, steady: Seconds, rollout: Seconds, sync: Seconds, switch: float, others: Seconds
+    ) -> Times:
+        apart = _seconds_of(part.readings)
+        return Times(part.train.seconds, steady, rollout, sync, switch, apart, others, self._wait)
+
+    def free(self, groups: Groups) -> Models:
         """Models beside the policy on the trainer's GPUs."""
-        return self._free(tuple(each.pools for each in apart))
+        taken = {pool for group in groups for pool in group}
+        return self.models_of(tuple(pool for pool in self.roles.beside if pool not in taken))
 
-    def _free(self, apart: Groups) -> Models:
-        if apart not in self._beside:
-            taken = {pool for group in apart for pool in group}
-            self._beside[apart] = self.roles.models_of([pool for pool in self.roles.beside if pool not in taken])
-        return self._beside[apart]
+    def models_of(self, pools: tuple[str, ...]) -> Models:
+        if pools not in self._models:
+            self._models[pools] = self.roles.models_of(pools)
+        return self._models[pools]
 
     @cached_property
-    def _beside(self) -> dict[Groups, Models]:
+    def _models(self) -> dict[tuple[str, ...], Models]:
         return {}
 
-    def _train(self, island: Island, gpus: int, apart: Groups) -> float:
-        return self.sides.training.train_least(island.gpu, self._free(apart)) / gpus * SAFE
+    def _placed(self, split: Split) -> Apart:
+        """Of the groups that have GPUs."""
+        found = []
+        for each in split.apart:
+            own, place = self.sides.reading.fastest(each.island, self.models_of(each.pools)), each.place
+            found.append((own.reads[place], own.learns[place]))
+        return tuple(found)
 
-    def _seconds(self, pools: Sequence[str], island: Island, gpus: int) -> tuple[float, float]:
-        """Passes and steps of a group."""
-        models, training = self.roles.models_of(pools), self.sides.training
-        share = SAFE / gpus
-        return training.read_least(island.gpu, models) * share, training.learn_least(island.gpu, models) * share
+    def _split(self, split: Split, apart: Apart, left: Left, groups: Groups) -> Seconds:
+        """With `groups` beside those of the split, of which all but the first have no GPUs."""
+        trainer, generator = split.islands
+        taken = (*(each.pools for each in split.apart), *groups)
+        train = self.sides.training.fastest(trainer, self.free(taken))[trainer.sizes.index(split.trainer)]
+        apart += self._unplaced(groups[1:], left)
+        return self._period(generator, split.shared, train, apart, split.generator or left[generator])
 
-    def _unplaced(self, groups: Groups, left: Mapping[Island, int]) -> tuple[tuple[float, float], ...]:
+    def _unplaced(self, groups: Groups, left: Left) -> Apart:
         """Of groups that share out what is left of each island: a single one is within an island, and one of several is
         no faster than all of them on all of it."""
         if not groups:
             return ()
-        pools, free = [pool for group in groups for pool in group], sum(n for n in left.values() if n > 0)
-        found = [self._seconds(pools, i, free if len(groups) > 1 else n) for i, n in left.items() if n > 0]
-        return ((min((read for read, _ in found), default=inf), min((learn for _, learn in found), default=inf)),)
+        models = self.models_of(tuple(pool for group in groups for pool in group))
+        free = sum(np.maximum(gpus, 0) for gpus in left.values())
+        reads: list[Seconds] = []
+        learns: list[Seconds] = []
+        for island, own in left.items():
+            gpus = np.maximum(own, 0) if len(groups) == 1 else free
+            passed, steps = self.sides.reading.least(island.gpu, models)
+            share = np.where(gpus > 0, 1 / np.maximum(gpus, 1), inf)
+            reads.append(passed * share)
+            learns.append(steps * share if steps else 0.0)
+        return ((reduce(np.minimum, reads), reduce(np.minimum, learns)),)
 
-    def _decoding(self, split: Split, train: float, apart: tuple[tuple[float, float], ...]) -> float:
-        """By all generators that there are."""
-        steady, least, others = self.sides.decoding.least(split.islands[1], split.generator)
-        return self._period(split, Times(train, steady, least * SAFE, 0.0, 0.0, apart, others, self._wait))
+    def _period(self, generator: Island, shared: bool, train: Seconds, apart: Apart, gpus: Seconds) -> Seconds:
+        """By the fastest of all generators that there are on so many GPUs, or on fewer of their own."""
+        fastest = self.sides.decoding.fastest(generator, shared=shared)
+        place = np.searchsorted(generator.counts, gpus, "right") - 1
+        sync = fastest.share[place] * SAFE / _rate(generator, shared)
+        times = Times(
+            train, fastest.steady[place], fastest.rollout[place], sync, 0.0, apart, fastest.others[place], self._wait
+        )
+        return np.where(place >= 0, self._least(times, shared), inf)
 
-    def _loose(self, split: Split, train: float, apart: tuple[tuple[float, float], ...]) -> float:
-        """Whatever the generator is."""
-        work, longest, others = self.sides.decoding.total_least(split.islands[1])
-        share = work / split.generator * SAFE
-        rollout, others = max(share, longest * SAFE), others / split.generator * SAFE
-        return self._period(split, Times(train, share, rollout, 0.0, 0.0, apart, others, self._wait))
+    def _sync(self, split: Split, share: Seconds, part: Seconds) -> Seconds:
+        """Every rank of a generator gets its share of the weights, and the trainer's ranks, of which there are 1 / part
+        for each of a replica's, send them to one replica at the least."""
+        trainer, generator = split.islands
+        into, out = _rate(generator, split.shared), _rate(trainer, split.shared)
+        return share * np.maximum(1 / into, part / out) * SAFE
+
+    def _least(self, times: Times, shared: bool) -> Seconds:
+        return least_period(self.roles, times, self.sides.lag, self.sides.work.prompts, shared=shared)
 
     @cached_property
     def _wait(self) -> float:
         """Seconds in which an environment answers all turns."""
         return self.roles.turns * self.sides.work.environment_s if self.roles.environment else 0.0
 
-    def _period(self, split: Split, times: Times) -> float:
-        prompts = self.sides.work.prompts
-        return least_period(self.roles, times, self.sides.lag, prompts, shared=split.shared)
 
-    def _sync(self, pair: Pair) -> float:
-        """Every rank of a generator gets its share of the weights, and the trainer's ranks send all of them."""
-        (trainer, generator), decode, together = pair.split.islands, pair.decode, pair.split.shared
-        mesh = decode.generator.mesh
-        share = self.sides.work.shape.parameters * BYTES[decode.generator.precision] / (mesh.tp * mesh.pp) * SAFE
-        sent = share * decode.gpus / pair.train.trainer.mesh.ranks
-        out = sent / (trainer.gpu.nvlink if together else trainer.gpu.nic)
-        return max(out, share / (generator.gpu.nvlink if together else generator.gpu.nic))
+def _rate(island: Island, shared: bool) -> float:
+    """Bytes per second of a rank's weights."""
+    return island.gpu.nvlink if shared else island.gpu.nic
 
 
-def _seconds_of(readings: Sequence[Training]) -> tuple[tuple[float, float], ...]:
+def _seconds_of(readings: Sequence[Training]) -> Apart:
     """Seconds of passes and of steps of models that have GPUs of their own."""
     return tuple((each.reads.seconds, each.learns.seconds) for each in readings)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 _NORMAL = NormalDist()
 WIDEST = 5.0
 """The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses."""
@@ -49,7 +51,7 @@ class Lognormal:
     def take(self, count: int) -> IntArray:
         return _mixed(self.at((np.arange(count) + 0.5) / count))
 
-    def at(self, shares: NDArray[np.float64]) -> IntArray:
+    def at(self, shares: FloatArray) -> IntArray:
         """The quantiles of shares between 0 and 1."""
         normal = np.array([_NORMAL.inv_cdf(share) for share in shares.tolist()])
         lengths = np.exp(self.location + self.sigma * normal)
@@ -78,7 +80,7 @@ class Listed:
     def take(self, count: int) -> IntArray:
         return _mixed(self.at((np.arange(count) + 0.5) / count))
 
-    def at(self, shares: NDArray[np.float64]) -> IntArray:
+    def at(self, shares: FloatArray) -> IntArray:
         """The quantiles of shares between 0 and 1."""
         return self._sorted[(shares * len(self.lengths)).astype(np.int64)]
 
@@ -128,7 +130,7 @@ def read_lengths(path: Path, longest: int | None = None) -> Listed:
     return Listed(tuple(min(int(line), longest or int(line)) for _, line in numbered))
 
 
-def draws(first: int, count: int, seed: int = 0) -> NDArray[np.float64]:
+def draws(first: int, count: int, seed: int = 0) -> FloatArray:
     """[count]: numbers between 0 and 1, each keyed by `seed` and its place from `first` on alone."""
     places = np.arange(first, first + count, dtype=np.uint64) + (np.uint64(seed) << np.uint64(40))
     return ((_hash(places) >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53

@@ -8,8 +8,14 @@ rank has after an all-gather, before a reduce-scatter, before and after an all-r
 """
 
 from math import ceil, log2
+from typing import TypeVar
+
+import numpy as np
 
 from penstock.runtime.plan.gpus import Gpu
+from penstock.runtime.plan.lengths import FloatArray
+
+Seconds = TypeVar("Seconds", float, FloatArray)
 
 
 def _within(gpu: Gpu, ranks: int, stride: int) -> int:
@@ -23,22 +29,23 @@ def bandwidth(gpu: Gpu, ranks: int, stride: int = 1) -> float:
     return gpu.nvlink if inside == ranks else min(gpu.nvlink, inside * gpu.nic)
 
 
-def gather_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+def gather_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
     """Seconds of an all-gather or a reduce-scatter: (n - 1) / n · S / B, and a hop for each domain."""
     if ranks == 1:
-        return 0.0
+        return nbytes * 0.0
     hops = ceil(ranks / _within(gpu, ranks, stride))
     return (ranks - 1) / ranks * nbytes / bandwidth(gpu, ranks, stride) + hops * gpu.latency_s
 
 
-def reduce_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
     """Seconds of an all-reduce: a reduce-scatter and an all-gather, or through a tree if that is faster (few bytes)."""
     if ranks == 1:
-        return 0.0
+        return nbytes * 0.0
     inside = _within(gpu, ranks, stride)
     domains = ceil(ranks / inside)
     tree = 2 * nbytes / bandwidth(gpu, ranks, stride) + 2 * (1 + ceil(log2(domains))) * gpu.latency_s
-    return min(2 * gather_s(gpu, nbytes, ranks, stride), tree)
+    ring = 2 * gather_s(gpu, nbytes, ranks, stride)
+    return np.minimum(ring, tree) if isinstance(ring, np.ndarray) else min(ring, tree)
 
 
 def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -52,6 +59,6 @@ def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
     return max(stays, leaves) + gpu.latency_s * (1 + (inside < ranks))
 
 
-def send_s(gpu: Gpu, nbytes: float, stride: int) -> float:
+def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
     """Seconds from one GPU to another that is `stride` further."""
     return nbytes / (gpu.nvlink if stride < gpu.nvlink_gpus else gpu.nic) + gpu.latency_s

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.decoders import Decoders
 from penstock.runtime.plan.found import Split, tie
-from penstock.runtime.plan.islands import Island
+from penstock.runtime.plan.lengths import FloatArray, IntArray
 from penstock.runtime.plan.syncing import switch_cost
 from penstock.runtime.plan.ways import Generating, Training
 
@@ -13,53 +14,81 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Row:
-    """Splits that differ in the generator's GPUs: the `index`th size of its island, and all smaller ones. `apart` are
-    groups of pools that are to have GPUs of their own, still to be chosen."""
-
-    trainer: Island
-    gpus: int
-    generator: Island
-    index: int
-    apart: Groups = ()
-
-    @property
-    def split(self) -> Split:
-        return Split(False, (self.trainer, self.generator), self.gpus, self.generator.sizes[self.index])
-
-
-@dataclass(frozen=True)
 class Room:
-    """A split of which no layout is decided. `apart` are groups of pools that are to have GPUs of their own, too.
-    `decoded`: its bound is by the generators that there are on so many GPUs."""
+    """GPUs of the trainer, and of some groups of pools: `apart` are those that are to have GPUs of their own, too. The
+    generator's may be undecided."""
 
     split: Split
     apart: Groups = ()
-    decoded: bool = False
+
+    @property
+    def alone(self) -> Split | None:
+        """The split of all plans that follow, if they have one."""
+        return None if self.apart else self.split.decided
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A split with a trainer, the `index`th of its list."""
+    """GPUs of all but the generator, and with them a trainer, the `index`th of its list."""
 
     split: Split
     readings: tuple[Training, ...]
     train: Training
     index: int = 0
 
+    @property
+    def alone(self) -> Split | None:
+        return self.split.decided
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A trainer with each of some generators: those of `decoders` whose numbers are in `order`, by their bounds.
+    `learnt` is how much was known of their rollouts. `offloads`: the trainer's moments are on the host while they
+    decode."""
+
+    trained: Trained
+    decoders: Decoders
+    order: IntArray
+    bounds: FloatArray
+    learnt: int
+    offloads: bool = False
+
+    @property
+    def alone(self) -> Split | None:
+        return self.trained.alone
+
+    @property
+    def first(self) -> int:
+        """The number of the most promising generator."""
+        return int(self.order[0])
+
+    @property
+    def tie(self) -> tuple[int, ...]:
+        """As `found.tie` has it."""
+        block, split = self.decoders.block, self.trained.split
+        return int(block.narrow[self.first]), split.with_generator(int(block.gpus[self.first])).gpus
+
+    @property
+    def switch(self) -> Cost:
+        return moved(self.trained.split, self.trained.train, self.offloads)
+
 
 @dataclass(frozen=True)
 class Pair:
-    """All but the sync, and the rollout while it is None. With GPUs of its own the trainer is the `index`th of its
-    list, and the others follow."""
+    """All but the sync. With GPUs of its own the trainer is the `index`th of its list, and the others follow."""
 
     split: Split
     readings: tuple[Training, ...]
     train: Training
     decode: Generating
-    rollout_s: float | None = None
+    rollout_s: float
     index: int = 0
     offloads: bool = False
+
+    @property
+    def alone(self) -> Split:
+        return self.split
 
     @property
     def tie(self) -> tuple[int, ...]:
@@ -67,7 +96,14 @@ class Pair:
 
     @property
     def switch(self) -> Cost:
-        """The trainer's moments to the host and back."""
-        parts = self.train.memory.parts
-        moments = parts["moments"] + parts.get("critic moments", 0.0) if self.offloads else 0.0
-        return switch_cost(self.split.islands[0].gpu, moments, moments)
+        return moved(self.split, self.train, self.offloads)
+
+
+Part = Room | Trained | Ways | Pair
+
+
+def moved(split: Split, train: Training, offloads: bool) -> Cost:
+    """A trainer's moments to the host and back, if they leave."""
+    parts = train.memory.parts
+    moments = parts["moments"] + parts.get("critic moments", 0.0) if offloads else 0.0
+    return switch_cost(split.islands[0].gpu, moments, moments)

@@ -13,9 +13,16 @@ another one by an update's steps, t seconds or more, so that of each the share 1
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
 
 from penstock.graph.passes import Bound
 from penstock.runtime.plan.roles import Roles
+
+Seconds = Any
+"""A number, or an array of them: of as many plans at once."""
 
 
 @dataclass(frozen=True)
@@ -27,36 +34,35 @@ class Times:
     batch in work beside one adds to its rollout, if it is there from start to end.
     """
 
-    train: float
-    steady: float
-    rollout: float
-    sync: float = 0.0
-    switch: float = 0.0
-    apart: tuple[tuple[float, float], ...] = ()
-    others: float = 0.0
-    wait: float = 0.0
+    train: Seconds
+    steady: Seconds
+    rollout: Seconds
+    sync: Seconds = 0.0
+    switch: Seconds = 0.0
+    apart: tuple[tuple[Seconds, Seconds], ...] = ()
+    others: Seconds = 0.0
+    wait: Seconds = 0.0
 
     @property
-    def read(self) -> float:
+    def read(self) -> Seconds:
         """Passes follow the rollout, those of several groups beside each other."""
-        return max((read for read, _ in self.apart), default=0.0)
+        return reduce(np.maximum, (read for read, _ in self.apart), 0.0)
 
     @property
-    def learn(self) -> float:
-        return max((learn for _, learn in self.apart), default=0.0)
+    def learn(self) -> Seconds:
+        return reduce(np.maximum, (learn for _, learn in self.apart), 0.0)
 
 
 def bounds(
     roles: Roles, times: Times, lag: int, prompts: int, pools: Sequence[Sequence[str]] = (), *, shared: bool
 ) -> tuple[Bound, ...]:
     """All that bounds the period, the largest first. `pools` are those of each group that is apart."""
-    total = _around(roles, times, prompts)
+    total = float(_around(roles, times, prompts))
     if shared:
-        return (
-            Bound(total + times.train + times.learn, pool=f"{roles.trainer} and {roles.generator}, which share GPUs"),
-        )
+        seconds = float(total + times.train + times.learn)
+        return (Bound(seconds, pool=f"{roles.trainer} and {roles.generator}, which share GPUs"),)
     found = [
-        Bound((total + _trained(times, lag)) / (1 + lag), roles.cycle, 1 + lag),
+        Bound(float(total + _trained(times, lag)) / (1 + lag), roles.cycle, 1 + lag),
         Bound(times.train, pool=roles.trainer),
         Bound(times.steady, pool=roles.generator),
         Bound(times.sync, roles.cycle[1:2]),
@@ -68,17 +74,17 @@ def bounds(
 
 def period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
     """That of `bounds`."""
-    return _largest(roles, times, lag, prompts, _trained(times, lag), shared)
+    return float(_largest(roles, times, lag, prompts, _trained(times, lag), shared))
 
 
-def least_period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
+def least_period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> Seconds:
     """What the period does not go below whichever of the times are longer than given. It grows with each of them but
     for the steps: slower ones may keep batches apart."""
-    if shared or not times.others or not times.rollout:
-        return period(roles, times, lag, prompts, shared=shared)
+    if shared:
+        return _largest(roles, times, lag, prompts, 0.0, shared)
     # Linear in the steps until they take as long as the rollout: the least is at an end.
-    slowest = _trained(replace(times, train=max(times.train, times.rollout)), lag)
-    return _largest(roles, times, lag, prompts, min(_trained(times, lag), slowest), shared)
+    slowest = _trained(replace(times, train=np.maximum(times.train, times.rollout)), lag)
+    return _largest(roles, times, lag, prompts, np.minimum(_trained(times, lag), slowest), shared)
 
 
 def alone_s(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
@@ -86,27 +92,28 @@ def alone_s(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool)
     return period(roles, replace(times, others=0.0), lag, prompts, shared=shared)
 
 
-def _around(roles: Roles, times: Times, prompts: int) -> float:
+def _around(roles: Roles, times: Times, prompts: int) -> Seconds:
     """Seconds from one version to the next one but for the steps and other batches."""
     generates = times.rollout
-    read = times.read if times.apart else 0.0
-    if read and roles.reads_groups:
-        generates = max(times.rollout, read) + read / prompts
-    else:
-        generates += read
+    if times.apart and roles.reads_groups:
+        generates = np.maximum(times.rollout, times.read) + times.read / prompts
+    elif times.apart:
+        generates = generates + times.read
     return times.sync + times.switch + times.wait + generates
 
 
-def _trained(times: Times, lag: int) -> float:
+def _trained(times: Times, lag: int) -> Seconds:
     """The steps, and what the other batches in work add to a rollout."""
-    if not times.others or not times.rollout:
-        return times.train
-    return times.train + lag * times.others * max(0.0, 1 - times.train / times.rollout)
+    some = times.rollout > 0
+    overlap = np.maximum(0.0, 1 - times.train / np.where(some, times.rollout, 1.0))
+    return times.train + lag * times.others * some * overlap
 
 
-def _largest(roles: Roles, times: Times, lag: int, prompts: int, trained: float, shared: bool) -> float:
+def _largest(roles: Roles, times: Times, lag: int, prompts: int, trained: Seconds, shared: bool) -> Seconds:
     total = _around(roles, times, prompts)
     if shared:
         return total + times.train + times.learn
-    most = max((total + trained) / (1 + lag), times.train, times.steady, times.sync)
-    return max(most, *(read + learn for read, learn in times.apart)) if times.apart else most
+    most = np.maximum(np.maximum((total + trained) / (1 + lag), times.train), np.maximum(times.steady, times.sync))
+    for read, learn in times.apart:
+        most = np.maximum(most, read + learn)
+    return most

@@ -8,26 +8,25 @@ of which only the last one is kept. Which groups are dropped, and what takes the
 import heapq
 from collections import deque
 
-from penstock.runtime.plan.decoding import Generator, Slots
+from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.slots import Slots
 from penstock.runtime.plan.workload import Workload
 
-Lines = dict[int, tuple[float, float]]
 
-
-def rollout_s(work: Workload, generator: Generator, replicas: int, lines: Lines) -> float:
-    """Seconds of a batch by itself, simulated over its lengths, the tail included. `lines` is what `Slots` keeps."""
+def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
+    """Seconds of a batch by itself, simulated over its lengths, the tail included."""
     if work.kept < 1:
-        return _Refilling(work, generator, replicas, lines).run()
-    return generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas, lines).seconds
+        return _Refilling(work, generator, replicas).run()
+    return generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas).seconds
 
 
 class _Refilling:
     """Replicas by the time of their next event, each with rows that wait in line for its slots. Deterministic."""
 
-    def __init__(self, work: Workload, generator: Generator, replicas: int, lines: Lines) -> None:
+    def __init__(self, work: Workload, generator: Generator, replicas: int) -> None:
         self.work, self.lengths = work, work.response_tokens.tolist()
         self.prefill_s = generator.prefill_s(work.prompt_tokens, work.prompt_tokens**2)
-        self.replicas = [Slots(generator, lines) for _ in range(replicas)]
+        self.replicas = [Slots(generator.slots, generator.lines) for _ in range(replicas)]
         self.waiting: list[deque[int]] = [deque() for _ in range(replicas)]
         self.left = [work.rows] * work.drawn
         self.events: list[tuple[float, int]] = []

@@ -28,7 +28,7 @@ def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
         if pool == roles.generator:
             known = any(sides.decoding.bases(island) for island in islands)
         else:
-            known = any(True for i in islands if ranks in i.sizes for _ in sides.training.candidates(i, ranks, axes))
+            known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates.on(i, ranks, axes))
         if not known:
             needed = "whole hosts or a divisor of one, tp within a host, and heads and layers that it divides"
             raise AskedError(f"{given} for {sides.work.shape.name}, needed {needed}")
@@ -44,7 +44,7 @@ def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
     if lines:
         return PlanError("\n".join((head, *lines)))
     trains = [n for i in islands for n in i.sizes if sides.training.trainers(i, n, Models(0))]
-    decodes = [n for i in islands for n in i.sizes if sides.decoding.generators(i, n)]
+    decodes = [n for i in islands for n in i.sizes if n in sides.decoding.own(i).block.gpus]
     if not (trains and decodes):
         return PlanError(f"{head}: given layouts that fit, needed pools of {sides.work.responses} replicas at most")
     needed = f"{min(trains)} GPUs for {roles.trainer} and {min(decodes)} for {roles.generator}"
@@ -54,8 +54,8 @@ def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
 def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
     """Of the layout that needs least memory; None if it fits."""
     sizes = [(i, n) for i in islands for n in ((i.gpus,) if sides.pins.trainer is None else i.sizes)]
-    pin, side = sides.pins.trainer, sides.training
-    found = [trainer for island, gpus in sizes for trainer in side.candidates(island, gpus, pin)]
+    pin, made = sides.pins.trainer, sides.candidates
+    found = [trainer for island, gpus in sizes for trainer in made.on(island, gpus, pin)]
     if not found:
         raise PlanError(f"{roles.trainer}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
     least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)

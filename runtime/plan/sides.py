@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.graph.sharding import Axes
+from penstock.runtime.plan.candidates import Candidates
 from penstock.runtime.plan.decoding_side import DecodingSide
+from penstock.runtime.plan.reading_side import ReadingSide
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.training_side import TrainingSide
 from penstock.runtime.plan.workload import Workload
@@ -33,8 +35,16 @@ class Sides:
     models: Models = field(default_factory=Models)
 
     @cached_property
+    def candidates(self) -> Candidates:
+        return Candidates(self.work)
+
+    @cached_property
     def training(self) -> TrainingSide:
-        return TrainingSide(self.work, self.models, self.pins.trainer)
+        return TrainingSide(self.candidates, self.models, self.pins.trainer)
+
+    @cached_property
+    def reading(self) -> ReadingSide:
+        return ReadingSide(self.candidates)
 
     @cached_property
     def decoding(self) -> DecodingSide:

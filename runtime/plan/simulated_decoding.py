@@ -1,6 +1,6 @@
 """A generator's replica on the virtual clock, row by row. Pure.
 
-The model is `decoding.Slots`, as in the planner: a replica decodes up to `slots` rows at once, a step costs what its
+The model is `slots.Slots`, as in the planner: a replica decodes up to `slots` rows at once, a step costs what its
 rows and their contexts do, and a row keeps its slot until its response ends. A group's rows wait in line for slots, in
 the order in which groups came to the replica; the first one to get a slot brings the prompt. What comes in the middle
 of a step begins after it. The group is done when its longest response is. So the seconds of a group depend on what
@@ -21,8 +21,9 @@ from types import MappingProxyType
 import numpy as np
 
 from penstock.graph.ir import Firing
-from penstock.runtime.plan.decoding import Generator, Slots
+from penstock.runtime.plan.decoding import Generator
 from penstock.runtime.plan.lengths import IntArray, draws
+from penstock.runtime.plan.slots import Slots
 from penstock.runtime.plan.workload import Workload
 from penstock.runtime.schedule.durations import Spans
 from penstock.runtime.schedule.verdicts import Verdicts
@@ -114,10 +115,9 @@ class Decoding:
     generator: Generator
     responses: Responses
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    _lines: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def engine(self) -> "Replica":
-        return Replica(self.generator, self.responses, self._lines, self.rows)
+        return Replica(self.generator, self.responses, self.rows)
 
 
 class Replica:
@@ -128,13 +128,12 @@ class Replica:
         self,
         generator: Generator,
         responses: Responses,
-        lines: dict[int, tuple[float, float]],
         rows: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         self.responses, self._shares = responses, rows
         self.prompt = responses.work.prompt_tokens
         self.prefill_s = generator.prefill_s(self.prompt, self.prompt**2)
-        self.slots = Slots(generator, lines)
+        self.slots = Slots(generator.slots, generator.lines)
         self._waiting: deque[tuple[Firing, int, int, float]] = deque()
         self._left: dict[Firing, int] = {}
         self._rows: list[Firing] = []

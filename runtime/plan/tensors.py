@@ -4,6 +4,8 @@ The same tables as those of the models that run (a test compares them), for any 
 tensor per matrix, dealt out by expert.
 """
 
+from functools import lru_cache
+
 from penstock.graph.sharding import Rule
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.shape import Shape
@@ -92,6 +94,7 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@lru_cache(maxsize=64)
 def layout(shape: Shape, mesh: Parallel, dtype: str, replicas: int = 1, hosts: tuple[str, ...] = ()) -> Layout:
     """On `replicas` copies of a mesh. The context's axis shards as FSDP's does; matrices are of `dtype`, norms bf16."""
     sizes = (("replica", replicas), ("pp", mesh.pp), ("dp", mesh.dp), ("fsdp", mesh.fsdp * mesh.cp), ("tp", mesh.tp))

@@ -101,6 +101,13 @@ class Trainer:
         alone = self._alone(tokens, squares, backward=False)
         return self._piped(self._micro(alone, tokens, backward=False), micro)
 
+    def least(self, part: Packed, *, backward: bool) -> float:
+        """Seconds that a step on this part, or a pass over it, does not go below however weights are sharded."""
+        micro, tokens, squares = self._shared_out(part)
+        one = sum(self._computing(tokens, squares, backward).values())
+        one += self._tensor_s(tokens, self._times(backward))
+        return one * (micro + (self.mesh.pp - 1) / self.chunks)
+
     def followed(self) -> Cost:
         """Seconds in which a copy that is cut like the weights takes in what they have become."""
         shape, mesh = self.shape, self.mesh
@@ -126,8 +133,7 @@ class Trainer:
     def _alone(self, tokens: float, squares: float, *, backward: bool) -> Cost:
         """Seconds of one micro-batch on one stage, forward and, if asked for, backward and recomputed, but for what
         travels beside it."""
-        gpu, mesh = self.gpu, self.mesh
-        times = 2 + (2 + 2 * self.recompute if backward else 0)
+        gpu, mesh, times = self.gpu, self.mesh, self._times(backward)
         parts = self._computing(tokens, squares, backward)
         hop = send_s(gpu, tokens * self.shape.hidden * 2 / mesh.cp, mesh.stage) if mesh.pp > 1 else 0.0
         parts |= {
@@ -193,6 +199,10 @@ class Trainer:
         times = (2 if self.frozen else 3) if backward else 1
         layers = ceil(self.shape.layers / mesh.pp)
         return times * layers * gather_s(self.gpu, nbytes / layers, shards, mesh.tp)
+
+    def _times(self, backward: bool) -> float:
+        """How often each layer's activations travel."""
+        return 2 + (2 + 2 * self.recompute if backward else 0)
 
     def _tensor_s(self, tokens: float, times: float) -> float:
         """`times` all-reduces of the activations for each layer (Shoeybi et al., 2019, section 3)."""

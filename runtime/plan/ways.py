@@ -29,7 +29,8 @@ class Training:
 @dataclass(frozen=True)
 class Generating:
     """A way to decode on `replicas` copies of a mesh. Seconds of a batch: `steady` with slots that never run dry,
-    `least`, a lower bound of a batch by itself, and `others`, what it adds to another one that is decoded beside it."""
+    `least`, a lower bound of a batch by itself, and `others`, what it adds to another one that is decoded beside it.
+    On one kind of hosts those with the same `alike` take the same for a batch by itself."""
 
     generator: Generator
     replicas: int
@@ -37,6 +38,7 @@ class Generating:
     steady: float
     least: float
     others: float
+    alike: int
 
     @property
     def gpus(self) -> int:

@@ -5,6 +5,8 @@ attention: 2 · L · s² · d per sequence of s tokens and width d of all heads,
 appendix, with the causal half left out). Backward: twice the forward; without gradients of weights, once.
 """
 
+from typing import Any
+
 from penstock.runtime.plan.shape import Shape
 
 
@@ -54,6 +56,7 @@ def weights_per_rank(shape: Shape, tp: int, pp: int, ep: int = 1, fsdp: int = 1)
     return (shape.dense_parameters / spread + shape.expert_parameters / max(ep, spread)) / pp
 
 
-def touched(shape: Shape, tokens: float) -> float:
-    """The expected share of the experts that `tokens` tokens use between them, routed evenly: 1 - (1 - k/E)^n."""
+def touched(shape: Shape, tokens: Any) -> Any:
+    """The expected share of the experts that `tokens` tokens (a number, or an array of them) use between them, routed
+    evenly: 1 - (1 - k/E)^n."""
     return 1.0 - (1.0 - shape.active / shape.experts) ** tokens if shape.experts else 0.0

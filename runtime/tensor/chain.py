@@ -33,8 +33,15 @@ def chain(plan: Plan, replicas: int) -> tuple[Link, ...]:
     if replicas < 1:
         raise ValueError(f"given {replicas} replicas, needed at least 1")
     out, into = max(plan.bytes_out, default=0), max(plan.bytes_in, default=0)
-    heads = max(1, min(replicas, int(SLACK * into / out))) if out else replicas
+    heads = num_heads(out, into, replicas)
     return tuple(Link(None if k < heads else k - heads, k) for k in range(replicas))
+
+
+def num_heads(out: int, into: int, replicas: int) -> int:
+    """How many replicas the trainers feed, if the busiest of them sends `out` bytes to each, and a replica's busiest
+    rank receives `into`.
+    """
+    return max(1, min(replicas, int(SLACK * into / out))) if out else replicas
 
 
 def forwards(held: Mapping[str, Box], rank: int) -> tuple[Copy, ...]:

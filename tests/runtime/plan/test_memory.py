@@ -11,7 +11,11 @@ from penstock.runtime.plan.memory import RESERVED, generator_memory, slots_that_
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.shape import SHAPES
 from penstock.runtime.plan.syncing import scoring_s, switch_cost, sync_cost, traffic
+from penstock.runtime.plan.tensors import layout
 from penstock.runtime.plan.training import Trainer
+from penstock.runtime.tensor.chain import chain
+from penstock.runtime.tensor.plan import BUCKET
+from penstock.runtime.tensor.reshard import reshard
 
 H100 = GPUS["H100"]
 TRAINER = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8))
@@ -97,17 +101,31 @@ def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
 def test_a_sync_moves_what_its_plan_says() -> None:
     """Each of 8 generators receives all weights; each of 8 trainers sends its eighth to each of them."""
     shape = SHAPES["llama-8b"]
-    moved = traffic(shape, Parallel(fsdp=8), Parallel(), 8, "bf16")
+    moved = traffic(shape, Parallel(fsdp=8), Parallel(), "bf16")
     assert moved.received == 2 * shape.parameters
-    assert moved.sent == pytest.approx(2 * shape.parameters, rel=0.01)
-    assert traffic(shape, Parallel(fsdp=8), Parallel(), 8, "fp8").received < moved.received * 0.51
-    assert sync_cost(moved, H100, H100).seconds == pytest.approx(moved.received / 40e9, rel=0.02)
-    assert sync_cost(moved, H100, H100, together=True).seconds < sync_cost(moved, H100, H100).seconds
+    assert 8 * moved.sent == pytest.approx(2 * shape.parameters, rel=0.01)
+    assert traffic(shape, Parallel(fsdp=8), Parallel(), "fp8").received < moved.received * 0.51
+    assert sync_cost(moved, 8, H100, H100).seconds == pytest.approx(moved.received / 40e9, rel=0.02)
+    assert sync_cost(moved, 8, H100, H100, together=True).seconds < sync_cost(moved, 8, H100, H100).seconds
+
+
+@pytest.mark.parametrize(("trainers", "heads"), [(8, 8), (4, 4), (1, 1)])
+def test_few_trainers_feed_chains_of_many_replicas_as_a_run_does(trainers: int, heads: int) -> None:
+    shape = SHAPES["llama-8b"]
+    moved = traffic(shape, Parallel(fsdp=trainers), Parallel(), "bf16")
+    plan = reshard(layout(shape, Parallel(fsdp=trainers), "bfloat16"), layout(shape, Parallel(), "bfloat16"))
+    links = chain(plan, 8)
+    assert sum(link.source is None for link in links) == heads
+    direct, chained = (sync_cost(moved, 8, H100, H100, chained=chained).parts for chained in (False, True))
+    assert direct["wire"] == pytest.approx(8 / heads * moved.received / 40e9, rel=0.01)
+    assert chained["wire"] == pytest.approx(moved.received / 40e9, rel=0.01)
+    assert ("chain" in chained) == (heads < 8)
+    assert chained.get("chain", 0.0) == pytest.approx((8 // heads - 1) * (BUCKET / 40e9 + H100.latency_s))
 
 
 def test_a_mixture_over_stages_can_be_synced() -> None:
     shape = SHAPES["deepseek-v3"]
-    moved = traffic(shape, Parallel(fsdp=4, pp=4), Parallel(tp=16), 1, "bf16")
+    moved = traffic(shape, Parallel(fsdp=4, pp=4), Parallel(tp=16), "bf16")
     assert moved.received >= 2 * shape.parameters / 16
 
 

@@ -99,13 +99,13 @@ def test_a_dropped_group_is_replaced_only_once_it_is_done() -> None:
     """With slots for all, a batch takes as long as the longest chain of groups at the least."""
     work = _work(_roles("dapo"), 32)
     generator = Generator(SHAPE, GPUS["H100"], Parallel(), 512)
-    seconds = rollout_s(work, generator, 1, {})
+    seconds = rollout_s(work, generator, 1)
     at_once = generator.rollout(work.response_tokens, work.prompt_tokens, work.rows).seconds
     assert len(work.replacements) == work.drawn - work.prompts
     assert all(later > dropped for dropped, later in work.replacements.items())
     assert work.longest > work.response_tokens.max()
     assert seconds > max(at_once, work.longest * generator.step(1, 0).seconds)
-    assert rollout_s(replace(work, kept=1.0), generator, 1, {}) < at_once
+    assert rollout_s(replace(work, kept=1.0), generator, 1) < at_once
 
 
 @pytest.mark.parametrize("name", ["aipo", "remax", "replay"])
@@ -113,7 +113,7 @@ def test_at_lag_0_with_the_planners_lengths_the_period_is_its_sum(name: str) -> 
     graph = trace(load(name), {"lag": 0})
     found = _planned(name, lag=0).costed
     found = replace(found, replicas=1, generator=replace(found.generator, slots=64))
-    work, work_s = found.work, rollout_s(found.work, found.generator, 1, {})
+    work, work_s = found.work, rollout_s(found.work, found.generator, 1)
     steps = found.trainer.update(work.sequence_tokens, work.epochs, work.minibatches).seconds
     result = Scene(graph, found, seed=None).run(8).result
     moved = found.leaves_s + found.returns_s + found.sync_s

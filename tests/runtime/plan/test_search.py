@@ -16,12 +16,16 @@ from penstock.graph.passes import period_bound
 from penstock.runtime.plan import search
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.cost import Cost
+from penstock.runtime.plan.decoding_side import OWN, SHARED
 from penstock.runtime.plan.found import Apart, Split
+from penstock.runtime.plan.frontier import Frontier
 from penstock.runtime.plan.gpus import GPUS
 from penstock.runtime.plan.islands import Island, islands
 from penstock.runtime.plan.layouts import slot_counts, trainer_meshes
+from penstock.runtime.plan.least import Least
 from penstock.runtime.plan.lengths import Lognormal
 from penstock.runtime.plan.memory import Memory, beside_memory, trainer_memory
+from penstock.runtime.plan.opener import Opener
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.period import Times, alone_s, bounds, least_period, period
 from penstock.runtime.plan.planner import plan
@@ -58,9 +62,10 @@ def _everything(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterat
         ]
         for apart, (decode, moved) in product(product(*groups), _decoders(sides, split, train)):
             t, g = split.islands
-            sync = _sync(train, decode, t, g, together=split.shared)
+            sync = _sync(train, decode, split)
             switch = switch_cost(t.gpu, moved, moved).seconds
-            times = Times(train.seconds, decode.steady, sides.decoding.rollout(decode), sync, switch, apart, wait=wait)
+            rollout_s = sides.decoding.rollout(g, decode)
+            times = Times(train.seconds, decode.steady, rollout_s, sync, switch, apart, wait=wait)
             times = times if split.shared else replace(times, others=decode.others)
             yield pools, period(roles, times, sides.lag, sides.work.prompts, shared=split.shared)
 
@@ -87,7 +92,7 @@ def _trained(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterator[
 def _alone(sides: Sides, models: Models, own: Apart) -> list[Training]:
     """All layouts of models on GPUs of their own."""
     found = []
-    for trainer in sides.training.candidates(own.island, own.gpus):
+    for trainer in sides.candidates.on(own.island, own.gpus):
         passing = trainer if models.critics else replace(trainer, frozen=True, offload=True)
         others = Models(models.frozen, models.critics - 1) if models.critics else Models(models.frozen - 1)
         memory = trainer_memory(passing) + beside_memory(passing, others)
@@ -103,19 +108,21 @@ def _decoders(sides: Sides, split: Split, train: Training) -> Iterator[tuple[Gen
     """Every generator, and the bytes of moments that lie on the host while it decodes."""
     island, gpus = split.islands[1], split.generator
     if not split.shared:
-        yield from ((decode, 0.0) for decode in sides.decoding.generators(island, gpus))
+        yield from ((decode, 0.0) for decode in sides.decoding.ways(island, gpus, OWN, None))
         return
     parts = train.memory.parts
     stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies") if p in parts}
     moments = parts["moments"] + parts.get("critic moments", 0.0)
     for beside, moved in ((train.memory, 0.0), (Memory(stays), moments)):
-        yield from ((decode, moved) for decode in sides.decoding.decoders(island, gpus, 1, beside))
+        yield from ((decode, moved) for decode in sides.decoding.ways(island, gpus, SHARED, beside))
 
 
-def _sync(train, decode, t: Island, g: Island, *, together: bool) -> float:  # type: ignore[no-untyped-def]
-    generator = decode.generator
-    moved = traffic(generator.shape, train.trainer.mesh, generator.mesh, decode.replicas, generator.precision)
-    return sync_cost(moved, t.gpu, g.gpu, together=together).seconds
+def _sync(train: Training, decode: Generating, split: Split) -> float:
+    generator, (t, g), hosts = decode.generator, split.islands, split.hosts()
+    assert hosts is not None
+    moved = traffic(generator.shape, train.trainer.mesh, generator.mesh, generator.precision)
+    crosses = len({*hosts[0], *hosts[1]}) > 1
+    return sync_cost(moved, decode.replicas, t.gpu, g.gpu, together=split.shared, chained=crosses).seconds
 
 
 @pytest.mark.parametrize(
@@ -169,14 +176,18 @@ def test_a_mesh_of_a_model_beside_the_policy_gives_it_gpus_of_its_own() -> None:
 
 def test_every_lower_bound_is_below_what_it_bounds() -> None:
     sides, (island,) = Sides(_work(), 1), islands(read_cluster("1x8xH100"))
-    for gpus in island.sizes:
-        work, longest, others = sides.decoding.total_least(island)
-        least = sides.training.train_least(island.gpu, Models(0)) / gpus * (1 - 1e-9)
-        assert all(train.seconds >= least for train in sides.training.trainers(island, gpus, Models(0)))
-        for decode in sides.decoding.generators(island, gpus):
-            assert decode.others >= others / gpus * (1 - 1e-9)
-            assert decode.steady >= work / gpus * (1 - 1e-9)
-            assert sides.decoding.rollout(decode) >= max(decode.least, work / gpus, longest) * (1 - 1e-9)
+    own, shared = (sides.decoding.fastest(island, shared=shared) for shared in (False, True))
+    loose = sides.training.fastest(island, Models(0)).copy()
+    for place, gpus in enumerate(island.sizes):
+        trains = [train.seconds for train in sides.training.trainers(island, gpus, Models(0))]
+        assert min(trains) == sides.training.fastest(island, Models(0))[place] >= loose[place]
+        for fastest, arenas in ((own, OWN), (shared, SHARED)):
+            for decode in sides.decoding.ways(island, gpus, arenas, None):
+                assert decode.others >= fastest.others[place]
+                assert decode.steady >= fastest.steady[place]
+                assert decode.generator.bytes_each >= fastest.share[place]
+                rollout_s = sides.decoding.rollout(island, decode)
+                assert rollout_s >= max(decode.least * (1 - 1e-9), fastest.rollout[place])
 
 
 def test_two_searches_give_the_same_plan() -> None:
@@ -213,8 +224,9 @@ def test_a_search_begins_without_a_look_at_each_split() -> None:
     """There are 130,000 pairs of sizes on 4,096 GPUs: their number must not keep a search from its deadline."""
     roles, found = roles_of(_graph("aipo", 1)), islands(read_cluster("512x8xH100"))
     begun = Search(roles, Sides(_work(), 1), found)
-    begun.run(time.monotonic() - 1)
-    assert next(begun._serial) < 10_000
+    open_ = Frontier(second=True)
+    begun.begin(Opener(begun.roles, begun.sides, found, Least(begun.roles, begun.sides, found), open_))
+    assert 0 < len(open_.heap) < 2000
 
 
 @pytest.mark.parametrize(("cluster", "sizes"), [("3x8xH100+5x8xA100", (24, 32)), ("2x8xH100+2x8xA100", (16, 16))])
@@ -402,7 +414,7 @@ def test_trainers_come_fastest_first_and_all_that_fit(name: str) -> None:
     sides = Sides(_work(), 1, models=roles.models)
     beside = roles.models_of(roles.beside)
     found = list(sides.training.trainers(island, 16, beside))
-    fits = [t for t in sides.training.candidates(island, 16) if _held(t, beside) <= island.gpu.memory_bytes]
+    fits = [t for t in sides.candidates.on(island, 16) if _held(t, beside) <= island.gpu.memory_bytes]
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     assert len(found) == len(fits)
     assert {each.trainer for each in found} == set(fits)
