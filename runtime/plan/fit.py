@@ -4,12 +4,20 @@ Changes are tried from the cheapest to the dearest; of each the least that fits 
 memory is: so many GB.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.runtime.plan.decoding import Generator
+from penstock.runtime.plan.gpus import Gpu
 from penstock.runtime.plan.memory import Memory, generator_memory, slots_that_fit, trainer_memory
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import Shape
 from penstock.runtime.plan.training import Trainer
+
+HOST = 8
+"""GPUs of a host, as most have them: meshes that are named fill such hosts."""
+MOST_TIMES = 32
+"""How much larger an axis may be."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,12 @@ def _trainer_changes(trainer: Trainer, shortest: int) -> Iterator[tuple[str, Tra
         tokens //= 2
     if not trainer.zero3 and trainer.mesh.fsdp > 1:
         yield "weights sharded, too (zero3)", replace(trainer, zero3=True)
-    for axis in ("fsdp", "tp", "pp"):
-        for times in (2, 4, 8, 16, 32):
-            mesh = replace(trainer.mesh, **{axis: getattr(trainer.mesh, axis) * times})
-            if mesh.tp <= trainer.gpu.nvlink_gpus and not mesh.faults(trainer.shape):
-                words = f"{axis} {getattr(mesh, axis)} instead of {getattr(trainer.mesh, axis)}: {mesh.ranks} GPUs"
-                yield words, replace(trainer, mesh=mesh)
+    dp, fsdp = trainer.mesh.dp, trainer.mesh.fsdp
+    for part in (part for part in range(2, dp + 1) if dp % part == 0):
+        mesh = replace(trainer.mesh, dp=dp // part, fsdp=fsdp * part)
+        yield f"fsdp {mesh.fsdp} instead of {fsdp}, dp {mesh.dp} instead of {dp}", replace(trainer, mesh=mesh)
+    for words, mesh in _larger(trainer.mesh, ("fsdp", "tp", "pp"), trainer.shape, trainer.gpu):
+        yield f"{words}: {mesh.ranks} GPUs", replace(trainer, mesh=mesh)
 
 
 def _generator_changes(
@@ -88,9 +96,19 @@ def _generator_changes(
         yield "weights in fp8", replace(generator, precision="fp8")
     if generator.cache == "bf16":
         yield "a cache in fp8", replace(generator, cache="fp8")
-    for axis in ("tp", "pp"):
-        for times in (2, 4, 8, 16, 32):
-            mesh = replace(generator.mesh, **{axis: getattr(generator.mesh, axis) * times})
-            if mesh.tp <= generator.gpu.nvlink_gpus and not mesh.faults(generator.shape):
-                words = f"{axis} {getattr(mesh, axis)} instead of {getattr(generator.mesh, axis)}"
-                yield words, replace(generator, mesh=mesh)
+    for words, mesh in _larger(generator.mesh, ("tp", "pp"), generator.shape, generator.gpu):
+        yield words, replace(generator, mesh=mesh)
+
+
+def _larger(mesh: Parallel, axes: Sequence[str], shape: Shape, gpu: Gpu) -> Iterator[tuple[str, Parallel]]:
+    """Meshes of which one axis is larger, the fewest GPUs first: a part that divides a host, or whole hosts."""
+    each = min(HOST, gpu.nvlink_gpus)
+    found = [
+        (f"{axis} {size} instead of {getattr(mesh, axis)}", replace(mesh, **{axis: size}))
+        for axis in axes
+        for size in range(getattr(mesh, axis) + 1, MOST_TIMES * getattr(mesh, axis) + 1)
+    ]
+    for words, larger in sorted(found, key=lambda change: change[1].ranks):
+        whole = each % larger.ranks == 0 or larger.ranks % each == 0
+        if whole and larger.tp <= gpu.nvlink_gpus and not larger.faults(shape):
+            yield words, larger

@@ -10,6 +10,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.sharding import Axes
 from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.enough import Enough
 from penstock.runtime.plan.found import Apart, Found, Outcome, Split
 from penstock.runtime.plan.islands import Island, islands
 from penstock.runtime.plan.memory import Memory, beside_memory
@@ -28,6 +29,8 @@ OUTSIDE = "on machines of its own"
 """Where a slower clock measures: its GPUs are not of the plan."""
 HEURISTIC_SHARE = 0.1
 """Of the time limit, that each plan set by hand may take."""
+ENOUGH_S = 10.0
+"""Seconds for finding out what would make a workload fit."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ def plan(
     outcome = Search(roles, sides, found, known=known).run(began + time_limit)
     best = outcome.best
     if best is None and outcome.floor == float("inf"):
-        raise refuse(roles, sides, found)
+        more = str(Enough(roles, sides, found, time.monotonic() + ENOUGH_S))
+        raise PlanError("\n".join(filter(None, (str(refuse(roles, sides, found)), more))))
     if best is None:
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
