@@ -29,7 +29,8 @@ class AgentFlags:
     folder: Annotated[
         str, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: as on the controller's host)")
     ] = ""
-    """The run folder as this machine sees it."""
+    """The run folder as this machine sees it, or one of its own, made if it is not there, for logs and its part of
+    checkpoints."""
 
 
 def main(argv: Sequence[str]) -> int:

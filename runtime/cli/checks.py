@@ -143,7 +143,7 @@ def _sockets() -> Iterator[Finding]:
         yield Finding("loopback", error.strerror or str(error), "lack", "the processes of a run cannot meet")
     yield Finding(
         "other hosts",
-        "control plane: CURVE; tensor plane: not encrypted",
+        "commands and samples: CURVE; weights: neither encrypted nor authenticated (gloo)",
         "note",
         "agents on several machines need a network that you trust",
     )

@@ -4,6 +4,7 @@
 its CPU does in [cpus.this].
 """
 
+import ipaddress
 import os
 import re
 import subprocess
@@ -46,6 +47,10 @@ def _address(given: str) -> str:
         raise ValueError(f"given {given!r}, needed an address without a port: each rank has one of the system's choice")
     if given:
         tcp_endpoint(f"{given}:0")  # raises for what is no address of one interface
+        try:
+            ipaddress.ip_address(given.strip("[]"))
+        except ValueError:
+            raise ValueError(f"given {given!r}, needed an IP address, such as 10.0.0.2") from None
     return given
 
 
@@ -64,7 +69,7 @@ class Host(BaseModel):
     """One machine. `cores` are for ranks, of the kind `cpu`; `devices` as torch names them, CUDA devices of the kind
     `gpu`. An "external" agent is started by others.
 
-    At `address` its ranks listen for those of other hosts, where those read values that are made here.
+    At `address` its ranks listen for those of other hosts that read values made here, or send or receive weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -110,7 +110,8 @@ def _check_hosts(cluster: Cluster, roles: Sequence[_Role], generators: int) -> N
     for role in roles:
         if len(role.hosts) > (count := role.replicas(generators)):
             given = f"pools.{role.name}: given {len(role.hosts)} hosts for {count} replica{'s' * (count > 1)}"
-            raise ClusterError(f"{given}, needed one for each at most{' (--generators)' * role.generates}")
+            needed = f"needed one for each at most{' (--generators)' * role.generates}"
+            raise ClusterError(f"{given}, {needed}: the ranks of a replica are on one host")
 
 
 def _ranks(

@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import Cluster, Host
 
-from .running import HERE, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
+from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
 
 pytestmark = pytest.mark.timeout(480)
 TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
@@ -47,8 +47,8 @@ def test_deltas_over_tcp_between_two_agents_are_sent_proved_and_learnt_with(tmp_
     """In bfloat16 an update changes few of the values; of any four syncs in a row one is full."""
     updates = 20
     flags = replace(FLAGS, updates=updates, batch=32, slots=128, wire="bfloat16", delta=4)
-    program = f"{HERE / 'program_of_two_hosts.py'}:far"
-    run = run_to_end(make_run(tmp_path / "r", program, {"lag": 1}, flags, cluster=TWO_NAMES))
+    options = {"lag": 1, "samples": 8, "lr": 1e-4}
+    run = run_to_end(make_run(tmp_path / "r", f"{FAULTS}digits", options, flags, cluster=TWO_NAMES))
     (printed,) = [line for line in (run / "logs" / "trainer-0-0.out").read_text().splitlines() if '"values"' in line]
     sent = json.loads(printed)["sent"]
     assert sent["full"] >= 1

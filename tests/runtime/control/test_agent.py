@@ -6,11 +6,13 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from penstock.runtime.control.agent import serve
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Kill, Launch, Note, Ready
 from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
 
@@ -166,6 +168,18 @@ def test_a_live_agent_is_not_late(b: Bench) -> None:
         heard(b, AgentReady)
         before = b.server._tracker._last["agent:b"]
         until(lambda: b.hear() is not None and b.server._tracker._last["agent:b"] > before)
+
+
+def test_an_agent_that_has_no_run_folder_says_what_it_needs(
+    b: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.json"
+    replace(b.join("b"), folder="/no/such/run").write(path)
+    assert serve(path) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("penstock agent: host b has no /no/such/run: needed a file system that the hosts share, or ")
+    assert "(--folder)" in said
+    assert not b.hear()  # it has not joined
 
 
 def test_an_agent_with_another_key_is_refused_and_says_so(tmp_path: Path) -> None:

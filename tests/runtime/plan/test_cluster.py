@@ -64,6 +64,7 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         ('generator = "b"', 'generator = ["a", "c"]', "pools.generator: given host 'c'; known: a, b"),
         ('generator = "b"', 'generator = ["b", "b"]', "pools.generator: given ['b', 'b'], needed the name of a host"),
         ('generator = "b"', "generator = [2]", "pools.generator: given [2], needed the name of a host, or of several"),
+        ('"10.0.0.2"', '"eth0"', "hosts.1.address: given 'eth0', needed an IP address, such as 10.0.0.2"),
         ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
         ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address without a port"),
         ('address = "10.0.0.2"', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address`"),
