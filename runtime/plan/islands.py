@@ -1,6 +1,7 @@
 """GPUs that are alike: hosts with equally many of one kind, and how pools share them out. Pure.
 
-A pool lies within one island. It has whole hosts, or a part of one host that divides it.
+A pool lies within one island. It has whole hosts, or a part of one host that divides it; where there is only one host,
+any part of it.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ class Island:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """GPUs that a pool may have: the divisors of a host, then whole hosts."""
-        parts = [part for part in range(1, self.each) if self.each % part == 0]
+        """GPUs that a pool may have: the divisors of a host, or of a single host any number; then whole hosts."""
+        parts = [part for part in range(1, self.each) if self.each % part == 0 or len(self.hosts) == 1]
         return (*parts, *range(self.each, self.gpus + 1, self.each))
 
     @cached_property
@@ -42,8 +43,9 @@ class Island:
     def share_out(self, pools: Sequence[int]) -> list[tuple[str, ...]] | None:
         """The hosts of each pool, in the pools' order; None if they have no room beside each other.
 
-        Whole hosts first, then parts, the largest first, each where there is room: a part is at most half of a host,
-        so that this packs up to three of them whenever they can be packed.
+        Whole hosts first, then parts, the largest first, each where there is room. Of several hosts a part is at most
+        half of one, so that this packs up to three of them whenever they can be packed; on a single one their sum
+        decides.
         """
         left = dict.fromkeys(self.hosts, self.each)
         given: list[tuple[str, ...]] = [()] * len(pools)

@@ -30,7 +30,8 @@ def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
         else:
             known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates.on(i, ranks, axes))
         if not known:
-            needed = "whole hosts or a divisor of one, tp within a host, and heads and layers that it divides"
+            needed = "whole hosts, a divisor of one or any part of a single one, tp within a host, "
+            needed += "and heads and layers that it divides"
             raise AskedError(f"{given} for {sides.work.shape.name}, needed {needed}")
 
 

@@ -291,6 +291,20 @@ def test_parts_of_hosts_are_packed_beside_each_other() -> None:
     assert island.share_out([16, 1]) is None
 
 
+def test_a_single_host_is_shared_out_in_any_parts() -> None:
+    island = Island("H100", GPUS["H100"], ("a",), 8)
+    assert island.sizes == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert island.share_out([5, 3]) == [("a",), ("a",)]
+    said = plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work(), meshes={"trainer": (("fsdp", 6),)})
+    assert [pool.devices for pool in said.pools if pool.devices] == [6, 2]
+    by_hand = next(other for other in said.alternatives if other.name.startswith("75:25"))
+    assert by_hand.why == "does not fit"  # with the mesh that is given
+    free = plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work())
+    found = next(other.found for other in free.alternatives if other.name.startswith("75:25"))
+    assert found is not None
+    assert found.split.sizes == (2, 6)
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> None:
     with pytest.raises(PlanError, match=r"llama-405b does not fit on 8 GPUs") as error:
         plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work("llama-405b"))
