@@ -45,7 +45,7 @@ class Candidates:
     def alike(self, island: Island, gpus: int, pin: Axes | None = None) -> list[Alike]:
         meshes: dict[tuple[int, ...], list[Parallel]] = {}
         for mesh in trainer_meshes(self.work.shape, island, gpus):
-            if pin in (None, mesh.axes):
+            if pin is None or pin == mesh.axes:
                 meshes.setdefault((mesh.data, mesh.tp, mesh.pp), []).append(mesh)
         tokens = tuple(micro_tokens(self.work.context, self.work.micro_tokens))
         return [Alike(self._first(island, some[0], each), tuple(some)) for some in meshes.values() for each in tokens]

@@ -11,7 +11,7 @@ from penstock.runtime.plan.cost import SAFE
 from penstock.runtime.plan.decoders import Decoders
 from penstock.runtime.plan.found import Split
 from penstock.runtime.plan.islands import Island
-from penstock.runtime.plan.lengths import FloatArray
+from penstock.runtime.plan.lengths import FloatArray, IntArray
 from penstock.runtime.plan.opening import Groups, Pair, Trained, Ways
 from penstock.runtime.plan.period import Seconds, Times, least_period
 from penstock.runtime.plan.roles import Models, Roles
@@ -59,18 +59,25 @@ class Least:
         split, generator = part.split, part.split.islands[1]
         if split.shared:
             decoders = self.sides.decoding.turns(generator, split.generator)
-            return float(self._ways(part, decoders, 0.0).min(initial=inf))
+            return float(self._ways(part, decoders, 0.0, slice(None)).min(initial=inf))
         left = split.generator or split.left(generator)
         return float(self._period(generator, False, part.train.seconds, _seconds_of(part.readings), left))
 
-    def ways(self, ways: Ways) -> FloatArray:
-        """[ways]: with each of all generators there are."""
-        return self._ways(ways.trained, ways.decoders, ways.switch.seconds)
+    def ways(self, ways: Ways, most: float) -> tuple[IntArray, FloatArray]:
+        """Those of the generators with which the period may be `most` at the most, and a bound for each."""
+        part, block, order = ways.trained, ways.decoders.block, ways.order
+        shared, lag = part.split.shared, 0 if part.split.shared else self.sides.lag
+        cheap = (ways.decoders.rollouts[order] + part.train.seconds) / (1 + lag)
+        order = order[cheap * SAFE <= most]
+        order = order if shared else order[block.steady[order] * SAFE <= most]
+        bounds = self._ways(part, ways.decoders, ways.switch.seconds, order)
+        return order[bounds <= most], bounds[bounds <= most]
 
-    def _ways(self, part: Trained, decoders: Decoders, switch_s: float) -> FloatArray:
-        block = decoders.block
-        sync = self._sync(part.split, block.share, block.gpus // block.replicas / part.train.trainer.mesh.ranks)
-        times = self._times(part, block.steady, decoders.rollouts, sync, switch_s, block.others)
+    def _ways(self, part: Trained, decoders: Decoders, switch_s: float, order: IntArray | slice) -> FloatArray:
+        block, rollouts = decoders.block, decoders.rollouts[order]
+        ranks = block.gpus[order] // block.replicas[order]
+        sync = self._sync(part.split, block.share[order], ranks / part.train.trainer.mesh.ranks)
+        times = self._times(part, block.steady[order], rollouts, sync, switch_s, block.others[order])
         found: FloatArray = self._least(times, part.split.shared)
         return found
 

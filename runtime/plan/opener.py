@@ -115,13 +115,11 @@ class Opener:
 
     def _sort(self, ways: Ways) -> None:
         """Those that matter, the most promising first, by all that is known."""
-        if not len(ways.order):
-            return
-        block, bounds = ways.decoders.block, self.least.ways(ways)
-        order = ways.order[bounds[ways.order] <= self.frontier.most(ways)]
-        order = order[np.lexsort((block.gpus[order], block.narrow[order], bounds[order]))]
+        block = ways.decoders.block
+        order, bounds = self.least.ways(ways, self.frontier.most(ways))
         if len(order):
-            self._push_way(replace(ways, order=order, bounds=bounds[order], learnt=ways.decoders.learnt))
+            ranks = np.lexsort((block.gpus[order], block.narrow[order], bounds))
+            self._push_way(replace(ways, order=order[ranks], bounds=bounds[ranks], learnt=ways.decoders.learnt))
 
     def _push_way(self, ways: Ways) -> None:
         self.frontier.push(ways, float(ways.bounds[0]), ways.tie)

@@ -5,7 +5,6 @@ machine where it can. Experts are dealt out over `ep` neighbouring ranks of one 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from penstock.graph.sharding import Axes
 from penstock.runtime.plan.shape import Shape
@@ -27,19 +26,19 @@ class Parallel:
     def __post_init__(self) -> None:
         if min(self.dp, self.fsdp, self.tp, self.pp, self.cp, self.ep) < 1:
             raise ValueError(f"mesh: given {self}, needed sizes of 1 or more")
-        if self.stage % self.ep:
+        if self.ep > 1 and self.stage % self.ep:
             raise ValueError(f"mesh: given experts over {self.ep} of {self.stage} ranks of a stage, needed a divisor")
 
-    @cached_property
+    @property
     def ranks(self) -> int:
         return self.stage * self.pp
 
-    @cached_property
+    @property
     def stage(self) -> int:
         """Ranks of one pipeline stage."""
         return self.dp * self.fsdp * self.cp * self.tp
 
-    @cached_property
+    @property
     def data(self) -> int:
         """How many ways sequences are shared out."""
         return self.dp * self.fsdp

@@ -97,30 +97,31 @@ class Plan:
         """What travels."""
         return sum(self.bytes_out)
 
-    @cached_property
+    @property
     def bytes_out(self) -> tuple[int, ...]:
         """What each source rank sends."""
-        loads = [0] * self.sources
-        for group in self.groups:
-            for lane in group.lanes:
-                nbytes, start = lane.box.size * group.itemsize, 0
-                for source, end in zip(lane.sources, lane.ends, strict=True):
-                    loads[source] += (end - start) * nbytes
-                    start = end
-        return tuple(loads)
+        return self._loads[0]
 
-    @cached_property
+    @property
     def bytes_in(self) -> tuple[int, ...]:
         """What each destination rank receives."""
+        return self._loads[1]
+
+    @cached_property
+    def _loads(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        out, into = [0] * self.sources, [0] * self.destinations
         alike: dict[tuple[int, ...], int] = defaultdict(int)  # many lanes have the same receivers
         for group in self.groups:
             for lane in group.lanes:
-                alike[lane.destinations] += lane.box.size * group.itemsize * len(group.names)
-        loads = [0] * self.destinations
+                nbytes, start = lane.box.size * group.itemsize, 0
+                alike[lane.destinations] += nbytes * len(group.names)
+                for source, end in zip(lane.sources, lane.ends, strict=True):
+                    out[source] += (end - start) * nbytes
+                    start = end
         for destinations, nbytes in alike.items():
             for destination in destinations:
-                loads[destination] += nbytes
-        return tuple(loads)
+                into[destination] += nbytes
+        return tuple(out), tuple(into)
 
     def _expanded(self, routes: tuple[Route, ...]) -> tuple[Copy, ...]:
         """The copies of one rank's routes: by peer as they come, then by tensor."""

@@ -79,7 +79,7 @@ def _settled(drafts: list[_Draft], src: Layout, dst: Layout) -> Iterator[Group]:
         counts = share([loads[source] for source in lane.sources], lane.ends[0], -nbytes)
         for source, count in zip(lane.sources, counts, strict=True):
             loads[source] -= nbytes * count
-        lanes[index][number] = lane._replace(ends=tuple(accumulate(counts)))
+        lanes[index][number] = Lane(lane.box, lane.sources, lane.destinations, tuple(accumulate(counts)))
     for draft, own in zip(drafts, lanes, strict=True):
         names = tuple(t.name for t in draft.tensors)
         yield Group(names, draft.places, ITEMSIZE[draft.tensors[0].dtype], tuple(own))
@@ -89,8 +89,8 @@ def _parts(piece: Piece, tensors: int, itemsize: int, src: Layout, dst: Layout) 
     """A piece that several ranks hold: by the holders that may send it to each receiver, cut where that helps."""
     for sources, destinations in _near(piece, src, dst).items():
         uneven = tensors * len(destinations) % len(sources)
-        worth_it = piece.box.size * itemsize >= len(sources) * LARGE
-        for box in piece.box.cut(len(sources)) if uneven and worth_it else (piece.box,):
+        worth_it = uneven and piece.box.size * itemsize >= len(sources) * LARGE
+        for box in piece.box.cut(len(sources)) if worth_it else (piece.box,):
             # Dealt out like cards: where both sides have the same inner axes, replicated tensors then travel between
             # ranks that have other business with each other anyway.
             dealt = [d for first in range(len(sources)) for d in destinations[first :: len(sources)]]

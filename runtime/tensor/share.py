@@ -8,6 +8,8 @@ def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
     """How many of `copies` copies of `nbytes` bytes each sender makes, if the one with the least bytes to send so far,
     the first among equals, always takes the next one. At the cost of a sort, however many copies there are.
     """
+    if copies % len(loads) == 0 and min(loads) == max(loads):
+        return [copies // len(loads)] * len(loads)
     level = _level(loads, copies * nbytes)
     counts = [max(0, level - load) // nbytes for load in loads]
     queue = [(load + count * nbytes, sender) for sender, (load, count) in enumerate(zip(loads, counts, strict=True))]
