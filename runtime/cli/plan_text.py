@@ -5,7 +5,7 @@ from textwrap import wrap
 
 from penstock.runtime.cli.figures import percent, seconds
 from penstock.runtime.cli.labelled import assumed, labelled
-from penstock.runtime.plan.found import Split
+from penstock.runtime.plan.found import Found, Split
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan
 
 
@@ -96,10 +96,18 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     name = f"  {other.name:<{name_width}}  "
     if other.found is None:
         return [f"{name}{other.why}"]
-    slower = percent(other.found.period_s / found.best.period_s - 1)
     sure = "" if other.proved else " (best found)"
-    line = f"{seconds(other.found.period_s)}{sure}, {slower} more, {_gpus(other.found.split)}: {other.found.bound}"
+    beside = f"{_beside(other.found, found.best)}, {_gpus(other.found.split)}"
+    line = f"{seconds(other.found.period_s)}{sure}, {beside}: {other.found.bound}"
     return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
+
+
+def _beside(other: Found, best: Found) -> str:
+    """An alternative beside the plan."""
+    more = percent(other.period_s / best.period_s - 1)
+    if more != percent(0):
+        return f"{more} more"
+    return "as planned" if other.split == best.split else "as fast"
 
 
 def _gpus(split: Split) -> str:

@@ -55,6 +55,8 @@ def test_text_says_what_is_best_and_what_bounds_it(capsys: Output) -> None:
     assert re.search(r"(?m)^period .*, optimal under the model$", shown)
     for word in ("bound ", "memory ", "runner-up", "half and half", "75:25", "all shared, synchronous"):
         assert word in shown
+    assert re.search(r"all shared, synchronous +\S+ m?s, as planned, 8 shared H100: ", shown)
+    assert re.search(r"half and half +\S+ m?s, \S+ % more, 4 \+ 4 H100: ", shown)
 
 
 def test_alternatives_say_which_kinds_of_gpus_they_take(capsys: Output) -> None:
