@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Json, Node, Ref
 from penstock.graph.paths import path_of
-from penstock.graph.types import Rollouts, Source
+from penstock.graph.protocols import Source
+from penstock.graph.types import Rollouts
 from penstock.graph.view import View
 
 if TYPE_CHECKING:

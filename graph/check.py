@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from penstock.graph.construct_rules import CONSTRUCT_RULES
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Graph
+from penstock.graph.protocols import Source
 from penstock.graph.requirement import calls
 from penstock.graph.rules import RULES
-from penstock.graph.types import Context, Source
+from penstock.graph.types import Context
 from penstock.graph.view import View
 
 

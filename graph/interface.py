@@ -8,7 +8,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from penstock.graph.faults import defined, fault
-from penstock.graph.types import Metrics, Stream
+from penstock.graph.protocols import Stream
+from penstock.graph.types import Metrics
 
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""

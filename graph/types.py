@@ -11,30 +11,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Self
 
+from penstock.graph.arrays import Array, Vector, joined
 from penstock.graph.sharding import Axes
-
-Array = Any
-"""A tensor of any library that has shapes, slices and arithmetic; torch in the workers."""
 
 Metrics = dict[str, float]
 """Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
-
-
-class Vector(Protocol):
-    """One number per row, float [N], of any array library: arithmetic row by row, and what else the library has."""
-
-    def __add__(self, other: "Vector | float", /) -> "Vector": ...
-    def __sub__(self, other: "Vector | float", /) -> "Vector": ...
-    def __mul__(self, other: "Vector | float", /) -> "Vector": ...
-    def __truediv__(self, other: "Vector | float", /) -> "Vector": ...
-    def __radd__(self, other: float, /) -> "Vector": ...
-    def __rsub__(self, other: float, /) -> "Vector": ...
-    def __rmul__(self, other: float, /) -> "Vector": ...
-    def __rtruediv__(self, other: float, /) -> "Vector": ...
-    def __neg__(self) -> "Vector": ...
-    def __getattr__(self, name: str, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -71,71 +54,6 @@ class Context:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@runtime_checkable
-class Carried(Protocol):
-    """A value that each update replaces, such as the policy with its optimizer. It stays in its workers."""
-
-    def weights(self) -> Mapping[str, Array]:
-        """What `broadcast` sends: the logical tensors by name, in the dtype in which they travel."""
-
-    def state(self) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-        """All that a checkpoint needs to go on exactly: tensors, and JSON-able facts."""
-
-    def restore(self, tensors: Mapping[str, Array], facts: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-
-    def export(self, folder: str) -> None:
-        """Write what other tools read (an HF directory) into an existing folder; nothing if there is nothing."""
-
-
-@runtime_checkable
-class Offloadable(Protocol):
-    """A carried value of which a part may lie on the host between two updates, so that others have its device memory.
-
-    What reads it in an update has all of it on the device. Whatever else is asked of it, such as `weights`, `state`
-    and `export`, computes with none of these tensors, and `state` gives them wherever they lie.
-    """
-
-    def offloadable(self) -> Mapping[str, Array]:
-        """The tensors that may go, by their names in `state`: objects that stay, each with memory of its own."""
-
-
-@runtime_checkable
-class Source(Protocol):
-    """A stream of inputs by ordinal: a pure function of the ordinal, so that nothing is lost on resume."""
-
-    def read(self, ordinal: int) -> Any:
-        """The value of group `ordinal`."""
-
-
-@runtime_checkable
-class Stream(Protocol):
-    """The state of a node that works on several firings at once, such as an engine with slots."""
-
-    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Take a firing; its outputs come from `step` later. `inputs` hold the edges' values only."""
-
-    def step(self) -> Sequence[tuple[Any, Any]]:
-        """Work a little (one decode step); the finished firings, as (tag, outputs).
-
-        An exception in place of the outputs is the failure of that firing alone. One that is raised fails them all.
-        """
-
-    def busy(self) -> bool:
-        """Is there anything left to work on?"""
-
-    def reset(self) -> None:
-        """Forget all firings, as if none had been submitted: `step` raised, and none of them will be answered."""
-
-
-@runtime_checkable
-class Releasing(Protocol):
-    """A `Stream` that can do without its device memory while it has no firings, and takes it again for the next."""
-
-    def release(self) -> None:
-        """Give it up; nothing is in work. What comes of later firings is the same."""
 
 
 class Model:
@@ -215,23 +133,8 @@ class Batchable:
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """One value with the rows of all parts in order; arrays are padded to a common width with zeros."""
-        joined = {f.name: _join([getattr(p, f.name) for p in parts]) for f in fields(cls)}
-        return cls(**joined)
-
-
-def _join(values: Sequence[Any]) -> Any:
-    if all(value is None for value in values):
-        return None
-    if isinstance(values[0], tuple):
-        return tuple(item for value in values for item in value)
-    widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
-    row = 0
-    for value in values:
-        box = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
-        out[box] = value
-        row += value.shape[0]
-    return out
+        rows = {f.name: joined([getattr(p, f.name) for p in parts]) for f in fields(cls)}
+        return cls(**rows)
 
 
 @dataclass

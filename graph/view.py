@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from penstock.graph.ir import Argument, Graph, Input, Node, Ref
+from penstock.graph.protocols import Source
 from penstock.graph.recorder import ANY
-from penstock.graph.types import Context, Source
+from penstock.graph.types import Context
 
 
 class View:

@@ -5,7 +5,8 @@ from typing import ClassVar
 import torch
 
 from penstock.graph import node, requires
-from penstock.graph.types import Average, Carried, Context, Metrics, Policy
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Average, Context, Metrics, Policy
 from penstock.nodes import numbers
 from penstock.nodes.base import open_model, require_model
 from penstock.nodes.mastered import Mastered

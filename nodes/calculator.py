@@ -6,7 +6,8 @@ the call "<python>37+58</python>" and the end of the turn, the reply "<output>95
 holds: "95". So calling pays, and reinforcement learning can find that out.
 """
 
-from penstock.graph.types import Context, Prompts, Source
+from penstock.graph.protocols import Source
+from penstock.graph.types import Context, Prompts
 from penstock.nodes.arithmetic import Problem, draw_problem, held_out
 from penstock.nodes.data import ROWS, Demonstrations
 from penstock.nodes.tokenizer import EOS

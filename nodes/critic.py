@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.protocols import Carried
 from penstock.graph.types import (
-    Carried,
     Context,
     Critic,
     Logprobs,

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from penstock.graph import node
-from penstock.graph.types import Carried, Context, Metrics, Prompts, Rewards, Source
+from penstock.graph.protocols import Carried, Source
+from penstock.graph.types import Context, Metrics, Prompts, Rewards
 from penstock.nodes.data import open_prompts
 
 Kind = Callable[[str], str]

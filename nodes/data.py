@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
-from penstock.graph.types import Batchable, Context, Prompts, Source
+from penstock.graph.protocols import Source
+from penstock.graph.types import Batchable, Context, Prompts
 from penstock.nodes.arithmetic import draw_problem, held_out, is_sloppy
 from penstock.nodes.score import FINAL, final_number
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.protocols import Carried
 from penstock.graph.sharding import STAGE, num_ranks
-from penstock.graph.types import Carried, Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
+from penstock.graph.types import Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
 from penstock.nodes.base import initial_model
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.distillation import distillation_advantages

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node
-from penstock.graph.types import Carried, Context, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Source, Weights
+from penstock.graph.protocols import Carried, Source
+from penstock.graph.types import Context, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.fake_engine import HANG_S, WIDTH, FakeEngine, FakeError, duration, fault, key, lasting
 from penstock.nodes.learn.behaviour import behaviour_logprobs

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.graph import requires
-from penstock.graph.types import Carried, Context, Policy, Reference
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Context, Policy, Reference
 from penstock.nodes.base import open_model, require_model
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.packing import Packed

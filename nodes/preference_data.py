@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from penstock.graph.types import Batchable, Context, Source
+from penstock.graph.protocols import Source
+from penstock.graph.types import Batchable, Context
 from penstock.nodes.arithmetic import Problem, draw_problem
 from penstock.nodes.data import ROWS, DataError, Epochs, arithmetic_digits, read_rows
 

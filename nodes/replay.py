@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from penstock.graph import node, requires
-from penstock.graph.types import Advantages, Array, Context, Metrics, Rollouts
+from penstock.graph.arrays import Array
+from penstock.graph.types import Advantages, Context, Metrics, Rollouts
 from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.numbers import count
 

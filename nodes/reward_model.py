@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.protocols import Carried
 from penstock.graph.sharding import num_ranks
-from penstock.graph.types import Carried, Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
+from penstock.graph.types import Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
 from penstock.nodes.base import open_scorer, require_scorer
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.preference import bradley_terry_accuracy, bradley_terry_loss

@@ -20,7 +20,8 @@ from penstock.graph import (
     node,
     program,
 )
-from penstock.graph.types import Carried, Prompts
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Prompts
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate.converse import converse
 

@@ -21,7 +21,8 @@ from penstock.graph import (
     requires,
 )
 from penstock.graph.call import Call
-from penstock.graph.types import Critic, Reference, RewardModel, Source
+from penstock.graph.protocols import Source
+from penstock.graph.types import Critic, Reference, RewardModel
 from penstock.nodes.advantage import greedy_advantage, group_advantage, leave_one_out_advantage
 from penstock.nodes.critic import critic_update, critic_values, gae
 from penstock.nodes.environments.python_tool import python_tool

@@ -4,7 +4,8 @@ import re
 
 import torch
 
-from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Source
+from penstock.graph.protocols import Source
+from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
 
 LOW, HIGH = 0, 9

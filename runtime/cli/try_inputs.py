@@ -16,8 +16,9 @@ from penstock.graph import check, load
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Graph, Node
 from penstock.graph.paths import reach, resolve
+from penstock.graph.protocols import Source
 from penstock.graph.requirement import Check, requirements
-from penstock.graph.types import Context, Source
+from penstock.graph.types import Context
 from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.own_frames import own_frames
 from penstock.runtime.cli.traced import DEADLINE, CommandError, faults_text

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
 from penstock.graph.ir import Graph
-from penstock.graph.types import Carried
+from penstock.graph.protocols import Carried
 
 
 class History:

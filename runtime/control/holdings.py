@@ -7,7 +7,7 @@ from penstock.graph.definition import NodeDef
 from penstock.graph.filter import Filter
 from penstock.graph.ir import Argument, Graph, Input, Node
 from penstock.graph.paths import arguments, load, reach
-from penstock.graph.types import Carried, Source, Stream
+from penstock.graph.protocols import Carried, Source, Stream
 from penstock.runtime.control.history import History, delayed
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.schedule.tables import channel_name

@@ -9,7 +9,7 @@ memory before it answers its last firing.
 from collections import Counter
 
 from penstock.graph.ir import Firing
-from penstock.graph.types import Offloadable, Releasing
+from penstock.graph.protocols import Offloadable, Releasing
 from penstock.runtime.control.holdings import Held, Holdings
 from penstock.runtime.tensor.offload import Offload, give_back
 

@@ -13,7 +13,8 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from penstock.graph.ir import Firing
-from penstock.graph.types import Carried, Weights
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Weights
 from penstock.runtime.control.bridges import Bridges, Span
 from penstock.runtime.control.ground import Ground
 from penstock.runtime.control.routes import Routes

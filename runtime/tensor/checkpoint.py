@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.graph.ir import Firing
+from penstock.graph.protocols import Carried
 from penstock.graph.sharding import Sharded
-from penstock.graph.types import Carried
 from penstock.runtime.tensor.codec import decode, encode
 from penstock.runtime.tensor.files import StateError, StateFile, save_state
 from penstock.runtime.tensor.layout import Layout

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.graph.protocols import Carried
 from penstock.graph.sharding import TENSOR, Axes, Rule, Sharded, Sharding
-from penstock.graph.types import Carried
 from penstock.runtime.tensor.convert import converted
 from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
 from penstock.runtime.tensor.mesh import Mesh

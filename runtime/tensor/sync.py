@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from penstock.graph.protocols import Carried
 from penstock.graph.sharding import TENSOR, Axes, Sharded
-from penstock.graph.types import Carried, Weights
+from penstock.graph.types import Weights
 from penstock.runtime.tensor.arena import Arena, Device, Snapshot
 from penstock.runtime.tensor.background import Done, in_background
 from penstock.runtime.tensor.convert import converted

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Carried, Context, Prompts, Rollouts, Weights
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor import memory, ways
 from penstock.runtime.tensor.group import Group

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.types import Average, Carried, Context, Reference
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Average, Context, Reference
 from penstock.nodes.average import FollowingPolicy, ema, make_average, refresh
 from penstock.nodes.model import ModelError
 from penstock.nodes.policy import LanguagePolicy, make_policy

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.graph.types import Stream
+from penstock.graph.protocols import Stream
 from penstock.nodes.environments.calls import Calls, OverdueError
 
 pytestmark = pytest.mark.timeout(120)

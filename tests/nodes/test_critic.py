@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Carried, Context, Critic, Logprobs, Returns, Rewards, Values
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Context, Critic, Logprobs, Returns, Rewards, Values
 from penstock.nodes.critic import LanguageCritic, critic_update, critic_values, gae, make_critic
 from penstock.nodes.model import ModelError, load_scorer
 from penstock.nodes.policy import make_policy

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.types import Carried, Context, Logprobs, Teacher
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Context, Logprobs, Teacher
 from penstock.nodes.distillation import distill_update, distillation_advantage, open_teacher
 from penstock.nodes.learn.rescore import reference_logprobs
 from penstock.nodes.model import ModelError

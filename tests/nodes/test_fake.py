@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.types import Carried, Context, Prompts, Rewards, Rollouts, Stream, Weights
+from penstock.graph.protocols import Carried, Stream
+from penstock.graph.types import Context, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes import fake
 from penstock.nodes.fake import (
     FakeEngine,

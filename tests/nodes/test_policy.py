@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Carried, Context
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Context
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.model import ModelError

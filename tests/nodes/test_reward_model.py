@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.types import Carried, Context, PreferenceModel, RewardModel
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Context, PreferenceModel, RewardModel
 from penstock.nodes.model import ModelError
 from penstock.nodes.policy import make_policy
 from penstock.nodes.preference_data import Pairs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Carried
+from penstock.graph.protocols import Carried
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import Copy, LayoutError
