@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from penstock.runtime.tensor.group import Meet
 from penstock.runtime.tensor.proof import Mode
 from penstock.runtime.tensor.ways import Choice
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class Ground:
     tell the user of a slower way."""
 
     run: str
-    meet: Callable[[str], "Store"]
+    meet: Meet
     address: str
     timeout: float
     proof: Mode

@@ -5,6 +5,7 @@ on one host that is loopback, and beyond it a network must be trusted.
 """
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from penstock.runtime.control.endpoints import LOOPBACK
+
+Meet = Callable[[str], Store]
+"""Where the ranks of a group meet, by the group's name."""
 
 
 class Group:
