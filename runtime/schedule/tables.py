@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from math import gcd
 from typing import Literal
 
@@ -10,6 +9,7 @@ from penstock.graph.construct_rules import starving
 from penstock.graph.faults import GraphError
 from penstock.graph.ir import Graph, Node
 from penstock.runtime.plan.plan import Plan, Replica
+from penstock.runtime.schedule.placeable import check_held, check_order, check_places, readers_of
 
 Edges = dict[str, list[tuple[str, int]]]  # (channel, lag) by consumer of a broadcast
 
@@ -142,15 +142,12 @@ class Tables:
 
 def compile_tables(graph: Graph, plan: Plan) -> Tables:
     """Look up once what the scheduler needs at each event. Raises ValueError for what cannot work, as `check` does."""
-    held = {name for pool in plan.pools for name in pool.holds}
-    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
-    if missing := [name for name in needed if name not in held]:
-        raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
+    check_held(graph, plan)
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
-    _check_places(graph, plan, makers)
+    check_places(graph, plan, makers)
     channels, edges = _channels(graph, plan)
     steps = _steps(graph, plan, makers, channels, edges)
-    _check_order(steps)
+    check_order({s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update})
     by_pool = {p.name: p.replicas for p in plan.pools}
 
     def select(pools: Collection[str], per_update: bool) -> tuple[Step, ...]:
@@ -198,7 +195,7 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
             raise GraphError(fault)
         carried = node.inputs[0].ref.node
         home = plan.pool_of(carried).replicas[0]
-        for reader in _readers(graph.nodes, node.name):
+        for reader in readers_of(graph.nodes, node.name):
             pool = plan.pool_of(reader.name)
             name = channel_name(carried, pool.name)
             known = channels.get(name)
@@ -206,10 +203,6 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
             channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every)
             edges.setdefault(reader.name, []).append((name, node.lag or 0))
     return channels, edges
-
-
-def _readers(nodes: Sequence[Node], name: str) -> list[Node]:
-    return [n for n in nodes if any(i.ref.node == name and not i.back for i in n.inputs)]
 
 
 def _steps(
@@ -222,7 +215,7 @@ def _steps(
     shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     for place, source in enumerate(graph.sources):
-        readers = tuple(n.name for n in _readers(calls, source.name))
+        readers = tuple(n.name for n in readers_of(calls, source.name))
         pool = plan.pool_of(source.name).name
         steps[source.name] = Step(
             source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
@@ -234,8 +227,8 @@ def _steps(
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         pool = plan.pool_of(node.name).name
         lagged = tuple(dict.fromkeys(edges.get(node.name, [])))
-        others = [n.name for c in made for n in _readers(calls, c) if n.name != node.name]
-        readers = tuple(n.name for n in _readers(calls, node.name) if n.name != partner)
+        others = [n.name for c in made for n in readers_of(calls, c) if n.name != node.name]
+        readers = tuple(n.name for n in readers_of(calls, node.name) if n.name != partner)
         plain = not (made or readers or changing or any(r in clocks for r in reads))
         steps[node.name] = Step(
             name=node.name,
@@ -270,35 +263,3 @@ def _partner(nodes: Sequence[Node], node: Node) -> str:
     if node.answers:
         return next(n.name for n in nodes if any(i.back and i.ref.node == node.name for i in n.inputs))
     return next((i.ref.node for i in node.inputs if i.back and i.ref.node != node.name), "")
-
-
-def _check_places(graph: Graph, plan: Plan, makers: dict[str, str]) -> None:
-    """A carried value is where its readers are, and an update makes one next value."""
-    for carried in makers:
-        home = plan.pool_of(carried)
-        if len(home.replicas) != 1:
-            raise ValueError(
-                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
-                "replicas; needed 1, since an update makes one next value"
-            )
-    for carried in (c.name for c in graph.carried):
-        home = plan.pool_of(carried)
-        for node in _readers(graph.nodes, carried):
-            if node.fires and node.name not in home.holds:
-                raise ValueError(
-                    f"plan: {node.name} reads the carried value {carried!r} and is in pool "
-                    f"{plan.pool_of(node.name).name!r}; needed {home.name!r}, which holds it"
-                )
-
-
-def _check_order(steps: dict[str, Step]) -> None:
-    """Within an update, those who read a carried value come before the one that donates it."""
-    waits = {s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update}
-    try:
-        TopologicalSorter(waits).prepare()
-    except CycleError as error:
-        names = " -> ".join(error.args[1])
-        raise ValueError(
-            f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
-            "output; needed an order in which every carried value is read before the node that makes its next value"
-        ) from None
