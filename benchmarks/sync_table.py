@@ -2,70 +2,45 @@
 
     python benchmarks/sync_table.py [--keep]
 
-Nothing is measured here. Each rank's bytes come from the plan; a GPU sends and receives at its NIC's 50 GB/s at once
-(trainers and generators are on hosts of their own), with 10 µs for each message, and nothing else takes time: neither
-packing nor proof nor waiting. So the seconds are what the links allow, a bound that no implementation beats. What
-bounds a row is the busiest sender or the busiest receiver. Where few trainers feed many replicas, they send to some of
-them, and each forwards to the next by buckets: the chain. Beside it stands what LlamaRL reports (arXiv 2505.24034),
-whose clusters' splits are not known: compare orders of magnitude.
+Nothing is measured here. The seconds are those that `penstock plan` counts (`runtime/plan/syncing.py`), with a NIC's
+whole 50 GB/s, both ways at once: trainers and generators are on hosts of their own, with 10 µs for each peer, and
+nothing else takes time: neither packing nor proof nor waiting. So they are what the links allow, a bound that no
+implementation beats. What bounds a row is the busiest sender or the busiest receiver. Where few trainers feed many
+replicas, they send to some of them, and each forwards to the next by buckets: the chain. Beside it stands what LlamaRL
+reports (arXiv 2505.24034), whose clusters' splits are not known: compare orders of magnitude.
 """
 
 import argparse
-from math import ceil
 from typing import Any
 
-from llama import layout
 from report import publish
 
-from penstock.runtime.tensor.chain import chain
-from penstock.runtime.tensor.layout import Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.plan import BUCKET, Plan
-from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.plan.gpus import GPUS, Efficiency, Precision
+from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.shape import SHAPES
+from penstock.runtime.plan.syncing import sync_cost, traffic
 
-NIC_BYTES_PER_S, LATENCY_S = 50e9, 1e-5
+GPU = GPUS["H100"].model_copy(update={"efficiency": Efficiency(link=1.0)})
+WIRES: dict[str, Precision] = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 CLUSTERS = (
-    ("8B", "fsdp 128", (("fsdp", 128),), 128, 1, 0.04),
-    ("8B", "fsdp 128", (("fsdp", 128),), 32, 4, 0.04),
-    ("70B", "fsdp 16 × tp 8", (("fsdp", 16), ("tp", 8)), 16, 8, 1.15),
-    ("70B", "fsdp 4 × tp 8", (("fsdp", 4), ("tp", 8)), 28, 8, 1.15),
-    ("405B", "fsdp 64 × tp 8", (("fsdp", 64), ("tp", 8)), 64, 8, 2.0),
+    ("8B", Parallel(fsdp=128), 128, 1, 0.04),
+    ("8B", Parallel(fsdp=128), 32, 4, 0.04),
+    ("70B", Parallel(fsdp=16, tp=8), 16, 8, 1.15),
+    ("70B", Parallel(fsdp=4, tp=8), 28, 8, 1.15),
+    ("405B", Parallel(fsdp=64, tp=8), 64, 8, 2.0),
 )
-"""Model, trainers in words and as a mesh, generator replicas, GPUs of each, LlamaRL's seconds."""
+"""Model, trainers, generator replicas, GPUs of each, LlamaRL's seconds."""
 
 
-def messages(plan: Plan) -> int:
-    """The most that one rank sends or receives: one for each peer and pair of boxes, at least."""
-    sent = max(len(plan.routes(source=rank)) for rank in (0, plan.sources - 1))
-    received = max(len(plan.routes(destination=rank)) for rank in (0, plan.destinations - 1))
-    return max(sent, received)
-
-
-def seconds(out: int, into: int, count: int) -> float:
-    return max(out, into) / NIC_BYTES_PER_S + count * LATENCY_S
-
-
-def chained(src: Layout, one: Layout, replicas: int) -> float:
-    """Seconds until the last replica of the longest chain is complete."""
-    plan = reshard(src, one)
-    heads = sum(link.source is None for link in chain(plan, replicas))
-    behind = (ceil(replicas / heads) - 1) * BUCKET / NIC_BYTES_PER_S
-    return seconds(heads * max(plan.bytes_out), max(plan.bytes_in), messages(plan)) + behind
-
-
-def row(
-    name: str, trainers: str, mesh: tuple[tuple[str, int], ...], replicas: int, width: int, published: float, wire: str
-) -> dict[str, Any]:
-    one = Mesh((("tp", width),))
-    src = layout(name, Mesh(mesh), wire)
-    plan = reshard(src, layout(name, Mesh((("replica", replicas), *one.axes)), wire))
-    out, into = max(plan.bytes_out), max(plan.bytes_in)
-    direct, by_chain = seconds(out, into, messages(plan)), chained(src, layout(name, one, wire), replicas)
+def row(name: str, trainers: Parallel, replicas: int, width: int, published: float, wire: str) -> dict[str, Any]:
+    moved = traffic(SHAPES[f"llama-{name.lower()}"], trainers, Parallel(tp=width), WIRES[wire])
+    direct, by_chain = (sync_cost(moved, replicas, GPU, GPU, chained=chained).seconds for chained in (False, True))
+    out, into = moved.sent * replicas, moved.received
     bound = "both" if abs(out / into - 1) < 0.01 else "a trainer's NIC" if out > into else "a generator's NIC"
     return {
         "model": name,
         "wire": wire,
-        "trainers": trainers,
+        "trainers": str(trainers),
         "generators": f"{replicas} × tp {width}",
         "GB from the busiest trainer": round(out / 1e9, 2),
         "GB into the busiest generator": round(into / 1e9, 2),
@@ -81,10 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/sync_table.json")
     args = parser.parse_args()
-    rows = [row(*cluster, wire) for cluster in CLUSTERS for wire in ("bfloat16", "float8_e4m3fn")]
+    rows = [row(*cluster, wire) for cluster in CLUSTERS for wire in WIRES]
     for found in rows:
         print(", ".join(f"{name} {value}" for name, value in found.items()))
-    setup = {"GPU": "H100", "NIC bytes/s": NIC_BYTES_PER_S, "latency s": LATENCY_S, "measured": False}
+    setup = {"GPU": "H100", "NIC bytes/s": GPU.nic, "latency s": round(GPU.latency_s, 9), "measured": False}
     publish("sync_table", {"setup": setup, "rows": rows}, args.keep)
 
 
