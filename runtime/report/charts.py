@@ -60,7 +60,7 @@ def curves(
     values = [y for p in points for y in p[1:] if isfinite(y)]
     ys = _nice([*values, *([limit[0]] if limit else [])])
     xs = Scale(points[0][0], points[-1][0])
-    parts = _axes(ys, xs)
+    parts = _axes(ys, xs, whole=all(point[0] == int(point[0]) for point in points))
     if limit:
         parts += _limit(ys.at(limit[0], HEIGHT - BOTTOM, TOP), limit[1])
     for series in reversed(range(len(names))):
@@ -160,24 +160,26 @@ def _nice(values: Sequence[float]) -> Scale:
     return Scale(low if low == 0 else low - air, high + air)
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
+def _ticks(low: float, high: float, about: int, least: float = 0.0) -> list[float]:
+    """About so many round numbers, `least` apart or more."""
     span = high - low
     if span <= 0:
         return [low]
     rough = span / about
     power = 10.0 ** floor(log10(rough))
-    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
+    step = max(least, next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999))
     first = -(-low // step)
     return [tick * step for tick in range(int(first), int(high // step) + 1)]
 
 
-def _axes(ys: Scale, xs: Scale | None) -> list[str]:
+def _axes(ys: Scale, xs: Scale | None, *, whole: bool = False) -> list[str]:
+    """`whole`: what is between two whole numbers of x means nothing, as of updates."""
     parts = []
     for tick in _ticks(ys.low, ys.high, 4):
         y = ys.at(tick, HEIGHT - BOTTOM, TOP)
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(LEFT - 5, y + 3.5, number(round(tick, 12)), "end"))
-    for tick in _ticks(xs.low, xs.high, 6) if xs else []:
+    for tick in _ticks(xs.low, xs.high, 6, 1.0 if whole else 0.0) if xs else []:
         x = xs.at(tick, LEFT, WIDTH - RIGHT) if xs else 0.0
         anchor = "end" if x > WIDTH - RIGHT - 8 else "middle"
         parts.append(_text(x, HEIGHT - 9, number(round(tick, 12)), anchor))

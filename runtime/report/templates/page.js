@@ -365,9 +365,9 @@ class Schedule {
   }
 
   act(what) {
-    const span = this.to - this.from, middle = (this.from + this.to) / 2;
-    if (what === "in") this.zoom(0.5, middle);
-    if (what === "out") this.zoom(2, middle);
+    const span = this.to - this.from;
+    if (what === "in") this.zoom(0.5, this.middle());
+    if (what === "out") this.zoom(2, this.middle());
     if (what === "left") this.show(this.from - span / 4, this.to - span / 4);
     if (what === "right") this.show(this.from + span / 4, this.to + span / 4);
     if (what === "all") this.show(0, this.data.end);
@@ -375,6 +375,19 @@ class Schedule {
       const trains = this.data.stages.filter(([name]) => name === "train");
       if (trains.length) this.show(trains[0][1], trains[trains.length - 1][2]);
     }
+  }
+
+  // What zooming holds on to: the chosen bar while it is in sight.
+  middle() {
+    const {from, to} = this;
+    if (!this.inSight()) return (from + to) / 2;
+    const {all, b} = this.selected;
+    return (Math.max(all.s[b], from) + Math.min(all.e[b], to)) / 2;
+  }
+
+  inSight() {
+    const bar = this.selected;
+    return bar && bar.all.e[bar.b] > this.from && bar.all.s[bar.b] < this.to;
   }
 
   zoom(factor, time) {
@@ -475,8 +488,14 @@ class Schedule {
       this.draw();
     }
     this.status.textContent = this.words({...found, count: 1}).join(". ") + ".";
-    const box = this.box(found), frame = this.chart.getBoundingClientRect();
-    if (box && !event) this.tell({...found, count: 1}, frame.left + this.gutter + Math.max(box.x, 0), frame.top + box.y + box.h);
+    if (!event) this.tellChosen();
+  }
+
+  // Beside the chosen bar, as long as it is in sight.
+  tellChosen() {
+    const box = this.inSight() && this.box(this.selected), frame = this.chart.getBoundingClientRect();
+    if (!box) return this.hide();
+    this.tell({...this.selected, count: 1}, frame.left + this.gutter + Math.max(box.x, 0), frame.top + box.y + box.h);
   }
 
   press(event) {
@@ -490,6 +509,7 @@ class Schedule {
     else if (event.key === "End") this.show(this.data.end - (this.to - this.from), this.data.end);
     else if (event.key === "Escape") { this.selected = null; this.hide(); this.draw(); }
     else return;
+    if (!step && !lane) this.tellChosen();
     event.preventDefault();
   }
 

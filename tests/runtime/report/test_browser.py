@@ -193,6 +193,21 @@ def test_a_bar_says_the_same_on_keyboard_focus(page: "Page") -> None:
     assert page.locator(".chart .ring").count() == 1
 
 
+def test_keys_zoom_about_the_chosen_bar_and_say_nothing_of_one_out_of_sight(page: "Page") -> None:
+    page.focus(".chart")
+    page.keyboard.press("ArrowRight")
+    for _ in range(6):
+        page.keyboard.press("+")
+    inside = """() => { const v = document.querySelector('.schedule').view, {all, b} = v.selected;
+                        return all.e[b] > v.from && all.s[b] < v.to; }"""
+    assert page.evaluate(inside)
+    assert page.locator(".tip").is_visible()
+    for _ in range(8):
+        page.keyboard.press("PageDown")
+    assert not page.evaluate(inside)
+    assert page.locator(".tip").is_hidden()
+
+
 def test_rollouts_are_striped_where_newer_weights_went_live(page: "Page") -> None:
     pieces = page.evaluate(
         """() => {

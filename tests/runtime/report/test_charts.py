@@ -48,6 +48,12 @@ def test_a_curve_of_one_point_and_of_equal_values_is_drawn() -> None:
     assert "nan" not in curves("Same", ["y"], [(0.0, 0.0), (1.0, 0.0)]).svg
 
 
+def test_a_few_updates_have_whole_numbers_below_them() -> None:
+    below = [re.findall(r'y="159.0"[^>]*>([\d.]+)</text>', curves("Loss", ["loss"], points).svg) for points in (
+        [(0.0, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 0.0)], [(0.0, 0.0), (1.5, 0.0), (3.0, 0.0)])]  # fmt: skip
+    assert below == [["0", "1", "2", "3"], ["0", "0.5", "1", "1.5", "2", "2.5", "3"]]
+
+
 def test_a_histogram_marks_its_bound_and_names_each_bar() -> None:
     figure = histogram("Lag", [(0, 25.0), (1, 75.0)], "lag", "groups", (2, "bound: lag 2"))
     assert "bound: lag 2" in figure.svg
