@@ -45,9 +45,10 @@ class Pulse:
         self._thread.join(timeout=5.0)
 
     def say(self, question: Question) -> None:
-        """Say what needs no answer."""
-        self._said.put(question)
-        self._client.wake()
+        """Say what needs no answer; nothing once it has been stopped."""
+        if not self._over.is_set():
+            self._said.put(question)
+            self._client.wake()
 
     def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:
         """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`."""

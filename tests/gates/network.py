@@ -11,15 +11,17 @@ from types import TracebackType
 LIMIT_S = 20.0
 """Seconds for a command of iproute2."""
 
-# The first process of a host: it says which processes the command has left there, and they end with it.
-INIT = """
+# The first process of a host: it says what the command has left there, and fails if there is anything.
+INIT = r"""
 mount -t tmpfs tmpfs /dev/shm && hostname "$0" || exit 99
-for hidden in $HIDDEN; do mount -t tmpfs tmpfs "$hidden" || exit 99; done
+for folder in $HIDDEN; do mount -t tmpfs tmpfs "$folder" || exit 99; done
 "$@"; status=$?
+left() { echo "left: $1" >&2; status=98; }
 for process in /proc/[0-9]*; do
-    [ "$process" = /proc/$$ ] || echo "left: $(tr '\\0' ' ' < "$process/cmdline")" >&2
+    words=$(tr '\0' ' ' < "$process/cmdline" 2>/dev/null)  # of one that has ended, nothing
+    [ "$process" = /proc/$$ ] || [ -z "$words" ] || left "$words"
 done
-for segment in /dev/shm/*; do [ ! -e "$segment" ] || echo "left: $segment" >&2; done
+for segment in /dev/shm/*; do [ ! -e "$segment" ] || left "$segment"; done
 exit $status
 """
 
@@ -45,8 +47,8 @@ class Network:
         self._remove()
 
     def on(self, host: str, *, hidden: Sequence[Path] = ()) -> list[str]:
-        """What a command is to begin with to run on a host, which sees empty folders for those that are `hidden`. When
-        it has ended, what it has left is said on stderr."""
+        """What a command is to begin with to run on a host, which sees empty folders for those that are `hidden`. Its
+        exit status is 98 if it has left a process or a segment there; which, is said on stderr."""
         enter = ["nsenter", f"--net=/run/netns/{self._named(host)}", "env", f"HIDDEN={' '.join(map(str, hidden))}"]
         apart = ["--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
         return [*enter, "unshare", *apart, "sh", "-c", INIT, host]
