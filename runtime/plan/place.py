@@ -49,7 +49,8 @@ class _Role:
         return generators if self.generates else 1
 
     def replicas_on(self, host: Host, generators: int) -> int:
-        return sum(self.host_of(index) == host for index in range(self.replicas(generators)))
+        count, turns = self.replicas(generators), len(self.hosts)
+        return sum(max(0, -(-(count - place) // turns)) for place, own in enumerate(self.hosts) if own == host)
 
     def host_of(self, index: int) -> Host:
         return self.hosts[index % len(self.hosts)]

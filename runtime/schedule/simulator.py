@@ -9,9 +9,9 @@ durations and by the runtime's own cost.
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.graph.ir import Firing
 from penstock.runtime.record.timeline import Bar, Kind
@@ -60,8 +60,7 @@ def simulate(
     return _Clock(tables, rules, durations, verdicts, live, cut).run(observe)
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(NamedTuple):
     """A firing in work on an engine."""
 
     start: float
@@ -69,12 +68,13 @@ class _Begun:
     version: int | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Alarm:
     """Something is due in an engine, unless something has begun there since."""
 
-    node: str
-    replica: str
+    __slots__ = ("node", "replica")
+
+    def __init__(self, node: str, replica: str) -> None:
+        self.node, self.replica = node, replica
 
 
 class _Clock:
