@@ -35,10 +35,15 @@ class Line:
         self._kind[replica] = kind
         insort(self._kinds.setdefault(kind, []), key)
 
-    def first(self, fits: Callable[[str], bool]) -> str | None:
+    def first(self, fits: Callable[[str], bool] | None = None) -> str | None:
         """The first with room that fits; all of a kind do, or none."""
-        for key in sorted(keys[0] for keys in self._kinds.values() if keys[0] < 0):
+        heads = [keys[0] for keys in self._kinds.values()]
+        if len(heads) > 1:
+            heads.sort()
+        for key in heads:
+            if key >= 0:
+                return None
             name = self._names[key % len(self._names)]
-            if fits(name):
+            if fits is None or fits(name):
                 return name
         return None

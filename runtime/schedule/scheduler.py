@@ -150,9 +150,7 @@ class Scheduler(State):
 
     def _over(self, firing: Firing, replica: str) -> Sequence[Step] | None:
         """All ranks have answered for a firing. Any of them may have failed, or dropped its group."""
-        failed, dropped, again = firing in self.failed, firing in self.dropped, firing in self.again
-        for verdicts in (self.failed, self.dropped, self.again):
-            verdicts.discard(firing)
+        failed, dropped, again = (_take(of, firing) for of in (self.failed, self.dropped, self.again))
         del self.running[firing]
         step = self.tables.steps.get(firing.node)
         if step is None or not step.source:
@@ -208,3 +206,11 @@ class Scheduler(State):
         """The group that just started, or ended, may have been the last to need a live version."""
         if self.pinned:
             weights.move(self)
+
+
+def _take(verdicts: set[Firing], firing: Firing) -> bool:
+    """Whether a firing is among them; then no longer."""
+    if not verdicts or firing not in verdicts:
+        return False
+    verdicts.remove(firing)
+    return True

@@ -19,7 +19,8 @@ def group_done(
     """A per-group firing is done. The steps that may start because of it; None where anything may."""
     group = state.ledger.find(firing.index)
     group.working -= 1
-    state.tries.pop(firing, None)
+    if state.tries:
+        state.tries.pop(firing, None)
     made = _take_turn(state, group, step, firing, replica, again) if step.turns else {step.name: replica}
     for name, holder in made.items():
         _note_value(state, group, state.tables.steps[name], holder)

@@ -41,63 +41,66 @@ def start_groups(state: State, steps: Sequence[Step]) -> None:
 
 def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Step]) -> None:
     """Put a group in the queues of the steps that the new outputs of `steps` were the last inputs of."""
-    for name in dict.fromkeys(reader for step in steps for reader in step.readers):
+    names = steps[0].readers if len(steps) == 1 else dict.fromkeys(reader for step in steps for reader in step.readers)
+    for name in names:
         reader = state.tables.steps[name]
-        if not reader.per_update and all(value in made for value in reader.groups):
+        if not reader.per_update and made.keys() >= set(reader.groups):
             heapq.heappush(state.ready[name], ordinal)
 
 
 def _choose(state: State, step: Step, ordinal: int) -> str | None:
     """The admissible replica with most room, the first of equals; a step with state knows only its first one."""
-    if not _may_go_on(state, step, ordinal):
+    before, admitted = state.ledger.before(ordinal), _admitted(state, step)
+    if before >= admitted or not _may_go_on(state, step, ordinal):
         return None
-    first = state.tables.by_pool[step.pool][0]
     if step.source:
-        return first.name
+        return state.tables.by_pool[step.pool][0].name
     if step.stateful:
-        return first.name if state.room(first) > 0 and _fresh(state, step, ordinal, first.name) else None
-    replica = state.lines[step.pool].first(lambda replica: _fresh(state, step, ordinal, replica))
-    return replica if replica is None or _leaves_some(state, step, ordinal, replica) else None
-
-
-def _leaves_some(state: State, step: Step, ordinal: int, replica: str) -> bool:
-    """While others of the pool wait for weights that are on their way, a replica takes no more than its share of what
-    may start: else the first to have them would take whatever it has room for, and the others find nothing to do."""
-    if not any(state.ways[channel].awaited for channel, _ in step.weights):
-        return True
-    before = state.ledger.before(ordinal)
-    waiting = min(_admitted(state, step) - before, len(state.ready[step.name]))
-    return state.load[replica] * (len(state.tables.by_pool[step.pool]) - 1) < waiting
-
-
-def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
-    """May `step` start on a group at all? It is needed, what it reads delayed is made, and some replica is live with
-    weights that are new enough. State sees the groups one by one, in order, and rests while it is saved."""
-    before = state.ledger.before(ordinal)
-    if before >= state.total:
-        return False
-    if any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
-        return False
-    if step.weights and before >= _admitted(state, step):
-        return False
-    if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
-        return False
-    resting = state.stopping or (state.cutting is not None and step.stateful)
-    return not resting or (not state.saving and state.perishing(ordinal))
+        first = state.tables.by_pool[step.pool][0]
+        return first.name if state.room(first) > 0 and _fresh(state, step, ordinal, before, first.name) else None
+    if not (step.weights or step.fixed):
+        return state.lines[step.pool].first()
+    replica = state.lines[step.pool].first(lambda replica: _fresh(state, step, ordinal, before, replica))
+    return replica if replica is None or _leaves_some(state, step, admitted - before, replica) else None
 
 
 def _admitted(state: State, step: Step) -> int:
-    """Groups before this many may start on the replica with the newest weights, of a step that reads weights."""
-    return min((state.ways[channel].newest + lag + 1) * state.rules.batch for channel, lag in step.weights)
+    """Groups before this many are needed, and may start on the replica with the newest weights if `step` reads any."""
+    admitted = state.total
+    for channel, lag in step.weights:
+        admitted = min(admitted, (state.ways[channel].newest + lag + 1) * state.rules.batch)
+    return admitted
 
 
-def _fresh(state: State, step: Step, ordinal: int, replica: str) -> bool:
+def _leaves_some(state: State, step: Step, admitted: int, replica: str) -> bool:
+    """While others of the pool wait for weights that are on their way, a replica takes no more than its share of what
+    may start: else the first to have them would take whatever it has room for, and the others find nothing to do."""
+    for channel, _ in step.weights:
+        if state.ways[channel].awaited:
+            waiting = min(admitted, len(state.ready[step.name]))
+            return state.load[replica] * (len(state.tables.by_pool[step.pool]) - 1) < waiting
+    return True
+
+
+def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
+    """May `step` start on a needed group at all? What it reads delayed is made, and while the state is saved those with
+    state rest; these see the groups one by one, in order."""
+    if step.delays and any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
+        return False
+    if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
+        return False
+    if state.cutting is None:
+        return True
+    resting = state.stopping or step.stateful
+    return not resting or (not state.saving and state.perishing(ordinal))
+
+
+def _fresh(state: State, step: Step, ordinal: int, before: int, replica: str) -> bool:
     """Are the live weights of `replica` new enough for a group?"""
-    before = state.ledger.before(ordinal)
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
         if receiver.live < 0 or before >= (receiver.live + lag + 1) * state.rules.batch:
             return False
         if state.pinned and (receiver.swapping or receiver.live != state.pin(ordinal)):
             return False
-    return state.has_fixed(step, replica)
+    return not step.fixed or state.has_fixed(step, replica)
