@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     flags = tyro.cli(ReportFlags, prog="penstock report", description=DESCRIPTION, args=argv, config=config)
     folder = RunFolder.open(flags.dir)
     path = absolute(flags.out) if flags.out else folder.path / REPORT
-    report = write_report(folder, path)
+    report = write_report(folder, path, alive=folder.alive)
     if flags.json:
         print(json.dumps({**figures(report), "report": str(path)}))
         return 0

@@ -156,7 +156,7 @@ def _updates(lives: Sequence[Life]) -> set[int]:
 
 def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
     if not (folder.path / "summary.json").exists():
-        notes.append("There is no summary.json: the run is still going on, or nothing was left to write one.")
+        notes.append("There is no summary.json: nothing was left to write one.")
         return None
     try:
         summary = folder.read_json("summary.json")
@@ -191,10 +191,9 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
     lives: list[Life] = []
     for number, segment in enumerate(segments):
         lives.append(_life(number, segment, lives[-1].end if lives else 0, notes))
-        last = number == len(segments) - 1
-        if segment.ended is None and damage is None and not (alive and last):
+        if segment.ended is None and damage is None and not (alive and number == len(segments) - 1):
             part = "The event log" if len(segments) == 1 else f"Part {number + 1} of the event log"
-            notes.append(f"{part} has no end: {'the run goes on, or ' if last else ''}its process was killed.")
+            notes.append(f"{part} has no end: its process was killed.")
     return lives
 
 

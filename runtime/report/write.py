@@ -21,10 +21,15 @@ LARGE_LOG = 3 << 20
 """Bytes of an event log that takes some seconds to read: more than somebody has who has pressed Ctrl-C."""
 
 
-def write_report(folder: RunFolder, path: Path, limit_s: float = SIMULATING_S, choice: str = "--out FILE") -> Report:
+def write_report(
+    folder: RunFolder, path: Path, limit_s: float = SIMULATING_S, choice: str = "--out FILE", *, alive: bool = False
+) -> Report:
     """Raises RecordError for a folder that cannot be read, or a file that cannot be written; `choice` is the flag that
-    names it."""
-    report = make_report(read_facts(folder), time_limit(limit_s))
+    names it. `alive`: the run goes on, which the page says."""
+    facts = read_facts(folder, alive=alive)
+    if alive:
+        facts.notes.insert(0, "The run goes on: what it has written so far is shown.")
+    report = make_report(facts, time_limit(limit_s))
     write_atomic(path, page(report).encode(), choice)
     return report
 

@@ -78,8 +78,23 @@ def test_a_log_that_a_crash_cut_off_is_drawn_as_far_as_it_goes(folder: Path, cap
     (folder / "events.log").write_bytes(log[: len(log) * 3 // 4])
     found = figures(folder, capsys)
     assert 0 < found["updates"] < 6
-    assert "has no end" in found["notes"][0]
+    assert found["notes"][0] == "The event log has no end: its process was killed."
     assert all(sum(rank["whole_ns"].values()) == found["wall_ns"] for rank in found["ranks"])
+
+
+def test_a_run_that_goes_on_is_said_to_and_nothing_of_it_is_missed(folder: Path, capsys: Output) -> None:
+    log = (folder / "events.log").read_bytes()
+    (folder / "events.log").write_bytes(log[: len(log) * 3 // 4])
+    (folder / "summary.json").unlink()
+    run = RunFolder.open(folder)
+    run.lock()
+    try:
+        found = figures(folder, capsys)
+    finally:
+        run.unlock()
+    assert found["notes"] == ["The run goes on: what it has written so far is shown."]
+    assert found["status"] == "running"
+    assert 0 < found["updates"] < 6
 
 
 @pytest.mark.parametrize(
