@@ -8,6 +8,9 @@ from penstock.runtime.cli.labelled import assumed, labelled
 from penstock.runtime.plan.found import Found, Split
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan
 
+SAID = {"cache": "the cache", "weights": "the weights", "tp": "tensor parallelism", "pp": "the hops between stages"}
+"""What parts of a step are called here, where it is not their name."""
+
 
 def text(found: Planned, cluster: str) -> str:
     """For people: the plan, why, the memory, and what else there is."""
@@ -58,10 +61,14 @@ def _why(found: Planned) -> str:
     if best.offloads:
         parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
     generator = best.generating.generator
-    steps = f"most of a step goes to {best.training.steps.bound}"
+    steps = f"most of a training step goes to {_part(best.training.steps.bound)}"
     rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
     decodes = generator.step(rows, rows * (found.work.prompt_tokens + found.work.lengths.mean)).bound
-    return f"one batch: {', '.join(parts)}; {steps}, of decoding to {decodes}"
+    return f"one batch: {', '.join(parts)}; {steps}, of a decoding step to {_part(decodes)}"
+
+
+def _part(name: str) -> str:
+    return SAID.get(name, name)
 
 
 def _crowded(found: Planned, width: int) -> list[str]:
