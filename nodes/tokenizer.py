@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from penstock.nodes.model.config import token_ids
@@ -124,20 +122,13 @@ class Tokenizer:
         return self._render([{"role": "user", "content": text}])
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
+        assert self.template is not None
+        from penstock.nodes.chat_template import TemplateError, render  # jinja2, which tracing a program has no use for
+
         try:
-            return self._compiled.render(messages=messages, add_generation_prompt=True, **self.special)
+            return render(self.template, messages, self.special)
         except TemplateError as error:
             raise TokenizerError(f"chat template: {error}") from error
-
-    @cached_property
-    def _compiled(self) -> Template:
-        assert self.template is not None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_template_error
-        return environment.from_string(self.template)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special ones say nothing."""
@@ -250,12 +241,3 @@ def _byte_letters() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(value) if value in printable else chr(next(others)) for value in range(256)]
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """As chat templates expect it: without HTML escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> None:
-    raise TemplateError(message)
