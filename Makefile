@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Two tests at a time, those of a file one after the other, for they may share what the file made for them. OpenMP's
 # threads sleep while they wait for each other: spinning, they would take the core that the other test needs.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --durations 20 --durations-min 10
 
 .PHONY: help demo test slow lint format clean
 
