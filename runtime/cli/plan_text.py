@@ -40,7 +40,9 @@ def text(found: Planned, cluster: str) -> str:
 def _sure(found: Planned) -> str:
     if found.optimal:
         return "optimal under the model"
-    return f"the best found in time: no plan is more than {percent(found.outcome.gap)} faster"
+    gap = found.outcome.gap
+    more = f"more than {percent(gap)}" if gap >= 0.0005 else "even 0.1 %"
+    return f"the best found in time: no plan is {more} faster"
 
 
 def _why(found: Planned) -> str:
