@@ -1,5 +1,6 @@
 """A batch of responses takes what its steps take, one by one; the tail is paid for."""
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +38,41 @@ def test_going_from_event_to_event_is_going_step_by_step(lengths: list[int], pro
     rollout = ONE.rollout(np.array(lengths), prompt)
     assert rollout.seconds == pytest.approx(_step_by_step(ONE, lengths, prompt), rel=1e-9)
     assert rollout.tokens == sum(lengths)
+
+
+def _replicas_step_by_step(generator: Generator, lengths: list[int], prompt: int, count: int) -> list[float]:
+    """Several replicas, always the one whose next step ends first: when each response ends."""
+    first = min(len(lengths), count * generator.slots)
+    waiting, ends = deque(range(first, len(lengths))), [0.0] * len(lengths)
+    rows = [{row: lengths[row] for row in range(number, first, count)} for number in range(count)]
+    prefill_s = generator.prefill_s(prompt, prompt**2)
+    now = [len(own) * prefill_s for own in rows]
+
+    def step(number: int) -> float:
+        own = rows[number]
+        context = sum(prompt + lengths[row] - left for row, left in own.items())
+        return generator.step(len(own), 0).seconds + float(generator.lines.slope[len(own)]) * context
+
+    while any(rows):
+        number = min((n for n in range(count) if rows[n]), key=lambda n: (now[n] + step(n), n))
+        now[number] += step(number)
+        rows[number] = {row: left - 1 for row, left in rows[number].items()}
+        for row in [row for row, left in rows[number].items() if not left]:
+            ends[row] = now[number]
+            del rows[number][row]
+        while waiting and len(rows[number]) < generator.slots:
+            now[number] += prefill_s
+            row = waiting.popleft()
+            rows[number][row] = lengths[row]
+    return ends
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 4))
+def test_replicas_take_what_waits_in_the_order_in_which_their_slots_fall_free(lengths: list[int], count: int) -> None:
+    """With slots for all responses at once, and with fewer."""
+    rollout = ONE.rollout(np.array(lengths), 16, replicas=count)
+    assert rollout.ends == pytest.approx(_replicas_step_by_step(ONE, lengths, 16, count), rel=1e-9)
 
 
 def test_the_longest_response_is_a_floor_that_replicas_do_not_lower() -> None:

@@ -305,6 +305,17 @@ def test_a_single_host_is_shared_out_in_any_parts() -> None:
     assert found.split.sizes == (2, 6)
 
 
+@pytest.mark.parametrize("cluster", ["4x8xH100", "2x8xH100+3x4xA100", "5x6xH100"])
+def test_a_generator_may_have_all_numbers_of_gpus_that_can_be_packed_beside_the_others(cluster: str) -> None:
+    found = islands(read_cluster(cluster))
+    for t, g, own in product(found, found, found):
+        for trainer, apart in product(t.sizes, own.sizes):
+            split = Split(False, (t, g), trainer, 0, (Apart(("critic",), own, apart),))
+            if split.has_room:
+                packed = [size for size in g.sizes if replace(split, generator=size).hosts() is not None]
+                assert list(split.generators()) == packed
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> None:
     with pytest.raises(PlanError, match=r"llama-405b does not fit on 8 GPUs") as error:
         plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work("llama-405b"))
