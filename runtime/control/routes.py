@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from penstock.runtime.plan.plan import Replica
 from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.chain import chain
-from penstock.runtime.tensor.sides import mesh_of, plan_of
+from penstock.runtime.tensor.target import mesh_of, plan_of
 
 GRACE = 0.25
 """By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that

@@ -135,7 +135,7 @@ class Session:
         graph, rules, cut = self._stage(name)
         origin = Origin(name, graph, self.config.plan, rules, cut, self._live)
         self.recorder.open_stage(origin, now)
-        self.stage = Stage(origin, self.recorder, self._handles if name == "train" else {})
+        self.stage = Stage(origin, self.recorder, self.config.flags, self._handles if name == "train" else {})
         first = Checkpoint(final=True) if name == "save" else Begin()
         return self._after(self.stage.feed(first, now), now)
 

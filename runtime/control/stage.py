@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.graph.ir import Firing
+from penstock.runtime.control.config import Flags
 from penstock.runtime.control.messages import Order, Result, rank_peer
 from penstock.runtime.schedule.events import (
     Command,
@@ -47,13 +48,18 @@ class Recorder(Protocol):
 
 class Stage:
     def __init__(
-        self, origin: Origin, recorder: Recorder, handles: Mapping[tuple[Firing, str], Handle] | None = None
+        self,
+        origin: Origin,
+        recorder: Recorder,
+        flags: Flags,
+        handles: Mapping[tuple[Firing, str], Handle] | None = None,
     ) -> None:
-        self.name, self.graph, self.plan, self.recorder = origin.stage, origin.graph, origin.plan, recorder
+        self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
+        self.recorder, self.flags = recorder, flags
         self.tables = compile_tables(origin.graph, origin.plan)
         self.scheduler = Scheduler(self.tables, origin.rules, origin.cut, origin.live)
         self.finish: Finish | None = None
-        self.asked: dict[tuple[Any, ...], float] = {}
+        self.asked: dict[tuple[Any, ...], tuple[Command, float]] = {}
         self.handles: dict[Firing, dict[str, Handle]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
@@ -89,11 +95,12 @@ class Stage:
         awaited = self.scheduler.awaited()
         self.asked = {key: self.asked[key] for key in awaited}
         for key, ranks in awaited.items():
-            waited = now - self.asked[key]
+            command, since = self.asked[key]
+            waited = now - since
             if waited > deadline:
                 what, replica = f"{key[0]} {' '.join(map(str, key[1:-1]))}", key[-1]
-                if key[0] == "send":
-                    what += f" from {self.tables.channels[key[1]].source.name}"
+                if isinstance(command, Send):
+                    what += f" from {self._sender(command)}"
                 names = ", ".join(self.plan.spelled(replica, rank) for rank in sorted(ranks))
                 said = {rank: doing.get(rank_peer(replica, rank), "") for rank in sorted(ranks)}
                 at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)
@@ -103,14 +110,24 @@ class Stage:
     def moving(self, replica: str) -> str:
         """The weights that are on their way from a replica or to it; "" for none."""
         found = []
-        for kind, *what in self.scheduler.awaited():
-            if kind == "send":
-                channel, version, target = what
-                source = self.tables.channels[channel].source.name
-                live = self.scheduler.ways[channel].receivers[target].live
-                if replica in (source, target):
-                    found.append(f"version {version} of {channel} from {source} to {target}, which has {live}")
+        for key in self.scheduler.awaited():
+            send = self.asked[key][0]
+            if not isinstance(send, Send):
+                continue
+            sender, live = self._sender(send), self.scheduler.ways[send.channel].receivers[send.replica].live
+            if replica in (sender, send.replica):
+                version = f"version {send.version} of {send.channel}"
+                found.append(f"{version} from {sender} to {send.replica}, which has {live}")
         return f"moving {' and '.join(found)}" if found else ""
+
+    def _sender(self, send: Send) -> str:
+        """The replica from which weights come, which in a chain is not always the one that published them."""
+        from penstock.runtime.control.routes import Routes  # numpy, for what goes wrong alone
+
+        routes = Routes(self.tables.channels[send.channel], self.flags.transport, self.flags.delta)
+        for _, _, facts in self._published(send):
+            routes.settle(facts.meta)
+        return routes.source(send.replica, send.together) or send.source
 
     def _route(self, commands: list[Command], now: float) -> Orders:
         batches: dict[str, list[Command]] = defaultdict(list)
@@ -139,7 +156,7 @@ class Stage:
                         self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
             batches[command.replica].append(command)
             if (key := _key(command)) is not None:
-                self.asked[key] = now
+                self.asked[key] = command, now
         return {replica: Order(tuple(items), tuple(handles[replica])) for replica, items in batches.items()}
 
     def _inputs(self, fire: Fire) -> list[tuple[Firing, str, Handle]]:

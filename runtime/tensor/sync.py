@@ -34,7 +34,8 @@ from penstock.runtime.tensor.proof import MODES, Add, Mode, Prover, alone, chose
 from penstock.runtime.tensor.quantise import Agree, Converter
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.restore import Restorer
-from penstock.runtime.tensor.sides import mesh_of, rules_from_json, rules_to_json, source_layout, target_layout
+from penstock.runtime.tensor.source import source_layout
+from penstock.runtime.tensor.target import mesh_of, rules_from_json, rules_to_json, target_layout
 from penstock.runtime.tensor.transport import LocalTransport, Receiving, Transport
 
 Facts = dict[str, Any]

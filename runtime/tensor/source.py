@@ -1,31 +1,18 @@
-"""The layouts of both sides of a channel: as the carried value lies on the sender, and as a receiver wants it.
-
-What a receiver needs to know of the sender travels as JSON: the layout and the rules by which a replica with an axis
-"tp" cuts the tensors.
-"""
+"""How a carried value's weights lie on the ranks that send them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.graph.protocols import Carried
-from penstock.graph.sharding import TENSOR, Axes, Rule, Sharded, Sharding
-from penstock.runtime.tensor.convert import converted
+from penstock.graph.sharding import Rule, Sharded, Sharding
 from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
-from penstock.runtime.tensor.plan import Plan
 from penstock.runtime.tensor.proof import Add
-from penstock.runtime.tensor.reshard import reshard
 
 _DTYPES = tuple(ITEMSIZE)
-
-
-def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:
-    """The mesh of a replica; without axes, `ranks` ranks that each hold everything."""
-    return Mesh((("replica", ranks),) if axes is None else tuple((name, size) for name, size in axes))
 
 
 def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
@@ -48,28 +35,6 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
     dtypes = _agreed({name: dtype for name, _, dtype in own}, sharding, add)
     entries = [(name, tuple(shape), dtypes[name]) for name, shape in sharding.shapes.items()]
     return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
-
-
-def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:
-    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; whole on
-    each rank if there are no rules."""
-    axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
-    return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
-
-
-def plan_of(facts: Mapping[str, Any], mesh: Mesh) -> Plan:
-    """The plan from a sender, of whose publications these are the facts (`sync`), to a replica on `mesh`."""
-    source, wire = Layout.from_json(facts["layout"]), facts["wire"]
-    target = target_layout(source, rules_from_json(facts["wanted"]), mesh)
-    return reshard(converted(source, wire), converted(target, wire))
-
-
-def rules_to_json(rules: Mapping[str, Rule]) -> dict[str, list[int] | None]:
-    return {key: None if rule is None else list(rule) for key, rule in rules.items()}
-
-
-def rules_from_json(data: Mapping[str, Any]) -> dict[str, Rule]:
-    return {key: None if rule is None else (rule[0], rule[1]) for key, rule in data.items()}
 
 
 def _dtype(tensor: Tensor) -> str:

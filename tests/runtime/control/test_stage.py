@@ -1,0 +1,72 @@
+"""What a stage says of weights that are on their way: who really sends them, and who is awaited."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from penstock.graph import trace
+from penstock.graph.ir import Firing
+from penstock.programs.toy import toy
+from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.control.messages import Result
+from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.stage import Stage
+from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.plan.place import place
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.events import Arrived, Begin, Done, Send
+from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.sync import Publisher
+from tests.runtime.tensor.peer import Policy
+
+CHANNEL = "policy>generator"
+HOSTS = tuple(Host(name=name, cores=1) for name in "abcd")
+GENERATORS = tuple(f"generator/{index}" for index in range(3))
+
+
+@pytest.fixture(params=["auto", "shm"])
+def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
+    """Version 0 is on its way from a trainer on host a to generators on b, c and d."""
+    transport: Literal["auto", "shm"] = request.param
+    graph, flags = trace(toy, {}), Flags(updates=4, batch=2, transport=transport)
+    plan = place([graph], Cluster(hosts=HOSTS, pools={"generator": ("b", "c", "d")}), generators=len(GENERATORS))
+    config, folder = RunConfig(graph, None, plan, flags, "stage"), RunFolder.create(tmp_path / "run")
+    folder.unlock()
+    origin = Origin("train", graph, plan, config.rules(0))
+    made = Stage(origin, RunRecorder(folder, config, lambda line: None, 0.0), flags)
+    made.recorder.open_stage(origin, 0.0)
+    made.feed(Begin(), 0.0)
+    while prompts := [what for kind, what, *_ in made.scheduler.awaited() if kind == "fire" and what.node == "prompts"]:
+        made.answer(Result(Done(prompts[0], "generator/0")), 1.0)
+    facts = json.dumps(Publisher(CHANNEL, Policy(4), proof="off").publish(0))
+    published = Result(Done(Firing(CHANNEL, 0), "trainer/0"), {"out": Handle("", 0, 0, facts, "trainer/0")})
+    sends = [one for order in made.answer(published, 1.0).values() for one in order.commands if isinstance(one, Send)]
+    assert {send.replica for send in sends} == {*GENERATORS}
+    return made
+
+
+def senders(stage: Stage) -> list[str]:
+    """From whom each generator has its weights."""
+    return ["trainer/0", *GENERATORS[:2]] if stage.flags.transport == "auto" else ["trainer/0"] * 3
+
+
+def test_an_overdue_version_is_of_the_replica_that_sends_it(stage: Stage) -> None:
+    for index, (sender, name) in enumerate(zip(senders(stage), GENERATORS, strict=True)):
+        assert stage.overdue(60.0, 60.0, {}) is None
+        said = stage.overdue(62.0, 60.0, {})
+        assert said is not None
+        assert f"no answer from {name} rank 0 on host {'bcd'[index]} for 61 s" in said
+        assert said.endswith(f"send {CHANNEL} 0 from {sender}")
+        stage.answer(Result(Arrived(CHANNEL, 0, name)), 2.0)
+
+
+def test_who_dies_was_moving_what_it_had_to_send_and_to_get(stage: Stage) -> None:
+    links = [
+        f"version 0 of {CHANNEL} from {s} to {d}, which has -1" for s, d in zip(senders(stage), GENERATORS, strict=True)
+    ]
+    for name in ("trainer/0", *GENERATORS, "scorer/0"):
+        own = [link for link in links if f"from {name} " in link or f"to {name}," in link]
+        assert stage.moving(name) == (f"moving {' and '.join(own)}" if own else "")
