@@ -2,20 +2,20 @@
 
 `python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host.
 
-A rank is `python -m penstock.runtime.control.worker` in a session of its own, with in its environment
+A rank is forked (see `forks`) from `python -m penstock.runtime.control.worker`, in a session of its own, with in its
+environment
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
     PENSTOCK_FOLDER    the run folder on this host
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_DEVICE, PENSTOCK_THREADS, PENSTOCK_RUN, PENSTOCK_PARENT
     OMP_NUM_THREADS, MKL_NUM_THREADS: the rank's threads
-and stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`. Its first line must be `die_with_parent()`.
+and stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`.
 """
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
@@ -24,7 +24,8 @@ from penstock.runtime.control.client import Client
 from penstock.runtime.control.heartbeat import INTERVAL
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Kill, Launch, Message
-from penstock.runtime.control.process import die_with_parent, kill, start, tail
+from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.ranks import Ended, Ranks
 from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.segments import SHM, sweep
 
@@ -35,22 +36,17 @@ JOIN_S = 60.0
 """Seconds that an agent tries to reach its controller."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    process: "subprocess.Popen[bytes]"
-    pidfd: int
-    stderr: Path
-
-
 class Agent:
-    """The ranks of one host. `worker` is what they run; `silence` how long the controller may be out of reach."""
+    """The ranks of one host. `worker` forks them; `silence` is how long the controller may be out of reach."""
 
     def __init__(self, join: Join, join_file: Path, worker: Sequence[str] = WORKER, silence: float = SILENCE) -> None:
-        self._join, self._join_file, self._worker = join, join_file, worker
+        self._join, self._join_file = join, join_file
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
         self._client = Client(join, "agent", join.host)
-        self._ranks: dict[tuple[str, int], _Rank] = {}
+        logs = Path(join.folder) / "logs"
+        logs.mkdir(mode=0o700, exist_ok=True)
+        self._ranks = Ranks(worker, join.run, join.host, logs, self._client)
         self._joined = False
 
     def run(self) -> str:
@@ -68,7 +64,7 @@ class Agent:
                         self._leave()
                         return ""
                     self._obey(message)
-                self._bury()
+                self._tell(self._ranks.ended())
                 now = monotonic()
                 if now >= beat:
                     beat = now + INTERVAL
@@ -76,15 +72,15 @@ class Agent:
                 if fault := self._fault(now):
                     return fault
         finally:
-            self._end_all()
+            self._tell(self._ranks.close())
             sweep(None, folders)
             self._client.close()
 
     def _obey(self, message: Message) -> None:
         if isinstance(message, Launch):
             self._launch(message)
-        elif isinstance(message, Kill) and (message.replica, message.rank) in self._ranks:
-            kill(self._ranks[message.replica, message.rank].process)
+        elif isinstance(message, Kill):
+            self._ranks.kill(f"{message.replica}.{message.rank}")
 
     def _fault(self, now: float) -> str:
         lost = self._client.lost(now)
@@ -99,10 +95,6 @@ class Agent:
         return ""
 
     def _launch(self, launch: Launch) -> None:
-        logs = Path(self._join.folder) / "logs"
-        logs.mkdir(mode=0o700, exist_ok=True)
-        stem = f"{launch.replica.replace('/', '-')}-{launch.rank}"
-        stderr = logs / f"{stem}.err"
         environment = {
             **launch.environment,
             "PENSTOCK_JOIN": str(self._join_file),
@@ -114,38 +106,21 @@ class Agent:
             "OMP_NUM_THREADS": str(launch.threads),
             "MKL_NUM_THREADS": str(launch.threads),
         }
-        with (logs / f"{stem}.out").open("ab") as out, stderr.open("ab") as err:
-            process = start(self._worker, self._join.run, environment=environment, stdout=out, stderr=err)
-        rank = _Rank(process, os.pidfd_open(process.pid), stderr)
-        self._client.watch(rank.pidfd)
-        self._ranks[launch.replica, launch.rank] = rank
+        self._ranks.launch(f"{launch.replica}.{launch.rank}", environment)
 
-    def _bury(self) -> None:
+    def _tell(self, ended: Sequence[Ended]) -> None:
         """Tell the controller of ranks that have ended."""
-        for (replica, index), rank in list(self._ranks.items()):
-            status = rank.process.poll()
-            if status is None:
-                continue
-            del self._ranks[replica, index]
-            self._client.unwatch(rank.pidfd)
-            os.close(rank.pidfd)
-            signal_, code = max(0, -status), max(0, status)
-            self._client.send(Exited(replica, index, rank.process.pid, code, signal_, tail(rank.stderr)))
+        for name, pid, status, tail in ended:
+            replica, _, rank = name.rpartition(".")
+            self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), tail))
 
     def _leave(self) -> None:
         """Ranks hear their own goodbyes; those that do not end in time are ended."""
         until = monotonic() + LEAVE_S
-        self._bury()
+        self._tell(self._ranks.ended())
         while self._ranks and monotonic() < until:
             self._client.receive(0.05)
-            self._bury()
-
-    def _end_all(self) -> None:
-        for rank in self._ranks.values():
-            kill(rank.process)
-        for rank in self._ranks.values():
-            rank.process.wait(timeout=10)
-        self._bury()
+            self._tell(self._ranks.ended())
 
 
 def serve(join_file: Path, folder: Path | None = None) -> int:

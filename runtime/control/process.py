@@ -61,8 +61,13 @@ def die_with_parent() -> None:
 def kill(child: "subprocess.Popen[bytes]") -> None:
     """SIGKILL to a child and to what it has started itself."""
     if child.poll() is None:  # a pid that has been waited for may be another process's by now
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        kill_session(child.pid)
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL to a child that nobody has waited for yet, and to what it has started itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def describe_exit(child: "subprocess.Popen[bytes]") -> str:

@@ -1,6 +1,6 @@
-"""One rank: `python -m penstock.runtime.control.worker`, started by an agent with its name in the environment.
+"""One rank: forked by `python -m penstock.runtime.control.worker` for an agent, with its name in the environment.
 
-The heartbeat starts before torch is imported. Then one loop: take orders, carry them out, step the streams, answer.
+One loop: take orders, carry them out, step the streams, answer.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from penstock.runtime.control.allocator import keep_freed_memory
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.forks import serve_forks
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Order, Ready, Result, Results, Setup
-from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.raised import told
 from penstock.runtime.control.wire import SILENCE
 
@@ -31,8 +31,11 @@ IDLE = 1.0
 """Seconds between two looks at the controller's life, when there is nothing to do."""
 
 
+NEEDED = ("penstock.runtime.control.rank", "penstock.nodes.policy")
+"""What takes long to import, torch above all, and is imported once for all ranks of a host."""
+
+
 def main() -> None:
-    die_with_parent()
     keep_freed_memory()
     join = replace(Join.read(Path(os.environ["PENSTOCK_JOIN"])), folder=os.environ["PENSTOCK_FOLDER"])
     replica, index = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
@@ -56,7 +59,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         return 0
     name = f"{replica} rank {index}"
     try:
-        from penstock.runtime.control.rank import make_rank  # torch, seconds after the heartbeat began
+        from penstock.runtime.control.rank import make_rank  # torch
 
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
@@ -112,4 +115,4 @@ def work(client: Client, rank: "Rank") -> int:
 
 
 if __name__ == "__main__":
-    main()
+    serve_forks(main, NEEDED)

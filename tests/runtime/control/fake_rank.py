@@ -6,20 +6,23 @@ FAKE_RANK says how it misbehaves: "raise" ends with a traceback, "deaf" ignores 
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from time import monotonic
 
 from penstock.runtime.control.client import Client
+from penstock.runtime.control.forks import serve_forks
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Ready
-from penstock.runtime.control.process import die_with_parent
+
+LOADED = random.random()
+"""Drawn once, by what forks."""
 
 
 def main() -> None:
-    die_with_parent()
     mode = os.environ.get("FAKE_RANK", "")
     join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
     replica, rank = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
@@ -33,7 +36,8 @@ def main() -> None:
     pulse = Pulse(join, replica, rank).start()
     client = Client(join, "rank", replica, rank)
     environment = {k: v for k, v in os.environ.items() if k.startswith(("PENSTOCK_", "OMP_", "MKL_", "FAKE_"))}
-    client.send(Note("info", json.dumps({"environment": environment, "arguments": sys.argv})))
+    facts = {"parent": os.getppid(), "session": os.getsid(0), "drawn": random.random(), "loaded": LOADED}
+    client.send(Note("info", json.dumps({"environment": environment, "arguments": sys.argv, **facts})))
     client.send(Ready(replica, rank, os.getpid()))
     while True:
         heard = client.receive(0.1)
@@ -44,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_forks(main)

@@ -24,11 +24,11 @@ M = TypeVar("M")
 
 
 @contextmanager
-def agent(b: Bench, **changes: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """The agent of host "b", whose ranks are fakes; nothing of it is left afterwards."""
+def agent(b: Bench, *worker: str, **changes: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """The agent of host "b", whose ranks are fakes or of the program `worker`; nothing of it is left afterwards."""
     path = b.folder / "b.json"
     changes.get("join", b.join("b")).write(path)
-    process = start([AGENT, str(path)], b.keys.door.run, stderr=subprocess.PIPE)
+    process = start([AGENT, str(path), *worker], b.keys.door.run, stderr=subprocess.PIPE)
     try:
         yield process
     finally:
@@ -104,6 +104,48 @@ def test_a_rank_that_raises_is_told_of_with_its_status_and_the_tail_of_its_stder
         assert exited.tail.splitlines()[-1] == "MemoryError: no room for a model"
 
 
+def test_ranks_are_the_agents_own_children_that_share_imports_but_no_randomness(b: Bench) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        told = []
+        for index in range(2):
+            b.server.send("agent:b", Launch("generator/0", index))
+            pid = heard(b, Ready).pid
+            told.append(json.loads(heard(b, Note).text))
+            assert (told[-1]["parent"], told[-1]["session"]) == (process.pid, pid)
+            assert (Path("/proc") / str(pid) / "comm").read_text() == f"generator/0.{index}\n"
+        assert told[0]["loaded"] == told[1]["loaded"]
+        assert told[0]["drawn"] != told[1]["drawn"]
+
+
+def test_ranks_live_on_without_what_forked_them_and_the_next_one_has_another(b: Bench) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        first = heard(b, Ready).pid
+        loaded = json.loads(heard(b, Note).text)["loaded"]
+        forks = next(pid for pid in processes_of("run1") if pid not in (process.pid, first))
+        os.kill(forks, signal.SIGKILL)
+        until(lambda: forks not in processes_of("run1"))
+        b.server.send("agent:b", Launch("generator/0", 1))
+        second = heard(b, Ready).pid
+        assert json.loads(heard(b, Note).text)["loaded"] != loaded
+        assert {first, second} < set(processes_of("run1"))
+
+
+def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: Bench, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise ImportError('libtorch_cpu.so: cannot allocate memory')\n")
+    with agent(b, str(broken)) as process:
+        heard(b, AgentReady)
+        for index in range(2):  # the second one finds that it has ended
+            b.server.send("agent:b", Launch("generator/0", index))
+            exited = heard(b, Exited)
+            assert (exited.replica, exited.rank, exited.status) == ("generator/0", index, 1)
+            assert exited.tail.endswith("ImportError: libtorch_cpu.so: cannot allocate memory")
+        assert process.poll() is None
+
+
 def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
     with agent(b):
         heard(b, AgentReady)
@@ -116,15 +158,15 @@ def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
 
 
 def test_kill_ends_a_rank_and_what_it_has_started(b: Bench) -> None:
-    with agent(b) as process:
+    with agent(b):
         heard(b, AgentReady)
         b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": "family"}))
         heard(b, Ready)
-        until(lambda: len(processes_of("run1")) == 3)
+        until(lambda: len(processes_of("run1")) == 4)  # with the agent and what forks
         b.server.send("agent:b", Kill("generator/0", 0))
         b.server.send("agent:b", Kill("nobody/0", 0))
         assert heard(b, Exited).signal == 9
-        until(lambda: processes_of("run1") == [process.pid])
+        until(lambda: len(processes_of("run1")) == 2)
 
 
 @pytest.mark.parametrize("mode", ["", "deaf"])
@@ -158,7 +200,7 @@ def test_ranks_die_with_their_agent(b: Bench) -> None:
         for index in range(2):
             b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_RANK": "deaf"}))
             heard(b, Ready)
-        assert len(processes_of("run1")) == 3
+        assert len(processes_of("run1")) == 4  # with the agent and what forks
         process.kill()
         until(lambda: processes_of("run1") == [])
 

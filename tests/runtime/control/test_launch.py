@@ -76,6 +76,7 @@ def test_a_run_that_is_done_ends_with_0_and_all_lines_are_handed_on(tmp_path: Pa
         "controller.err",
         "local-pool-0-0.err",
         "local-pool-0-0.out",
+        "ranks-local.err",
     ]
 
 
@@ -268,7 +269,7 @@ def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path: Path) -> Non
         assert process.stdout is not None
         while json.loads(process.stdout.readline())["kind"] != "ready":
             pass
-        assert len(processes_of(run)) == 5
+        assert len(processes_of(run)) == 7  # with what forks, of each agent
         process.kill()
     until(lambda: processes_of(run) == [])
     for segment in Path("/dev/shm").glob(f"penstock-{run}-*"):

@@ -1,0 +1,90 @@
+"""The ranks of a host are forked from one process that has imported what each of them needs: torch takes seconds.
+
+It is a child of the agent (see `ranks`), whose program ends in `serve_forks(main)`, with a socket for its stdin. For
+each order there it forks twice. The process between ends at once, so that the rank becomes the agent's own child: the
+agent waits for it, and the kernel ends it with the agent. What forks has one thread and has computed nothing, on no
+device.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from time import sleep
+from typing import NoReturn, TypedDict
+
+from penstock.runtime.control.process import die_with_parent
+
+PACKET_BYTES = 1 << 17
+"""The most of an order."""
+_PR_SET_NAME = 15
+
+
+class Order(TypedDict):
+    """A rank to be forked: its name, what its environment has beside the server's, and the files of its output."""
+
+    name: str
+    environment: Mapping[str, str]
+    stdout: str
+    stderr: str
+
+
+def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
+    """Fork a process that calls `main` for each order of the agent at stdin, until it closes that."""
+    die_with_parent()
+    for module in preload:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # or the first collection in each rank would write to, and so copy, every page
+    with socket.socket(fileno=os.dup(0)) as door:
+        while packet := door.recv(PACKET_BYTES):
+            between = os.fork()
+            if between == 0:
+                _fork_again(door, json.loads(packet), main)
+            os.waitpid(between, 0)
+
+
+def _fork_again(door: socket.socket, order: Order, main: Callable[[], None]) -> NoReturn:
+    """In the process between: it makes the rank's and ends."""
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    status = 1
+    try:
+        _become(door, order, between)
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _become(door: socket.socket, order: Order, between: int) -> None:
+    """Be the rank: a child of the agent, in a session of its own, with its own output, environment and randomness."""
+    os.setsid()
+    while os.getppid() == between:  # which does nothing but end
+        sleep(0.0005)
+    die_with_parent()
+    with door:
+        door.send(json.dumps([order["name"], os.getpid()]).encode())
+    _open_as(0, os.devnull, os.O_RDONLY)
+    _open_as(1, order["stdout"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    _open_as(2, order["stderr"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.environ.update(order["environment"])
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode())
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # as in a process of its own; the standard library sees to itself
+
+
+def _open_as(descriptor: int, path: str, flags: int) -> None:
+    opened = os.open(path, flags, 0o666)
+    os.dup2(opened, descriptor)
+    os.close(opened)
