@@ -117,7 +117,7 @@ def test_only_the_wire_uses_sockets() -> None:
     """Messages have one way in; `doctor` tries whether there could be one."""
     control = {
         f"runtime/control/{name}.py"
-        for name in ("wire", "listen", "context", "gate", "exchange_server", "exchange_client")
+        for name in ("wire", "client", "listen", "context", "gate", "exchange_server", "exchange_client")
     }
     allowed = control | {"runtime/cli/checks.py"}
     users = {name(path) for path in files() for module, _, _ in imports(path) if module.split(".")[0] == "zmq"}
