@@ -94,7 +94,7 @@ def test_an_owner_that_is_killed_while_a_reader_waits_ends_the_run_and_is_named(
         sleep(1.0)  # by now the scorer has asked
         os.kill(pid, signal.SIGKILL)
         assert running.wait() == 1
-    assert f"generator/0 rank 0 died: killed by SIGKILL (pid {pid})" in running.errors
+    assert f"generator/0 rank 0 on host b died: killed by SIGKILL (pid {pid})" in running.errors
     assert summary(folder)["status"] == "failed"
 
 
