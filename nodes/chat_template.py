@@ -14,7 +14,12 @@ __all__ = ["TemplateError", "render"]
 def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
     """The words of a conversation, up to where the model's next answer begins. Raises TemplateError for what the
     template cannot say."""
-    return _compiled(template).render(messages=messages, add_generation_prompt=True, **special)
+    try:
+        return _compiled(template).render(messages=messages, add_generation_prompt=True, **special)
+    except TemplateError:
+        raise
+    except Exception as error:  # a template is a program, which may raise what it likes
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=8)

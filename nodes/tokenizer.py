@@ -190,14 +190,25 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     config, generation, model = (
         _json(folder / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
     )
-    special = {key: _content(config[key]) for key in ("bos_token", "eos_token", "pad_token") if config.get(key)}
+    try:
+        special = {key: _content(config, key) for key in ("bos_token", "eos_token", "pad_token") if config.get(key)}
+        others, least = (token_ids(found.get("eos_token_id")) for found in (generation, model))
+    except ValueError as error:
+        raise TokenizerError(f"{folder}: {error}") from error
     named = [backend.token_to_id(special[key]) if key in special else None for key in ("eos_token", "pad_token")]
     stops = [] if named[0] is None else [named[0]]
-    stops += [token for token in token_ids(generation.get("eos_token_id")) if token not in stops]
-    stops = stops or list(token_ids(model.get("eos_token_id")))
+    stops += [token for token in others if token not in stops]
+    stops = stops or list(least)
     if not stops:
         raise TokenizerError(f"{folder}: given no eos_token, needed one in tokenizer_config.json")
-    return Tokenizer(backend, stops, stops[0] if named[1] is None else named[1], _template(folder, config), special)
+    if backend.id_to_token(stops[0]) is None:
+        known = f"one of the {backend.get_vocab_size()} of tokenizer.json"
+        raise TokenizerError(f"{folder}: given eos_token_id {stops[0]}, needed {known}")
+    pad = stops[0] if named[1] is None else named[1]
+    tokenizer = Tokenizer(backend, stops, pad, _template(folder, config), special)
+    if tokenizer.template is not None:
+        _try_template(tokenizer, folder)
+    return tokenizer
 
 
 def _default(folder: Path) -> Tokenizer:
@@ -214,26 +225,46 @@ def _default(folder: Path) -> Tokenizer:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{path}: cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {item["name"]: item["template"] for item in template}.get("default")
     return template
 
 
+def _try_template(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raises TokenizerError for a template that cannot say a question."""
+    try:
+        said = tokenizer.render(_MARKS[0])
+    except TokenizerError as error:
+        raise TokenizerError(f"{folder}: {error}") from error
+    if _MARKS[0] not in said:
+        raise TokenizerError(f"{folder}: chat template: given {said!r} for every question, needed the question in it")
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        data: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise TokenizerError(f"{path}: {error}") from error
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: given something that is not JSON ({error}), needed a JSON object") from error
+    if not isinstance(data, dict):
+        raise TokenizerError(f"{path}: given JSON of a {type(data).__name__}, needed an object")
     return data
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _content(config: dict[str, Any], key: str) -> str:
+    """A token's text, which stands there by itself or as the content of an object."""
+    token = config[key].get("content") if isinstance(config[key], dict) else config[key]
+    if not isinstance(token, str):
+        raise ValueError(f"tokenizer_config.json: given {key} {config[key]!r}, needed a text")
+    return token
 
 
 def _byte_letters() -> list[str]:

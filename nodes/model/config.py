@@ -1,5 +1,6 @@
 """What a model looks like: a frozen value, read from and written to Hugging Face's `config.json`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -109,21 +110,23 @@ class ModelConfig:
             if data.get(key, needed) != needed:
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}")
         heads, hidden = _need(data, "num_attention_heads"), _need(data, "hidden_size")
-        rope = {**data, **(data.get("rope_parameters") or {})}
+        context = data if "max_position_embeddings" in data else {"max_position_embeddings": 2048}
+        scaling = _scaling(data)
+        rope = {**data, **scaling}
         return ModelConfig(
             vocab_size=_need(data, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_need(data, "intermediate_size"),
             num_hidden_layers=_need(data, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=data.get("num_key_value_heads") or heads,
-            head_dim=data.get("head_dim") or hidden // heads,
-            max_position_embeddings=data.get("max_position_embeddings", 2048),
-            rms_norm_eps=data.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rope_scaling=_scaling_from_json(data.get("rope_parameters") or data.get("rope_scaling")),
-            tie_word_embeddings=data.get("tie_word_embeddings", False),
-            initializer_range=data.get("initializer_range", 0.02),
+            num_key_value_heads=_need(data, "num_key_value_heads") if data.get("num_key_value_heads") else heads,
+            head_dim=_need(data, "head_dim") if data.get("head_dim") else hidden // heads,
+            max_position_embeddings=_need(context, "max_position_embeddings"),
+            rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
+            rope_theta=_number(rope, "rope_theta", 10000.0),
+            rope_scaling=_scaling_from_json(scaling),
+            tie_word_embeddings=_flag(data, "tie_word_embeddings"),
+            initializer_range=_number(data, "initializer_range", 0.02),
             bos_token_id=data.get("bos_token_id"),
             eos_token_ids=token_ids(data.get("eos_token_id")),
             pad_token_id=data.get("pad_token_id"),
@@ -131,38 +134,60 @@ class ModelConfig:
         )
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` of a JSON file, which may be one number, several, or null."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def token_ids(value: Any) -> tuple[int, ...]:
+    """`eos_token_id` of a JSON file, which may be one number, several, or null. Raises ModelError for anything else."""
+    tokens = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ModelError(f"given eos_token_id {value!r}, needed a token's number, a list of such, or null")
+    return tokens
 
 
 def _need(data: Mapping[str, Any], key: str) -> int:
     value = data.get(key)
-    if isinstance(value, int) and value > 0:
+    if type(value) is int and value > 0:
         return value
-    near = get_close_matches(key, [k for k in data if k != key], n=1)
+    near = get_close_matches(key, [k for k in data if k != key], n=1, cutoff=0.8)
     hint = f" (there is {near[0]!r})" if near and value is None else ""
     raise ModelError(f"given {key} {value!r}, needed a positive whole number{hint}")
 
 
-def _scaling_from_json(data: Mapping[str, Any] | None) -> RopeScaling | None:
-    if data is None:
-        return None
+def _number(data: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = data.get(key, default)
+    if type(value) in (int, float) and 0 < value < math.inf:
+        return float(value)
+    raise ModelError(f"given {key} {value!r}, needed a number above 0")
+
+
+def _flag(data: Mapping[str, Any], key: str) -> bool:
+    value = data.get(key, False)
+    if isinstance(value, bool):
+        return value
+    raise ModelError(f"given {key} {value!r}, needed true or false")
+
+
+def _scaling(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a `config.json` says of rotary embedding: newer ones as `rope_parameters`, older ones as `rope_scaling`."""
+    key = "rope_parameters" if data.get("rope_parameters") else "rope_scaling"
+    found = data.get(key) or {}
+    if isinstance(found, Mapping):
+        return found
+    raise ModelError(f"given {key} {found!r}, needed an object with rope_type")
+
+
+def _scaling_from_json(data: Mapping[str, Any]) -> RopeScaling | None:
     kind = data.get("rope_type", data.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ModelError(f"given rope_type {kind!r}, needed one of: {', '.join(ROPE_KINDS)}")
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling(kind, float(data["factor"]))
+        return RopeScaling(kind, _number(data, "factor"))
     return RopeScaling(
         kind,
-        float(data["factor"]),
-        float(data["low_freq_factor"]),
-        float(data["high_freq_factor"]),
-        int(data["original_max_position_embeddings"]),
+        _number(data, "factor"),
+        _number(data, "low_freq_factor"),
+        _number(data, "high_freq_factor"),
+        _need(data, "original_max_position_embeddings"),
     )
 
 

@@ -139,3 +139,28 @@ def test_a_config_is_needed_and_must_be_of_a_supported_family(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json: given JSON of a list, needed an object"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5', needed a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan, needed a number above 0"),
+        ({"max_position_embeddings": None}, "max_position_embeddings None, needed a positive whole number"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads '2', needed a positive whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True, needed a positive whole number"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta 'x', needed a number above 0"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor None, needed a number above 0"),
+        ({"rope_parameters": [1]}, r"rope_parameters \[1\], needed an object with rope_type"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes', needed true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>', needed a token's number"),
+    ],
+)
+def test_a_value_of_the_config_that_is_none_is_named_by_its_key(
+    tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    save_model(tiny(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ModelError, match=rf"config\.json: given {said}"):
+        read_config(tmp_path)

@@ -1,6 +1,7 @@
 """Bytes or a directory's own file: what is encoded comes back, and what cannot be said is an error."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,26 @@ def test_a_template_can_do_no_harm(tmp_path: Path) -> None:
         load_tokenizer(folder).encode_prompt("what")
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (b"{% for m in messages %}", "chat template: Unexpected end of template"),
+        (b"{{ foo.bar }}", "chat template: 'foo' is undefined"),
+        (b"{{ 1 + messages[0].content }}", "chat template: TypeError: unsupported operand"),
+        (b"{% for i in range(10 ** 9) %}x{% endfor %}", "chat template: OverflowError: Range too big"),
+        (b"hello", "given 'hello' for every question, needed the question in it"),
+        (b"\xff\xfe", r"chat_template\.jinja: cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_template_that_cannot_say_a_question_is_refused_with_its_directory(
+    tmp_path: Path, template: bytes, said: str
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(TokenizerError, match=rf"{re.escape(str(tmp_path))}.*{said}"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_directory_without_any_tokenizer_is_read_by_bytes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
     assert load_tokenizer(tmp_path).stops == (256,)
@@ -127,6 +148,24 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("generation_config.json", "[3]", r"generation_config\.json: given JSON of a list, needed an object"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "given eos_token 3, needed a text"),
+        ("tokenizer_config.json", '{"eos_token": {"id": 3}}', r"given eos_token \{'id': 3\}, needed a text"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "given eos_token_id 'x', needed a token's number"),
+        ("generation_config.json", '{"eos_token_id": 99}', "given eos_token_id 99, needed one of the 5 of tokenizer"),
+    ],
+)
+def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str, text: str, said: str) -> None:
+    byte_tokenizer("ab").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / file).write_text(text)
+    with pytest.raises(TokenizerError, match=said):
         load_tokenizer(tmp_path)
 
 
