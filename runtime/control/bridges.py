@@ -1,8 +1,9 @@
 """The bridges of one rank: one for each channel and pair of replicas between which weights go."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple
 
 from penstock.runtime.control.endpoints import LOOPBACK
@@ -42,10 +43,13 @@ class Bridges:
         self._channels, self._rank, self._device, self._ground = channels, rank, device, ground
         self._routes, self._memories = routes, memories
         self._opened: dict[Span, Transport] = {}
+        self._turns: defaultdict[Span, Lock] = defaultdict(Lock)
 
     def lazy(self, span: Span) -> Transport:
-        """A bridge that is opened when it is used."""
-        return _Lazy(self, span)
+        """A bridge that is opened when it is used. Versions are sent over it one after the other: the next one may be
+        asked for as soon as the receiver has the one before, whose sender may not be through with it yet.
+        """
+        return _Lazy(self, span, self._turns[span])
 
     def open(self, span: Span) -> Transport:
         if span not in self._opened:
@@ -76,11 +80,11 @@ class Bridges:
 
     def counts(self) -> Counter[str]:
         """The syncs that went out in full and as deltas, where there are any."""
-        deltas = (way for way in self._opened.values() if isinstance(way, DeltaTransport))
+        deltas = (way for way in [*self._opened.values()] if isinstance(way, DeltaTransport))
         return sum((way.counts for way in deltas), Counter())
 
     def close(self) -> None:
-        for transport in self._opened.values():
+        for transport in [*self._opened.values()]:  # transfers that are given up may still open some
             transport.close()
 
 
@@ -88,9 +92,11 @@ class Bridges:
 class _Lazy:
     bridges: Bridges
     span: Span
+    turn: Lock
 
     def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        return self.bridges.open(self.span).send(version, copies, parts)
+        with self.turn:  # whoever has it waits for nothing without a deadline
+            return self.bridges.open(self.span).send(version, copies, parts)
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         return self.bridges.open(self.span).receive(version, copies, parts)

@@ -58,7 +58,8 @@ class AbsentError(RuntimeError):
     """Not all ranks have come to meet; `ranks` have not."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
-        super().__init__(f"ranks {', '.join(map(str, ranks))} have not come")
+        names = ", ".join(map(str, ranks))
+        super().__init__(f"ranks {names} have not come" if len(ranks) > 1 else f"rank {names} has not come")
         self.ranks = ranks
 
 
@@ -73,20 +74,17 @@ def open_group(
     if backend == "nccl" and not dist.is_nccl_available():
         raise RuntimeError(f"given nccl, which torch {torch.__version__} here is built without; needed gloo")
     began = time.monotonic()
-    _call_roll(store, rank, size, timeout)
+    call_roll(store, rank, size, timeout)
     meeting = PrefixStore(backend, store)
     if backend == "nccl":
         return _open_nccl(meeting, rank, size, timeout)
-    gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address.strip("[]"))]
     # For connecting: all have come, and what is left of the time has to do.
-    options._timeout = timedelta(seconds=max(timeout / 4, timeout - (time.monotonic() - began)))
-    return Group(gloo(meeting, rank, size, options), torch.device("cpu"), timeout)
+    left = max(timeout / 4, timeout - (time.monotonic() - began))
+    return Group(_connect_gloo(meeting, rank, size, left, address), torch.device("cpu"), timeout)
 
 
-def _call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
-    """Wait until all ranks have come, so that an error can say who has not."""
+def call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
+    """Wait until all ranks have come, so that an error can say who has not. Raises AbsentError past `timeout`."""
     here = [f"here/{number}" for number in range(size)]
     store.set(here[rank], "1")
     try:
@@ -96,6 +94,23 @@ def _call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
         if not absent:
             raise
         raise AbsentError(absent) from None
+
+
+def _connect_gloo(meeting: PrefixStore, rank: int, size: int, seconds: float, address: str) -> Any:
+    """Gloo itself says neither where it listens nor what a wait was for."""
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=seconds)
+    try:
+        options._devices = [gloo.create_device(hostname=address.strip("[]"))]
+    except RuntimeError as error:
+        needed = "needed an address of this machine (`address` of its host in the cluster file)"
+        raise RuntimeError(f"cannot listen on {address}, {needed}: {error}") from error
+    try:
+        return gloo(meeting, rank, size, options)
+    except RuntimeError as error:
+        text = f"all have come, but do not reach each other; this one listens on {address}"
+        raise RuntimeError(f"{text}: {error}") from error
 
 
 def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> Group:

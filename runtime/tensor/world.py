@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from penstock.runtime.tensor.crossing import first_line
+from penstock.runtime.tensor.group import call_roll
 
 T = TypeVar("T")
 
@@ -31,9 +32,10 @@ def open_world(store: Store, rank: int, size: int, *, timeout: float, device: st
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store.set_timeout(timedelta(seconds=timeout))
     try:
+        call_roll(store, rank, size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
-        text = f"rank {rank}: the {size} ranks of the replica did not meet within {timeout:.0f} s"
+        text = f"rank {rank}: the {size} ranks of the replica did not meet within {timeout:g} s"
         raise WorldError(f"{text}: {first_line(error)}") from error
 
 

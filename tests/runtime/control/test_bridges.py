@@ -1,8 +1,10 @@
 """What the names of hosts decide: which way weights go, and where gloo listens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
+from threading import Event
 
 import psutil
 import pytest
@@ -13,13 +15,21 @@ from penstock.runtime.control.ground import Ground
 from penstock.runtime.control.routes import Routes
 from penstock.runtime.plan.plan import Rank, Replica
 from penstock.runtime.schedule.tables import Channel
+from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.bridge import Side
+from penstock.runtime.tensor.differences import DeltaTransport
+from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.memory import SharedMemory
 from penstock.runtime.tensor.messages import MessageTransport
+from penstock.runtime.tensor.parcel import Parcel
 from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import sweep
+from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport, TransportError
+from tests.runtime.tensor.peer import Policy
 
 pytestmark = pytest.mark.timeout(60)
+SIDES: tuple[Side, ...] = ("source", "destination")
 RUN, CHANNEL, TRAINER, GENERATOR = "testbridges", "policy>generator", "trainer/0", "generator/0"
 ADDRESS = "127.0.0.2"
 """Of a host: this machine's loopback interface has all of 127.0.0.0/8."""
@@ -33,7 +43,9 @@ def memory() -> Iterator[SharedMemory]:
     sweep(RUN)
 
 
-def both_sides(host: str, memory: SharedMemory, timeout: float = 20.0) -> dict[str, Bridges]:
+def both_sides(
+    host: str, memory: SharedMemory, timeout: float = 20.0, delta: int = 0, trainers_address: str = ADDRESS
+) -> dict[Side, Bridges]:
     """A trainer on host a and a generator on this one, both on this machine with one /dev/shm."""
     channel = Channel(
         CHANNEL,
@@ -44,16 +56,17 @@ def both_sides(host: str, memory: SharedMemory, timeout: float = 20.0) -> dict[s
         (Replica(GENERATOR, (Rank(host),)),),
     )
     meet = partial(PrefixStore, store=HashStore())
-    ground = Ground(RUN, meet, ADDRESS, timeout, "full", "", 0, "auto", lambda: None, print)
-    routes = {CHANNEL: Routes(channel, "auto", 0)}
-    return {
-        side: Bridges({CHANNEL: channel}, 0, "cpu", ground, routes, {CHANNEL: memory})
-        for side in ("source", "destination")
-    }
+    routes, memories = {CHANNEL: Routes(channel, "auto", delta)}, {CHANNEL: memory}
+
+    def side(address: str) -> Bridges:
+        ground = Ground(RUN, meet, address, timeout, "full", "", delta, "auto", lambda: None, print)
+        return Bridges({CHANNEL: channel}, 0, "cpu", ground, routes, memories)
+
+    return {"source": side(trainers_address), "destination": side(ADDRESS)}
 
 
-def opened(sides: dict[str, Bridges]) -> list[Transport]:
-    spans = {side: Span(CHANNEL, TRAINER, GENERATOR, side) for side in sides}  # type: ignore[arg-type]
+def opened(sides: dict[Side, Bridges]) -> list[Transport]:
+    spans = {side: Span(CHANNEL, TRAINER, GENERATOR, side) for side in sides}
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda side: sides[side].open(spans[side]), sides))
 
@@ -81,3 +94,48 @@ def test_the_error_of_a_bridge_between_hosts_names_both(memory: SharedMemory) ->
     where = "policy>generator from trainer/0 on host a to generator/0 on host b: source rank 0"
     with pytest.raises(TransportError, match=rf"{where}: .* not there: destination rank 0"):
         source.open(Span(CHANNEL, TRAINER, GENERATOR, "source"))
+
+
+def test_an_address_that_the_machine_lacks_is_told_with_where_it_is_written(memory: SharedMemory) -> None:
+    """And the other side learns that whoever has it had come."""
+    sides = both_sides("b", memory, timeout=1.0, trainers_address="192.0.2.1")
+    with ThreadPoolExecutor(2) as threads:
+        opening = [threads.submit(sides[side].open, Span(CHANNEL, TRAINER, GENERATOR, side)) for side in SIDES]
+    source, destination = (str(one.exception()) for one in opening)
+    assert "cannot listen on 192.0.2.1, needed an address of this machine (`address` of its host in the" in source
+    assert f"all have come, but do not reach each other; this one listens on {ADDRESS}" in destination
+
+
+def test_a_version_goes_out_when_its_sender_is_through_with_the_one_before(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver has version 0, and asks for the next one, while the sender still takes down what it has sent."""
+    began, taken_down, send, keep = Event(), Event(), DeltaTransport.send, DeltaTransport._keep
+
+    def send_and_say(transport: DeltaTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        if version:
+            began.set()
+        return send(transport, version, copies, parts)
+
+    def keep_later(transport: DeltaTransport, version: int, peer: int, own: Sequence[Parcel]) -> None:
+        assert version or taken_down.wait(20)
+        keep(transport, version, peer, own)
+
+    monkeypatch.setattr(DeltaTransport, "send", send_and_say)
+    monkeypatch.setattr(DeltaTransport, "_keep", keep_later)
+    sides, sent, policy = both_sides("b", memory, delta=9), SimpleQueue[Moved | Exception](), Policy(1000)
+    ways = {side: sides[side].lazy(Span(CHANNEL, TRAINER, GENERATOR, side)) for side in SIDES}
+    publisher, receiver = Publisher(CHANNEL, policy), Receiver(CHANNEL)
+    for version in range(2):
+        policy.advance(version)
+        facts = publisher.publish(version)
+        publisher.start(version, ways["source"], 1, sent.put)
+        if version:
+            assert not began.wait(0.2)
+            taken_down.set()
+        receiver.receive(version, facts, ways["destination"])
+        receiver.swap(version)
+    assert [getattr(sent.get(timeout=20), "version", None) for _ in range(2)] == [0, 1]
+    assert (sides["source"].counts()["full"], sides["source"].counts()["delta"]) == (1, 1)
+    for side in sides.values():
+        side.close()

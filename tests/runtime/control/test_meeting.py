@@ -96,7 +96,7 @@ def test_a_group_is_made_and_carries_and_an_absent_rank_is_named(tmp_path: Path)
         assert got.tolist() == [0.0, 1.0, 2.0, 3.0]
         del second
         for failed in [threads.submit(opened, rank, "two of three", 0.5) for rank in (0, 2)]:
-            with pytest.raises(AbsentError, match="ranks 1 have not come"):
+            with pytest.raises(AbsentError, match="rank 1 has not come"):
                 failed.result(20)
 
 

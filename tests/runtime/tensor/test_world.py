@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from penstock.runtime.tensor.world import Free, Lockstep
+from penstock.runtime.tensor.world import Free, Lockstep, WorldError, open_world
 
 RANKS, ORDERS, STEPS_EACH = 3, 40, 6
 
@@ -18,6 +19,13 @@ def test_a_rank_alone_takes_what_there_is() -> None:
     waiting = deque([1, 2, 3])
     assert Free().take(waiting, busy=False) == [1, 2, 3]
     assert not waiting
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # which `open_world` sets
+        monkeypatch.setenv(name, "lo")
+    with pytest.raises(WorldError, match=r"rank 0: the 3 ranks .* within 0\.2 s: ranks 1, 2 have not come"):
+        open_world(HashStore(), 0, 3, timeout=0.2)
 
 
 class _Together:
