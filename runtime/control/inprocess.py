@@ -55,6 +55,7 @@ class InProcess:
                         folder,
                         restore,
                         config.offload,
+                        run=config.run,
                     ),
                     LocalWays(
                         channels_of(channels, replica.name),

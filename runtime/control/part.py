@@ -17,13 +17,14 @@ def save(update: int, firings: Iterable[Firing], holdings: Holdings, values: Val
     states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
     earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
     ranks = len(setup.plan.replica(setup.replica).ranks)
-    write_part(folder, setup.replica, setup.rank, ranks, holdings.carried, states, values.of(firings), earlier)
+    kept = values.of(firings)
+    write_part(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
 
 
 def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
     setup, update = holdings.setup, int(folder.name)
-    part = read_part(folder, setup.replica, setup.rank)
+    part = read_part(folder, setup.replica, setup.rank, setup.run)
     for name, value in holdings.carried.items():
         value.restore(*part.carried(name, layout_of(value)))
         holdings.history.note(name, update, value)

@@ -82,7 +82,18 @@ def make_rank(
         open_world(world, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
     contexts = config.contexts(own, index)
     cut = folder / "checkpoints" / restore if restore else None
-    setup = Setup(config.graphs, config.plan, replica, index, contexts, folder, cut, config.offload, ground.timeout)
+    setup = Setup(
+        config.graphs,
+        config.plan,
+        replica,
+        index,
+        contexts,
+        folder,
+        cut,
+        config.offload,
+        ground.timeout,
+        config.run,
+    )
     values: dict[Any, Any] = {}
     owner, folders = f"{replica.replace('/', '.')}.{index}", (SHM, folder)
     # An owner that is silent is to be named by its reader, before the controller gives up on the reader.

@@ -17,7 +17,8 @@ class Setup:
     """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder.
 
     `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
-    updates change must. `patience` is the seconds for each way.
+    updates change must. `patience` is the seconds for each way. `run` is the run's id over all its lives, as in
+    `config.json`: a part of another run's checkpoint is refused.
     """
 
     graphs: tuple[Graph, ...]
@@ -29,6 +30,7 @@ class Setup:
     restore: Path | None = None
     offload: Literal["auto", "on", "off"] = "off"
     patience: float = 60.0
+    run: str = ""
 
     @property
     def pool(self) -> str:

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.runtime.control.endpoints import ipc_endpoint, is_loopback, tcp_endpoint
+from penstock.runtime.control.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.plan.gpus import GPUS, Gpu
 from penstock.runtime.plan.machine import Cpu
 from penstock.runtime.plan.names import explain, nearest
@@ -132,9 +132,11 @@ class Cluster(BaseModel):
                 raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
             if own.cpu and own.cpu not in self.cpus:
                 raise ValueError(f"hosts: {own.name}: given cpu {own.cpu!r}; {nearest(own.cpu, self.cpus)}")
-        lacking = [host.name for host in self.hosts if not host.address]
+        if len({ipaddress.ip_address(host.address.strip("[]")).version for host in self.hosts if host.address}) > 1:
+            raise ValueError("hosts: given an `address` of IPv4 and one of IPv6, needed one kind: they meet by gloo")
+        lacking = [host.name for host in self.hosts if is_loopback(f"{host.address or LOOPBACK}:0")]
         if lacking and len(names) > 1 and self.bind and not is_loopback(self.bind):
-            given = f"bind is {self.bind}, and hosts {', '.join(lacking)} have no `address`"
+            given = f"bind is {self.bind}, and hosts {', '.join(lacking)} have no `address` but of loopback"
             raise ValueError(f"hosts: {given}; needed where each can be reached by the others, to read its values")
         return self
 

@@ -38,17 +38,19 @@ def write_part(
     states: Mapping[str, Any],
     values: Mapping[tuple[Firing, str], Any],
     earlier: Mapping[str, Carried] | None = None,
+    run: str = "",
 ) -> None:
     """Write all that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or
     by all ranks together where they hold parts.
 
     `ranks` are those of the replica: a folder may hold files of more, from a cut on another mesh that was given up.
-    `earlier` are carried values as they were before, by names of their own.
+    `earlier` are carried values as they were before, by names of their own. `run` is the id of the run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {
         "format": FORMAT,
+        "run": run,
         "ranks": ranks,
         "carried": {},
         "layouts": {},
@@ -84,15 +86,17 @@ def layout_of(value: Carried) -> Layout | None:
 
 
 class Part:
-    """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it."""
+    """What the ranks of `replica` wrote in `run`, as `rank` of the same or of another mesh needs it."""
 
-    def __init__(self, folder: Path, replica: str, rank: int) -> None:
+    def __init__(self, folder: Path, replica: str, rank: int, run: str) -> None:
         self.rank = rank
         first = StateFile.open(part_path(folder, replica, 0))
         if text := refusal(first.path, first.facts):
             raise StateError(text)
         others = [StateFile.open(part_path(folder, replica, k)) for k in range(1, first.facts["ranks"])]
         self._files = [first, *others]
+        for file in self._files:
+            _require_run(file, run)
         # The same on all ranks but for what a layout says.
         self._own = self._files[min(rank, len(others))]
 
@@ -116,6 +120,16 @@ class Part:
         return decode(cls, [tensors[str(index)] for index in range(len(meta["tensors"]))], meta)
 
 
-def read_part(folder: Path, replica: str, rank: int) -> Part:
-    """Raises StateError for a file that is missing, no state, or of another format than is written now."""
-    return Part(folder, replica, rank)
+def read_part(folder: Path, replica: str, rank: int, run: str = "") -> Part:
+    """Raises StateError for a file that is missing, no state, of another format than is written now, or of another
+    `run` ("": of any).
+    """
+    return Part(folder, replica, rank, run)
+
+
+def _require_run(file: StateFile, run: str) -> None:
+    """Hosts that share no folder keep their parts in folders of their own, which an earlier run may have had."""
+    given = file.facts.get("run", "")
+    if run and given and given != run:
+        needed = f"needed one of run {run}: each run has a folder of its own on each host"
+        raise StateError(f"{file.path}: given a part of run {given}, {needed}")

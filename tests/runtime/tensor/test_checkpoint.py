@@ -121,6 +121,16 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
         read_part(tmp_path, "trainer/0", 0)
 
 
+def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:
+    """As of a folder that a host has kept for itself, and gives to the next run."""
+    for rank, run in enumerate(("ours", "theirs")):
+        write_part(tmp_path, "trainer/0", rank, 2, {"policy": Whole(rank)}, {}, {}, run=run)
+    with pytest.raises(StateError, match=r"trainer-0-1\.safetensors: given a part of run theirs, needed .* ours"):
+        read_part(tmp_path, "trainer/0", 0, "ours")
+    write_part(tmp_path, "trainer/0", 1, 2, {"policy": Whole(1)}, {}, {}, run="ours")
+    assert read_part(tmp_path, "trainer/0", 0, "ours").carried("policy")[1] == {"version": 3}
+
+
 def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path: Path) -> None:
     """Such as was written before there were ranks."""
     path = tmp_path / "trainer-0-0.safetensors"
