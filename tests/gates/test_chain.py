@@ -51,7 +51,7 @@ def test_a_generator_killed_while_weights_go_through_it_ends_the_run_and_is_name
     """Half of version 2 is through the chain; the trainer goes on when the one in the middle is dead."""
     mark = tmp_path / "half"
     flags = Flags(updates=100_000, batch=BATCH, slots=16, deadline=60.0, versions="pinned", transport="messages")
-    options = {"mark": str(mark), "at": 2}
+    options = {"mark": str(mark), "at": 2, "lag": 0}  # all replicas have a version before there is the next one
     folder = make_run(tmp_path / "r", LARGE, options, flags, generators=GENERATORS)
     with Running(folder) as running:
         pid = running.until_ready()["pools"]["generator"][1]
