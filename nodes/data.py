@@ -156,8 +156,8 @@ def read_rows(path: Path, needed: Sequence[str], make: Callable[[Mapping[str, st
 def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mapping[str, str]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: given a line that is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: given a line that is not JSON: {error}; needed one object per line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with {fields}")
     for field in needed:
@@ -165,6 +165,12 @@ def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mappi
             raise DataError(f"{where}: given the fields {sorted(row)}, needed {field!r}")
         if not isinstance(row[field], str) or not row[field].strip():
             raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
+        try:
+            row[field].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: given {error.object[error.start]!r} in {field!r}, which is no character"
+            ) from error
     return row
 
 
@@ -179,7 +185,7 @@ def arithmetic_digits(data: str) -> int | None:
     """The digits that "arithmetic[:DIGITS]" asks for; None for the path of a file that is there."""
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":
-        if (digits or "3") not in "23456":
+        if (digits or "3") not in tuple("23456"):
             raise DataError(f"data: given {data!r}, needed arithmetic:2 to arithmetic:6")
         return int(digits or 3)
     if Path(data).is_file():

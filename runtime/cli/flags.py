@@ -22,6 +22,8 @@ LEAST: Mapping[str, int] = {
     "updates": 0,
     "batch": 1,
     "max_tokens": 1,
+    "seed": 0,
+    "generators": 1,
     "eval_groups": 0,
     "slots": 1,
     "checkpoint_every": 0,
@@ -31,6 +33,8 @@ LEAST: Mapping[str, int] = {
     "width": 0,
 }
 """The least that a flag may be, where it is no matter of the graph or the plan, which say so themselves."""
+MOST = {"seed": 2**63 - 1}
+"""The most."""
 SECONDS = ("deadline", "startup_deadline")
 """Flags that are more than no time, and less than for ever."""
 
@@ -40,14 +44,19 @@ def check_numbers(flags: object) -> None:
     faults."""
     numbers = () if isinstance(flags, CheckFlags) else (*LEAST, *SECONDS)
     given = {name: value for name, value in vars(flags).items() if name in numbers and value is not None}
-    needed = {
-        name: "more than 0 seconds, and a finite number" if name in SECONDS else f"at least {LEAST[name]}"
-        for name, value in given.items()
-        if not (0 < value < math.inf if name in SECONDS else value >= LEAST[name])
-    }
+    needed = {name: what for name, value in given.items() if (what := _needed(name, value))}
     if needed:
         said = (f"--{name.replace('_', '-')}: given {given[name]}, needed {what}" for name, what in needed.items())
         raise ValueError("\n".join(said))
+
+
+def _needed(name: str, value: float) -> str:
+    """What is needed of a number that cannot be meant; "" if it can."""
+    if name in SECONDS:
+        return "" if 0 < value < math.inf else "more than 0 seconds, and a finite number"
+    if value < LEAST[name]:
+        return f"at least {LEAST[name]}"
+    return f"at most {MOST[name]}" if value > MOST.get(name, math.inf) else ""
 
 
 def _text(metavar: str, hint: str = "") -> object:

@@ -167,10 +167,10 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name not in known or name == "config":
-            raise UsageError(f"--config {file}: unknown key {key!r}{nearest(name, known)}")
         if isinstance(value, dict):
             raise UsageError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)")
+        if name not in known or name == "config":
+            raise UsageError(f"--config {file}: unknown key {key!r}{nearest(name, known)}")
         words += _words(name.replace("_", "-"), value, known[name])
     return words
 

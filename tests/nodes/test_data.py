@@ -87,7 +87,9 @@ def test_gsm8k_rows_give_question_final_number_and_solution(tmp_path: Path) -> N
     ("line", "message"),
     [
         ("{", r"d\.jsonl:2: given a line that is not JSON"),
+        ("[" * 100_000, r"d\.jsonl:2: given a line that is not JSON: .*; needed one object per line"),
         ("[1]", r"d\.jsonl:2: given a JSON list, needed an object"),
+        ('{"question": "\\ud800", "answer": "#### 1"}', r"d\.jsonl:2: given '\\ud800' in 'question', which is no char"),
         ('{"question": "q"}', r"d\.jsonl:2: given the fields \['question'\], needed 'answer'"),
         ('{"question": "", "answer": "#### 1"}', r"d\.jsonl:2: given '' as 'question', needed a text"),
         ('{"question": "q", "answer": 3}', r"d\.jsonl:2: given 3 as 'answer', needed a text"),
@@ -115,6 +117,7 @@ def test_bytes_that_are_no_text_name_file_and_line(tmp_path: Path) -> None:
         ("arithmetik", "did you mean 'arithmetic'"),
         ("nowhere/d.jsonl", "'nowhere/d.jsonl', which is no file"),
         ("arithmetic:9", "given 'arithmetic:9', needed arithmetic:2 to arithmetic:6"),
+        ("arithmetic:34", "given 'arithmetic:34', needed arithmetic:2 to arithmetic:6"),
     ],
 )
 def test_unknown_data_are_refused(data: str, message: str) -> None:

@@ -117,6 +117,9 @@ def test_help_explains_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -
             "^--slots: given 0, needed at least 1\n--drops: given 0, needed",
         ),
         (("--max-tokens", "-5"), "^--max-tokens: given -5, needed at least 1$"),
+        (("--generators", "0"), "^--generators: given 0, needed at least 1$"),
+        (("--seed", "-1"), "^--seed: given -1, needed at least 0$"),
+        (("--seed", str(2**63)), f"^--seed: given {2**63}, needed at most {2**63 - 1}$"),
         (("--deadline", "nan"), "^--deadline: given nan, needed more than 0 seconds, and a finite number$"),
         (("--startup-deadline", "0"), "^--startup-deadline: given 0.0, needed more than 0 seconds"),
     ],
@@ -143,7 +146,7 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> 
     ("text", "said"),
     [
         ("updats = 3", r"c.toml: unknown key 'updats'; the nearest: updates"),
-        ("[run]\nupdates = 3", r"c.toml: unknown key 'run'"),
+        ("[run]\nupdates = 3", r"c.toml: 'run' is a table, needed a value \(flags are not grouped\)"),
         ("samples = {a = 1}", r"'samples' is a table"),
         ("samples = = 3", r"not TOML.*line 1"),
     ],
