@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.gpus import Gpu
+from penstock.runtime.plan.gpus import HOST, Gpu
 from penstock.runtime.plan.memory import Memory, generator_memory, slots_that_fit, trainer_memory
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.shape import Shape
 from penstock.runtime.plan.training import Trainer
 
-HOST = 8
-"""GPUs of a host, as most have them: meshes that are named fill such hosts."""
 MOST_TIMES = 32
 """How much larger an axis may be."""
 

@@ -20,6 +20,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4"]
+HOST = 8
+"""GPUs of a host, as most have them."""
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 """Of an element."""
 
@@ -61,6 +63,12 @@ class Gpu(BaseModel):
     launch_us: float = Field(default=3.0, ge=0)
     latency_us: float = Field(default=10.0, ge=0)
     efficiency: Efficiency = Efficiency()
+
+    def in_hosts_of(self, each: int) -> "Gpu":
+        """In hosts with `each` of them: NVLink of up to `HOST` GPUs ends with the host, that of more joins hosts."""
+        if each >= self.nvlink_gpus or self.nvlink_gpus > HOST:
+            return self
+        return self.model_copy(update={"nvlink_gpus": each})
 
     def flops(self, precision: Precision) -> float:
         """Per second, in matrix products. What a kind does not compute in, it converts to bfloat16 first."""

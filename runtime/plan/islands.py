@@ -44,7 +44,7 @@ class Island:
         """The hosts of each pool, in the pools' order; None if they have no room beside each other.
 
         Whole hosts first, then parts, the largest first, each where there is room. Of several hosts a part is at most
-        half of one, so that this packs up to three of them whenever they can be packed; on a single one their sum
+        half of one, so that this packs up to five of them whenever they can be packed; on a single one their sum
         decides.
         """
         left = dict.fromkeys(self.hosts, self.each)
@@ -64,12 +64,13 @@ def islands(cluster: Cluster) -> tuple[Island, ...]:
     """In the order of the cluster's hosts. Raises AskedError for a cluster without GPUs, ClusterError for an unsaid
     kind."""
     found: dict[tuple[str, int], list[str]] = {}
-    kinds: dict[str, Gpu] = {}
+    kinds: dict[tuple[str, int], Gpu] = {}
     for host in cluster.hosts:
         if gpu := cluster.gpu_of(host):
-            kinds[host.gpu] = gpu
-            found.setdefault((host.gpu, len(host.accelerators)), []).append(host.name)
+            alike = host.gpu, len(host.accelerators)
+            kinds[alike] = gpu.in_hosts_of(alike[1])
+            found.setdefault(alike, []).append(host.name)
     if not found:
         given = f"{len(cluster.hosts)} hosts without GPUs"
         raise AskedError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
-    return tuple(Island(kind, kinds[kind], tuple(hosts), each) for (kind, each), hosts in found.items())
+    return tuple(Island(kind, kinds[kind, each], tuple(hosts), each) for (kind, each), hosts in found.items())

@@ -66,8 +66,9 @@ class Ways:
     @property
     def tie(self) -> tuple[int, ...]:
         """As `found.tie` has it."""
-        block, split = self.decoders.block, self.trained.split
-        return int(block.narrow[self.first]), split.with_generator(int(block.gpus[self.first])).gpus
+        block, split, first = self.decoders.block, self.trained.split, self.order[0]
+        own = 0 if split.shared else int(block.gpus[first]) - split.generator
+        return int(block.narrow[first]), split.gpus + own
 
     @property
     def switch(self) -> Cost:

@@ -41,7 +41,7 @@ def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
     misfits = [_trainer(roles, sides, islands), _generator(roles, sides, islands)]
     lines = [str(misfit) for misfit in misfits if misfit is not None]
     total = sum(island.gpus for island in islands)
-    head = f"{sides.work.shape.name} does not fit on {total} GPUs"
+    head = f"{sides.work.shape.name} does not fit on {total} GPU{'s' * (total > 1)}"
     if lines:
         return PlanError("\n".join((head, *lines)))
     trains = [n for i in islands for n in i.sizes if sides.training.trainers(i, n, Models(0))]

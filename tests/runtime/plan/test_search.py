@@ -3,9 +3,9 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from math import inf
 
 import pytest
@@ -289,6 +289,25 @@ def test_parts_of_hosts_are_packed_beside_each_other() -> None:
     assert island.share_out([8, 4, 4]) == [("a",), ("b",), ("b",)]
     assert island.share_out([4, 2, 1]) == [("a",), ("a",), ("a",)]
     assert island.share_out([16, 1]) is None
+
+
+def _packs(free: list[int], parts: Sequence[int]) -> bool:
+    """Whether there is any way to put each part into one of the hosts."""
+    return not parts or any(
+        _packs([*free[:host], left - parts[0], *free[host + 1 :]], parts[1:])
+        for host, left in enumerate(free)
+        if left >= parts[0]
+    )
+
+
+@pytest.mark.parametrize(("each", "hosts"), [(4, 3), (6, 2), (8, 2), (12, 2)])
+def test_pools_are_packed_whenever_they_can_be(each: int, hosts: int) -> None:
+    island = Island("H100", GPUS["H100"], tuple(map(str, range(hosts))), each)
+    for count in (2, 3, 4, 5):
+        for sizes in combinations_with_replacement(island.sizes, count):
+            free = hosts - sum(size // each for size in sizes)
+            parts = [size for size in sizes if size < each]
+            assert (island.share_out(sizes) is not None) == (free >= 0 and _packs([each] * free, parts))
 
 
 def test_a_single_host_is_shared_out_in_any_parts() -> None:

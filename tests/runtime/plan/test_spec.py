@@ -6,6 +6,8 @@ import pytest
 
 from penstock.runtime.plan.cluster import Cluster, ClusterError
 from penstock.runtime.plan.gpus import GPUS
+from penstock.runtime.plan.islands import islands
+from penstock.runtime.plan.links import gather_s
 from penstock.runtime.plan.spec import read_cluster
 
 OWN = """
@@ -34,6 +36,20 @@ def test_a_word_makes_hosts_of_gpus_of_a_kind() -> None:
     assert len(cluster.hosts) == 32
     assert all(len(host.accelerators) == 8 for host in cluster.hosts)
     assert cluster.gpu_of(cluster.hosts[31]) == GPUS["H100"]
+
+
+@pytest.mark.parametrize(
+    ("given", "joined"), [("2x8xH100", 8), ("2x4xH100", 4), ("8x1xA100", 1), ("1x16xH100", 8), ("18x4xGB200", 72)]
+)
+def test_nvlink_ends_with_the_host_unless_more_gpus_are_joined_than_a_host_has(given: str, joined: int) -> None:
+    (island,) = islands(read_cluster(given))
+    assert island.gpu.nvlink_gpus == joined
+
+
+def test_a_gather_over_hosts_of_four_gpus_takes_longer_than_in_one_of_eight() -> None:
+    (one,), (two,) = (islands(read_cluster(given)) for given in ("1x8xH100", "2x4xH100"))
+    took = [gather_s(island.gpu, 1e9, 8) for island in (one, two)]
+    assert took[1] > 2 * took[0]
 
 
 def test_kinds_are_mixed_with_a_plus_and_names_differ() -> None:
