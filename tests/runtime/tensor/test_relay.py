@@ -6,22 +6,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.bridge import Bridge, Side
 from penstock.runtime.tensor.digest import ProofError, digest
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.messages import MessageTransport, Tell
-from penstock.runtime.tensor.relay import Arrivals, Leg, Relay
-from penstock.runtime.tensor.sync import Publisher
+from penstock.runtime.tensor.relay import Arrivals, Leg, Open, Relay
+from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import TransportError
 from tests.halt import halt
 
@@ -356,3 +357,23 @@ def test_what_will_not_come_is_not_awaited_and_what_has_come_is_passed_on(failed
     arrivals.wait([row(4, 6)])
     with pytest.raises(TransportError, match=r"t \[0:4\] has not arrived"):
         arrivals.wait([row(0, 4)])
+
+
+def test_a_replica_that_does_not_get_a_version_itself_blames_nobody_after_it() -> None:
+    blamed, store, policy = list[Exception](), HashStore(), Policy(1000)
+    relay, receiver = Relay(CHANNEL, 0, blamed.append), Receiver(CHANNEL)
+    with ThreadPoolExecutor(2) as threads:
+        sides: tuple[Side, Side] = ("source", "destination")
+        onward, after = threads.map(lambda side: Bridge(CHANNEL, store, timeout=30, way="messages").open(side), sides)
+    assert isinstance(onward, MessageTransport)
+
+    def gone() -> MessageTransport:
+        raise TransportError("the trainer is gone")
+
+    facts = Publisher(CHANNEL, policy).publish(0)
+    downstreams: tuple[Open | None, ...] = (lambda: onward, None)
+    for downstream in downstreams:  # the second one begins when the first one is over, on both sides
+        with pytest.raises(TransportError, match="the trainer is gone"):
+            receiver.receive(0, facts, Leg(relay, gone, downstream, linked=False))
+    assert blamed == []
+    after.close()
