@@ -20,16 +20,17 @@ MOST_TIMES = 32
 
 @dataclass(frozen=True)
 class Misfit:
-    """A role that does not fit on its GPUs. `change` is what would make it fit."""
+    """A role that does not fit on its GPUs, laid out so. `change` is what would make it fit."""
 
     role: str
+    mesh: Parallel
     needed: Memory
     available: float
     change: str
 
     def __str__(self) -> str:
         given = f"{self.available / 1e9:.1f} GB of memory on each GPU"
-        return f"{self.role}: given {given}, needed {self.needed}. {self.change}"
+        return f"{self.role} ({self.mesh}): given {given}, needed {self.needed}. {self.change}"
 
 
 def check_trainer(
@@ -41,8 +42,8 @@ def check_trainer(
         return None
     for words, changed in _trainer_changes(trainer, shortest):
         if _total(trainer_memory(changed), beside).bytes <= room:
-            return Misfit(role, needed, room, f"It would fit with {words}")
-    return Misfit(role, needed, room, _more(needed, room))
+            return Misfit(role, trainer.mesh, needed, room, f"It would fit with {words}")
+    return Misfit(role, trainer.mesh, needed, room, _more(needed, room))
 
 
 def check_generator(
@@ -55,8 +56,8 @@ def check_generator(
         return None
     for words, changed in _generator_changes(generator, context, arenas, beside):
         if _total(generator_memory(changed, context, arenas=arenas), beside).bytes <= room:
-            return Misfit(role, needed, room, f"It would fit with {words}")
-    return Misfit(role, needed, room, _more(needed, room))
+            return Misfit(role, generator.mesh, needed, room, f"It would fit with {words}")
+    return Misfit(role, generator.mesh, needed, room, _more(needed, room))
 
 
 def _total(own: Memory, beside: Memory | None) -> Memory:

@@ -76,7 +76,7 @@ def test_a_trainer_that_does_not_fit_is_told_the_smallest_change(trainer: Traine
     found = check_trainer(trainer)
     assert found is not None
     assert change in found.change
-    assert "trainer: given 85.5 GB of memory on each GPU, needed" in str(found)
+    assert f"trainer ({trainer.mesh}): given 85.5 GB of memory on each GPU, needed" in str(found)
 
 
 def test_the_change_that_is_named_for_a_generator_makes_it_fit() -> None:

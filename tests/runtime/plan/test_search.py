@@ -338,7 +338,7 @@ def test_a_generator_may_have_all_numbers_of_gpus_that_can_be_packed_beside_the_
 def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> None:
     with pytest.raises(PlanError, match=r"llama-405b does not fit on 8 GPUs") as error:
         plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work("llama-405b"))
-    assert "trainer: given 85.5 GB of memory on each GPU, needed" in str(error.value)
+    assert "trainer (tp 8): given 85.5 GB of memory on each GPU, needed" in str(error.value)
     assert "It would fit with" in str(error.value)
 
 
