@@ -9,11 +9,12 @@ copied. `gather_broadcast_kept_ms` is the same with every buffer kept and all ga
 and `shm` move each shard straight to where it belongs. A time is from the last rank's start to the last rank's end;
 with the proof, what hashing adds to the sender's copy aside is added. That copy itself (`snapshot_ms`) is in no
 figure, since the base makes none. `rebuild` is a bridge given up and made anew by its four ranks. Each process has one
-thread. Medians.
+thread. Medians. Where Ray is installed (extra `bench`), its object store moves the same weights (`ray_weights`).
 """
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ from report import publish
 
 REPEATS = {"base": 7, "base kept": 7, "gloo full": 15, "gloo off": 15, "shm full": 50, "shm off": 15, "shm sampled": 15}
 REBUILT, REBUILDS = ("gloo full", "shm full"), 15
+RAY_REPEATS, RAY_S = 15, 300.0
 
 
 class Ranks:
@@ -119,6 +121,17 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
         destinations.end()
 
 
+def by_ray() -> dict[str, list[dict[str, float]]]:
+    """Syncs by Ray's object store; none without Ray. Raises CalledProcessError or TimeoutExpired."""
+    if importlib.util.find_spec("ray") is None:
+        return {}
+    command = [sys.executable, str(Path(__file__).with_name("ray_weights.py")), str(RAY_REPEATS)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=RAY_S)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["bit_equal"], "Ray's destinations have other weights than its sources"
+    return {"ray object store": [{"ms": ms} for ms in answer["ms"]]}
+
+
 def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, memmove: float) -> dict[str, Any]:
     def middle(phase: str, key: str = "ms") -> float:
         return statistics.median(entry[key] for entry in found[phase])
@@ -155,6 +168,10 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]], nbytes: int, mem
         **{f"{way}_wire_ms": middle(f"{way} off", "wire") for way in ("gloo", "shm")},
         **{f"{way}_rebuild_ms": middle(f"rebuild {way} full") for way in ("gloo", "shm")},
     }
+    if "ray object store" in found:
+        ray = middle("ray object store")
+        exact |= {"ray_object_store_ms": ray}
+        exact |= {f"{name}_speedup_over_ray": ray / value for name, value in times.items()}
     # Each of the two receivers needs half of the bytes.
     into = {name: round(nbytes / 2 / value / 1e6, 2) for name, value in times.items()}
     pause = {"p50": round(swaps[len(swaps) // 2], 4), "p95": round(swaps[int(len(swaps) * 0.95)], 4)}
@@ -169,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     nbytes = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
+        found = measure(Path(folder)) | by_ray()
     publish("ddma", figures(found, nbytes, memmove_gb_per_s(nbytes)), options.keep)
 
 
