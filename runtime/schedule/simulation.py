@@ -66,9 +66,11 @@ class Simulation:
     @property
     def steady(self) -> tuple[int, int] | None:
         """The first and the last update of those between the filling of the pipeline and its end, which has no
-        generation beside it; None of a run too short to have as many as a cycle spans, which may come all at once."""
-        first, last = self.max_lag + 1, len(self.ends) - 1 - (self.max_lag + 1)
-        return (first, last) if last - first > self.max_lag else None
+        generation beside it: a multiple of as many as a cycle spans, which may come all at once. None of a run too
+        short to have any."""
+        cycle = self.max_lag + 1
+        cycles = (len(self.ends) - 1 - 2 * cycle) // cycle
+        return (cycle, cycle + cycles * cycle) if cycles > 0 else None
 
     @property
     def steady_s(self) -> float:

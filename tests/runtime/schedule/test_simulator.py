@@ -22,6 +22,7 @@ from .invariants import Checker
 from .world import random_setting
 
 SECONDS = {"generate": 1.0, "score": 0.1, "advantage": 0.0, "update": 2.0}
+BURSTS = {"generate": 4.0, "score": 0.0, "advantage": 0.0, "update": 1.0}
 
 
 def simulated(
@@ -68,8 +69,17 @@ def test_a_run_too_short_to_be_steady_tells_its_mean() -> None:
 
 def test_a_steady_part_is_at_least_as_long_as_a_cycle() -> None:
     plan = place(aipo(), capacity={"generator": 16})
-    for updates, steady in ((6, None), (7, (2, 4)), (8, (2, 5))):
+    for updates, steady in ((6, None), (7, (2, 4)), (8, (2, 4)), (9, (2, 6))):
         assert simulated(aipo(1), plan, Rules(4, updates), SECONDS).steady == steady
+
+
+@pytest.mark.parametrize(("lag", "seconds"), [(1, 2.5), (2, 5 / 3), (3, 1.25)])
+def test_updates_that_come_in_bursts_are_counted_in_whole_ones(lag: int, seconds: float) -> None:
+    """A generator with room for all batches at once: 1 + lag updates follow each other, then none for a while."""
+    plan = place(aipo(), capacity={"generator": 64})
+    for updates in range(3 * lag + 4, 3 * lag + 20):
+        found = simulated(aipo(lag), plan, Rules(4, updates), BURSTS)
+        assert found.steady_s == pytest.approx(seconds)
 
 
 def test_the_simulated_scheduler_keeps_its_invariants() -> None:
