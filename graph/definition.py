@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
 
@@ -89,7 +90,7 @@ class NodeDef(Generic[P, T]):
         """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
 
         A `Stream` hands its outputs over without the state. Raises TypeError for a result that does not fit the
-        return annotation, ValueError for a reward that is no finite number.
+        return annotation, ValueError for rewards that are none.
         """
         shape = self.interface
         parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
@@ -103,8 +104,20 @@ class NodeDef(Generic[P, T]):
             raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {shape.returns}")
         for lack in (value.lack() for value in values if isinstance(value, Rewards)):
             if lack:
-                raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {lack}, needed a finite number")
-        return state, {port.name: v for port, v in zip(shape.outputs, values, strict=True)}, metrics
+                raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {lack}")
+        outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
+        return state, outputs, {name: self._figure(name, value) for name, value in metrics.items()}
+
+    def _figure(self, name: Any, value: Any) -> float:
+        """One of the metrics. Raises TypeError for a name that is no text, and a value that is no number."""
+        try:
+            figure = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several elements
+            figure = None
+        if figure is None or not isinstance(name, str):
+            given = f"{reprlib.repr(name)}: {reprlib.repr(value)} among its metrics"
+            raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed a name with one number")
+        return figure
 
 
 def _fits(value: Any, type_: Any) -> bool:

@@ -241,11 +241,17 @@ class Rewards(Batchable):
         return iter(self.values_N)
 
     def lack(self) -> str:
-        """Which response has no finite number for its reward, the first of them; "" if all have one."""
-        values = self.values_N.tolist() if hasattr(self.values_N, "tolist") else list(self.values_N)
+        """What is given that is no row of rewards, and what is needed; "" if all is well."""
+        shape = getattr(self.values_N, "shape", None)
+        if shape is None or len(shape) != 1:
+            given = f"a {type(self.values_N).__name__}" if shape is None else f"an array of shape {list(shape)}"
+            return f"Rewards of {given}, needed an array [N], one number per response"
+        values = self.values_N.tolist()
         bad = (row for row, value in enumerate(values) if isinstance(value, float) and not math.isfinite(value))
         row = next(bad, None)
-        return "" if row is None else f"a reward of {values[row]} for row {row} of {len(values)}"
+        return (
+            "" if row is None else f"a reward of {values[row]} for row {row} of {len(values)}, needed a finite number"
+        )
 
 
 @dataclass

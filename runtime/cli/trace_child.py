@@ -21,14 +21,22 @@ from penstock.runtime.cli.parse import UsageError, parse
 from penstock.runtime.cli.try_inputs import try_inputs
 from penstock.runtime.control.config import EVALUATION
 
+RAISED = (Exception, SystemExit)
+"""What a user's module or function may raise. One that leaves the process would have nothing said of it."""
+
 
 def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     """All that the parent wants to know of a program called with these words."""
     try:
         program = load(name)
-        if not isinstance(program, Program):
-            given = f"{name}: given a value of type {type(program).__name__}"
-            return _error(f"{given}, needed a function with @program", usage=True)
+    except GraphError as error:
+        return _error(str(error), usage=True)
+    except RAISED:
+        return _error(own_frames())
+    if not isinstance(program, Program):
+        given = f"{name}: given a value of type {type(program).__name__}"
+        return _error(f"{given}, needed a function with @program", usage=True)
+    try:
         options, flags = parse(program, verb, name, argv)
     except (GraphError, UsageError) as error:
         return _error(str(error), usage=True)
@@ -37,7 +45,7 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"name": program.name, "path": program.path, "flags": dataclasses.asdict(flags)}
     try:
         graphs, faults = _trace(program, options, flags)
-    except Exception:
+    except RAISED:
         return _error(own_frames())
     found["faults"] = [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)]
     found |= {key: graph.to_json() for key, graph in graphs.items()}
@@ -73,7 +81,7 @@ def _tried(found: dict[str, Any], graphs: Sequence[Graph], flags: RunFlags) -> d
         device, faults = try_inputs(graphs, flags.control(flags.model))
     except ValueError as error:
         return _error(str(error))
-    except Exception:
+    except RAISED:
         return _error(own_frames())
     flags_found = dataclasses.asdict(dataclasses.replace(flags, device=device))
     return found | {"flags": flags_found, "faults": [dataclasses.asdict(fault) for fault in faults]}

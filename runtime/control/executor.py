@@ -9,11 +9,12 @@ What a rank holds is in `holdings.py`, how values move in `values.py`, its part 
 
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 from penstock.graph.filter import Dropped
 from penstock.graph.ir import Firing, Input, Node
-from penstock.graph.types import Model
+from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control import part
 from penstock.runtime.control.holdings import Held, Holdings
 from penstock.runtime.control.messages import Order, Result
@@ -38,6 +39,9 @@ from penstock.runtime.schedule.events import (
 )
 from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.offload import OffloadError
+
+_RAISED = (Exception, SystemExit)
+"""What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid."""
 
 
 class Executor:
@@ -121,7 +125,7 @@ class Executor:
         """One step of a stream. If it raises, every firing in it has failed, and it forgets them."""
         try:
             finished = held.state.step()
-        except Exception as error:
+        except _RAISED as error:
             held.state.reset()
             lost = [firing for firing in self.submitted if firing.node == held.node.name]
             return [self._failure(firing, self.submitted.pop(firing), error) for firing in lost]
@@ -148,9 +152,9 @@ class Executor:
                 return []
             self.resting.settle(firing.node)
             result = held.definition.run(held.state, inputs, held.options)
-        except Exception as error:
+        except _RAISED as error:
             return [self._failure(firing, began, error)]
-        answer = self._answer(held, firing, result, began)
+        answer = self._answer(held, firing, result, began, inputs)
         self.resting.fired(firing)
         return [answer]
 
@@ -172,20 +176,23 @@ class Executor:
         """How many updates are over for a model that a firing reads: the one under way too, for a next value."""
         return firing.index + int(self.setup.carried_name(item.ref) not in ("", item.ref.node))
 
-    def _answer(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
+    def _answer(
+        self, held: Held, firing: Firing, result: Any, began: float, inputs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Result:
         """What a node returned becomes its state and outputs, if it fits what the node declares."""
         if isinstance(result, BaseException):
             return self._failure(firing, began, result)
         try:
-            return self._finish(held, firing, result, began)
+            return self._finish(held, firing, result, began, inputs)
         except Exception as error:
             return self._failure(firing, began, error)
 
-    def _finish(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
+    def _finish(self, held: Held, firing: Firing, result: Any, began: float, inputs: Mapping[str, Any]) -> Result:
         """Keep a node's outputs: a carried value's next value replaces it, others wait for their readers."""
         if isinstance(result, Dropped):
             return self._done(firing, began, {}, {}, dropped=True)
         state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
+        _require_rows(held.node.name, inputs, outputs)
         again = held.node.answers and not _done_talking(held.node, outputs)
         if held.stateful:
             held.state = state
@@ -206,15 +213,24 @@ class Executor:
         dropped: bool = False,
         again: bool = False,
     ) -> Result:
-        figures = {name: float(value) for name, value in metrics.items()}
         done = Done(firing, self.setup.replica, self.setup.rank, dropped, again)
-        return Result(done, outputs, figures, began, monotonic())
+        return Result(done, outputs, dict(metrics), began, monotonic())
 
     def _failure(self, firing: Firing, began: float, error: BaseException) -> Result:
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"
         return Result(Failed(firing, self.setup.replica, self.setup.rank, text), began=began, ended=monotonic())
+
+
+def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    """Raises ValueError for rewards that are not one for each response which the node read or made: joined with those
+    of other groups, they would be other responses' rewards."""
+    responses = {len(value) for value in (*inputs.values(), *outputs.values()) if isinstance(value, Rollouts)}
+    for value in outputs.values():
+        if isinstance(value, Rewards) and responses and (given := len(value.values_N)) not in responses:
+            needed = " or ".join(map(str, sorted(responses)))
+            raise ValueError(f"{node} returned {given} rewards, needed {needed}, one for each response of the rollouts")
 
 
 def _done_talking(node: Node, outputs: Mapping[str, Any]) -> bool:

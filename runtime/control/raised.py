@@ -14,6 +14,6 @@ def told(error: BaseException) -> str:
     """
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     refused = isinstance(error, ValueError | TypeError) and bool(modules) and modules[-1].startswith(OWN)
-    if refused and all(module.startswith(OWN + BETWEEN) for module in modules):
-        return "".join(traceback.format_exception_only(error))
-    return "".join(traceback.format_exception(error))
+    shown = refused and all(module.startswith(OWN + BETWEEN) for module in modules)
+    text = "".join(traceback.format_exception_only(error) if shown else traceback.format_exception(error))
+    return text.encode(errors="backslashreplace").decode()  # half a character, which no message could carry

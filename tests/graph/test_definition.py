@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
@@ -195,15 +196,35 @@ def test_a_result_that_does_not_fit_the_annotation(
 
 @node
 def judged(length: Length) -> tuple[Rewards, Metrics]:
-    return Rewards([1.0, 0, float(length)]), {}
+    return Rewards(torch.tensor([1.0, 0, float(length)])), {}
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_a_reward_that_is_no_finite_number_does_not_leave_its_node(bad: str) -> None:
-    _, made, _ = judged.split((Rewards([1.0, 0, 2.5]), {}), stateful=False)
-    assert made == {"out": Rewards([1.0, 0, 2.5])}
+    rewards = Rewards(torch.tensor([1.0, 0, 2.5]))
+    _, made, _ = judged.split((rewards, {}), stateful=False)
+    assert made == {"out": rewards}
     with pytest.raises(ValueError, match=f"{__file__}:.* judged returned a reward of {bad} for row 1 of 3, needed a"):
-        judged.split((Rewards([1.0, float(bad), float("nan")]), {}), stateful=False)
+        judged.split((Rewards(torch.tensor([1.0, float(bad), float("nan")])), {}), stateful=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "given"), [(1.0, "a float"), ([1.0], "a list"), (torch.ones(1, 3), r"an array of shape \[1, 3\]")]
+)
+def test_rewards_are_one_row(values: Any, given: str) -> None:
+    with pytest.raises(ValueError, match=f"judged returned Rewards of {given}, needed an array \\[N\\]"):
+        judged.split((Rewards(values), {}), stateful=False)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "given"),
+    [({"cost": "high"}, "'cost': 'high'"), ({3: 1.0}, "3: 1.0"), ({"cost": torch.ones(2)}, "'cost': tensor")],
+)
+def test_a_figure_has_a_name_and_one_number(metrics: dict[Any, Any], given: str) -> None:
+    _, _, figures = judged.split((Rewards(torch.ones(1)), {"cost": torch.tensor(2)}), stateful=False)
+    assert figures == {"cost": 2.0}
+    with pytest.raises(TypeError, match=f"judged returned {given}.* among its metrics, needed a name with one number"):
+        judged.split((Rewards(torch.ones(1)), metrics), stateful=False)
 
 
 # Signatures that cannot be read ---------------------------------------------------------------------------

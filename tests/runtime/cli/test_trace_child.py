@@ -129,6 +129,13 @@ def test_what_is_no_program_is_a_usage_error(file: str, name: str, said: str) ->
     assert found["usage"]
 
 
+def test_a_file_that_leaves_the_process_is_an_error_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)  # the end of the script\n")
+    found = answer("run", f"{tmp_path / 'script.py'}:main", [])
+    assert "script.py" in found["error"]
+    assert "sys.exit(0)  # the end of the script" in found["error"]
+
+
 def test_a_failing_import_shows_the_users_lines(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import math\nimport no_such_package_at_all\n")
     error = answer("run", f"{tmp_path}/broken.py:f", [])["error"]

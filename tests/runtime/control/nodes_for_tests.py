@@ -1,12 +1,13 @@
 """Nodes whose firings a test can follow, and a program of them for one rank."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, node, program, trace
+from penstock.graph import Context, Metrics, Policy, Program, Prompts, Rewards, Rollouts, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
@@ -66,10 +67,35 @@ def baskets(policy: FakePolicy, prompts: FakePrompts, *, bad: int = -1, odd: int
     return learn(policy, doubled(basket(prompts, bad=bad, odd=odd, cracked=cracked)))
 
 
-def make_setup(folder: Path, replicas: int = 1, restore: Path | None = None, **options: int) -> Setup:
+@node(pool="worker")
+def say(prompts: Prompts) -> Rollouts:
+    """Two responses of one token."""
+    row, ones_N = torch.zeros(2, 1), torch.ones(2, dtype=torch.long)
+    texts, finished_N = ("a", "b"), torch.tensor([True, True])
+    return Rollouts(prompts.ordinals * 2, ("", ""), ("", ""), texts, row, ones_N, ones_N, row, row, finished_N)
+
+
+@node(pool="worker")
+def grade(rollouts: Rollouts, *, given: int) -> Rewards:
+    """So many rewards; with fewer than none it leaves the process."""
+    return Rewards(torch.ones(given)) if given >= 0 else sys.exit("enough of this")
+
+
+@program
+def graded(policy: FakePolicy, prompts: FakePrompts, *, given: int = 2) -> Policy:
+    return learn(policy, grade(say(prompts), given=given))
+
+
+def make_setup(
+    folder: Path,
+    replicas: int = 1,
+    restore: Path | None = None,
+    traced: Program[..., Any] = baskets,
+    **options: int,
+) -> Setup:
     """For the first of `replicas` that hold everything."""
-    graph = trace(baskets, options)
-    holds = ("policy", "prompts", "basket", "doubled", "learn")
+    graph = trace(traced, options)
+    holds = (*(argument.name for argument in graph.arguments), *(node.name for node in graph.nodes))
     pool = Pool("worker", holds, tuple(Replica(f"worker/{i}", (Rank(),), 8) for i in range(replicas)))
     contexts = {name: Context(node=name) for name in holds}
     return Setup((graph,), Plan((pool,)), "worker/0", 0, contexts, folder, restore)

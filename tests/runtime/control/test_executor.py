@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,14 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.weights import LocalWays
 from penstock.runtime.schedule.events import Command, Done, Failed, Fire, Free, Save, Saved
 
-from .nodes_for_tests import make_setup
+from .nodes_for_tests import baskets, graded, make_setup
 
 Answers = list[tuple[str, Firing]]
 
 
-def make(folder: Path, restore: Path | None = None, **options: int) -> Executor:
-    return Executor(make_setup(folder, restore=restore, **options), LocalWays({}, "worker/0", 0, "cpu", {}), {})
+def make(folder: Path, restore: Path | None = None, traced: Any = baskets, **options: int) -> Executor:
+    setup = make_setup(folder, restore=restore, traced=traced, **options)
+    return Executor(setup, LocalWays({}, "worker/0", 0, "cpu", {}), {})
 
 
 def order(executor: Executor, *commands: Command) -> list[Result]:
@@ -109,6 +111,25 @@ def test_an_exception_that_a_stream_answers_with_fails_that_firing_alone(tmp_pat
     where, _, said = failed.event.error.partition(":\n")
     assert re.fullmatch(r"basket\[1\] on worker/0 rank 0, written at .+\.py:\d+", where)
     assert said == "ZeroDivisionError: one egg cracked\n"
+
+
+def fate_of_rewards(folder: Path, given: int) -> Any:
+    executor = make(folder, traced=graded, given=given)
+    fire(executor, "prompts", [0])
+    fire(executor, "say", [0])
+    return fire(executor, "grade", [0])[0].event
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_rewards_that_are_not_one_for_each_response_fail_their_group(tmp_path: Path, given: int) -> None:
+    assert isinstance(fate_of_rewards(tmp_path, 2), Done)
+    assert f"grade returned {given} rewards, needed 2, one for each response" in fate_of_rewards(tmp_path, given).error
+
+
+def test_a_node_that_leaves_the_process_has_failed_with_its_traceback(tmp_path: Path) -> None:
+    error = fate_of_rewards(tmp_path, -1).error
+    assert "in grade" in error
+    assert "SystemExit: enough of this" in error
 
 
 def test_an_input_that_is_not_there_fails_the_firing(tmp_path: Path) -> None:
