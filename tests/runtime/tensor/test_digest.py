@@ -79,7 +79,7 @@ def by_hand(tensor: Tensor, name: str, dtype: str) -> int:
     raw = tensor.reshape(-1).view(torch.int8).tolist() if tensor.numel() else []
     length = row_length(tuple(tensor.shape), tensor.dtype.itemsize)
     tiles = -(-length // 8192)
-    a, b = (table[:, 0].tolist() for table in _places(torch.device("cpu")))
+    a, b = torch.cat(_places(torch.device("cpu")), 1).t().tolist()
     total = 0
     for index, value in enumerate(raw):
         row, column = divmod(index, length)
@@ -105,11 +105,17 @@ def test_no_two_places_of_a_tile_have_factors_of_one_direction() -> None:
     assert (_C % 2, _E % 2) == (1, 0)
 
 
-def test_products_of_other_devices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = random_tensor((200, 3000), "bfloat16")
-    expected = digest({"t": tensor})
-    monkeypatch.setattr(module, "_products", module._float_products)
-    assert digest({"t": tensor}) == expected
+@pytest.mark.parametrize("product", ["_int_product", "_float_product"])
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_products_of_other_devices_are_the_same(monkeypatch: pytest.MonkeyPatch, product: str, vectors: int) -> None:
+    tensors = {"t": random_tensor((200, 3000), "bfloat16"), "row": random_tensor((30_000,), "uint8")}
+    expected = digest(tensors)
+    tables = torch.cat(_places(torch.device("cpu")), 1)
+    monkeypatch.setattr(
+        module, "_places", lambda device: tuple(t.contiguous() for t in torch.split(tables, vectors, 1))
+    )
+    monkeypatch.setattr(module, "_int_product", getattr(module, product))
+    assert digest(tensors) == expected
 
 
 @settings(deadline=None)
