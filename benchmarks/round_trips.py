@@ -18,9 +18,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from subprocess import TimeoutExpired
 from time import monotonic, perf_counter, sleep
+from typing import NoReturn
 
 from penstock.graph import node, program, trace
 from penstock.graph.ir import Firing
@@ -32,7 +34,7 @@ from penstock.runtime.control.endpoints import ipc_endpoint
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Door, Join
 from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer
-from penstock.runtime.control.process import die_with_parent, kill, start
+from penstock.runtime.control.process import PARENT, die_with_parent, kill, start
 from penstock.runtime.control.wire import Server
 from penstock.runtime.control.worker import serve
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
@@ -88,11 +90,25 @@ def config(names: Sequence[str], run: str) -> RunConfig:
 # Workers --------------------------------------------------------------------------------------------------
 
 
-def host(join_file: str, first: int, last: int) -> None:
+def hosts(join_file: str, processes: int, threads: int) -> None:
+    """Fork the processes of all workers, as those of an agent's ranks are forked: what they import is here, once."""
+    die_with_parent()
+    import_module("penstock.runtime.control.rank")
+    load(f"{HERE}:nothing")
+    os.environ[PARENT] = str(os.getpid())
+    made = []
+    for index in range(processes):
+        made.append(os.fork())
+        if made[-1] == 0:
+            host(join_file, index * threads, (index + 1) * threads)
+    for pid in made:
+        os.waitpid(pid, 0)
+
+
+def host(join_file: str, first: int, last: int) -> NoReturn:
     """A process with workers `first` to `last` - 1, a thread each."""
     die_with_parent()
     join = Join.read(Path(join_file))
-    load(f"{HERE}:nothing")  # here, once: an import that two threads begin together is half done for one of them
     threads = [threading.Thread(target=worker, args=[join, f"worker/{i}"]) for i in range(first, last)]
     for thread in threads:
         thread.start()
@@ -125,8 +141,7 @@ def cluster(processes: int, threads: int) -> Iterator["Driver"]:
         server = Server(door)
         join = folder / "join.json"
         Join(run, server.endpoint, door.token, "local", scratch).write(join)
-        spans = [(i * threads, (i + 1) * threads) for i in range(processes)]
-        children = [start([HERE, "host", str(join), str(a), str(b)], run, stderr=sys.stderr.buffer) for a, b in spans]
+        child = start([HERE, "hosts", str(join), str(processes), str(threads)], run, stderr=sys.stderr.buffer)
         try:
             driver = Driver(server, [f"worker/{i}" for i in range(processes * threads)])
             driver.assemble(run)
@@ -134,12 +149,10 @@ def cluster(processes: int, threads: int) -> Iterator["Driver"]:
         finally:
             for peer in server.peers:
                 server.send(peer, Goodbye("done"))
-            until = monotonic() + 10.0
-            for child in children:
-                with suppress(TimeoutExpired):
-                    child.wait(timeout=max(0.0, until - monotonic()))
-                kill(child)
-                child.wait()
+            with suppress(TimeoutExpired):
+                child.wait(timeout=10.0)
+            kill(child)
+            child.wait()
             server.close()
             sweep(run)
 
@@ -251,7 +264,7 @@ def measure(processes: int, threads: int, window: int, seconds: float) -> dict[s
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "host":
-        host(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1] == "hosts":
+        hosts(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
         print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))))
