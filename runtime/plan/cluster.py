@@ -132,13 +132,23 @@ class Cluster(BaseModel):
                 raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
             if own.cpu and own.cpu not in self.cpus:
                 raise ValueError(f"hosts: {own.name}: given cpu {own.cpu!r}; {nearest(own.cpu, self.cpus)}")
+        self._check_reach()
+        return self
+
+    def _check_reach(self) -> None:
+        """Raises ValueError where hosts on machines of their own could not reach each other."""
         if len({ipaddress.ip_address(host.address.strip("[]")).version for host in self.hosts if host.address}) > 1:
             raise ValueError("hosts: given an `address` of IPv4 and one of IPv6, needed one kind: they meet by gloo")
         lacking = [host.name for host in self.hosts if is_loopback(f"{host.address or LOOPBACK}:0")]
-        if lacking and len(names) > 1 and self.bind and not is_loopback(self.bind):
+        if lacking and len(self.hosts) > 1 and self.bind and not is_loopback(self.bind):
             given = f"bind is {self.bind}, and hosts {', '.join(lacking)} have no `address` but of loopback"
             raise ValueError(f"hosts: {given}; needed where each can be reached by the others, to read its values")
-        return self
+        outside = [host.name for host in self.hosts if host.agent == "external" and host.name not in lacking]
+        if outside and not self.bind:
+            needed = 'where the controller listens for it, such as bind = "10.0.0.1:5555"'
+            raise ValueError(
+                f"bind: given none, and the agent of {', '.join(outside)} is on another machine; needed {needed}"
+            )
 
     @staticmethod
     def local() -> "Cluster":

@@ -70,6 +70,7 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         ('address = "10.0.0.2"', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
         ('"10.0.0.2"', '"127.0.0.1"', "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
         ('"10.0.0.2"', '"[fd00::2]"', "hosts: given an `address` of IPv4 and one of IPv6"),
+        ('bind = "10.0.0.1:5555"', "", "bind: given none, and the agent of b is on another machine; needed where"),
         ("10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
         ("[pools]", "[pools", "not TOML"),
     ],
