@@ -198,7 +198,8 @@ def local_plan(
     cpu, roles = cluster.cpus[host.cpu], roles_of(graph)
     more = (*roles.readers, *roles.learners, *roles.rereads, *([roles.environment] if roles.turns > 1 else ()))
     if more := (*more, *roles.outside):
-        raise PlanError(f"{roles.graph}: given {', '.join(more)}, needed none but generation and updates on a CPU")
+        alone = "nothing beside generation and the policy's updates: on cores no other work is measured"
+        raise PlanError(f"{roles.graph}: no period is predicted: given {', '.join(more)}, needed {alone}")
     if precision not in cpu.precisions:
         raise PlanError(f"dtype: given {precision}, needed one that was measured: {', '.join(cpu.precisions)}")
     plan = place([graph], cluster, slots=slots)
@@ -207,9 +208,10 @@ def local_plan(
         _ = found.bounds
     except ValueError as error:
         raise PlanError(str(error)) from None
-    held = [f"{pool} {part} {size / 1e9:.1f}" for pool, parts in found.memory.items() for part, size in parts.items()]
-    needed = sum(size for parts in found.memory.values() for size in parts.values())
+    parts = [(f"{pool} {part}", size) for pool, held in found.memory.items() for part, size in held.items() if size]
+    needed = sum(size for _, size in parts)
     if needed > cpu.memory_gib * 2**30:
+        held = [f"{part} {size / 1e9:.1f}" for part, size in parts]
         given = f"{cpu.memory_gib * 2**30 / 1e9:.1f} GB, needed {needed / 1e9:.1f} GB ({', '.join(held)})"
         raise PlanError(f"memory of {host.name}: given {given}: a smaller model, or fewer slots or tokens")
     return found

@@ -60,7 +60,7 @@ def test_a_plan_of_cores_counts_what_is_drawn_added_and_copied() -> None:
 
 
 def test_a_critic_is_refused_on_cores_by_name() -> None:
-    with pytest.raises(PlanError, match="ppo: given critic_values, critic_update, needed none"):
+    with pytest.raises(PlanError, match="ppo: no period is predicted: given critic_values, critic_update, needed"):
         scene(1, name="ppo")
 
 
