@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from time import monotonic
 from typing import Any
 
@@ -131,7 +132,7 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=summary["status"] == "stopped")
     if path is not None:
         return relative(path)
-    return f"{' '.join(reason.split())} (penstock report {relative(folder.path)})"
+    return f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"
 
 
 def require_start(config: RunConfig, cluster: Cluster, look: Look) -> None:
@@ -215,7 +216,7 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     if report:
         rows.append(("report", report))
     if summary["status"] == "stopped" or (summary["status"] == "failed" and summary["checkpoint"]):
-        rows.append(("to go on", f"penstock resume {folder}, {_goes_on(summary)}"))
+        rows.append(("to go on", f"penstock resume {quote(folder)}, {_goes_on(summary)}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
 
 

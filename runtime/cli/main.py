@@ -71,6 +71,7 @@ def unknown(verb: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
+    _require_streams()
     try:
         with on_stop(interrupt, (signal.SIGTERM, signal.SIGHUP)):
             status = _answer(words)
@@ -83,6 +84,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         status = UNREAD
     sys.exit(_flushed(status))
+
+
+def _require_streams() -> None:
+    """Where the caller has closed a standard stream (`>&-`), /dev/null stands in, for children too: else a pipe of ours
+    would get its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _flushed(status: int) -> int:

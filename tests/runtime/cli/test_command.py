@@ -145,6 +145,13 @@ LONG = ("run", "toy", "--updates", "100000", "--generate-ms", "5", "--update-ms"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
+    words = f"{sys.executable} -m penstock.runtime.cli.main check toy"
+    done = subprocess.run(f"{words} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--plain", "--out", "here"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:

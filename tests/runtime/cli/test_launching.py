@@ -75,6 +75,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     summary = finish(folder, INTERRUPTED, [], 1.0)
     assert "penstock resume runs/x" in summary_text(summary, 10, "runs/x")
+    assert "penstock resume 'my runs/x'" in summary_text(summary, 10, "my runs/x")
 
 
 def test_a_summary_tells_where_a_resume_begins(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_faults_stop_a_run_before_it_has_a_folder(processes: Processes, tmp_path
     out = tmp_path / "run"
     with pytest.raises(CommandError, match=r"(?s)given   -1.*1 fault"):
         run.main(["toy", "--lag", "-1", "--out", str(out)])
-    with pytest.raises(ClusterError, match="generators: given 0"):
+    with pytest.raises(CommandError, match="--generators: given 0, needed at least 1"):
         run.main(["toy", "--generators", "0", "--out", str(out)])
     with pytest.raises(ClusterError, match="cannot be read"):
         run.main(["toy", "--cluster", "/nowhere.toml", "--out", str(out)])
