@@ -18,7 +18,7 @@ from penstock.runtime.control.process import kill, kill_session, start, tail
 LAST_S = 10.0
 """Seconds for the kernel to end what was killed."""
 _PR_SET_CHILD_SUBREAPER = 36
-_ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Libraries that ask at their import how many threads they may have would start them in what forks."""
 
 
@@ -104,7 +104,7 @@ class Ranks:
     def _open(self) -> None:
         self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._log.open("ab") as stderr:
-            self._server = start(self._command, self._run, environment=_ALONE, stdin=theirs.fileno(), stderr=stderr)
+            self._server = start(self._command, self._run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
         self._door.setblocking(False)
         self._client.watch(self._door.fileno())
 
