@@ -1,5 +1,6 @@
 """What the names of hosts decide: which way weights go, and where gloo listens."""
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -94,6 +95,20 @@ def test_the_error_of_a_bridge_between_hosts_names_both(memory: SharedMemory) ->
     where = "policy>generator from trainer/0 on host a to generator/0 on host b: source rank 0"
     with pytest.raises(TransportError, match=rf"{where}: .* not there: destination rank 0"):
         source.open(Span(CHANNEL, TRAINER, GENERATOR, "source"))
+
+
+def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names_who_stands_still() -> None:
+    names = tuple(f"generator/{index}" for index in range(3))
+    replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(names, "bcd", strict=True))
+    channel = Channel(CHANNEL, "policy", Replica(TRAINER, (Rank("a"),)), "broadcast", "generator", replicas)
+    routes = Routes(channel, "auto", 0)
+    routes.settle(json.dumps(Publisher(CHANNEL, Policy(4), proof="off").publish(0)))
+    meet = partial(PrefixStore, store=HashStore())
+    ground = Ground(RUN, meet, ADDRESS, 0.2, "full", "", 0, "auto", lambda: None, print)
+    bridges = Bridges({CHANNEL: channel}, 0, "cpu", ground, {CHANNEL: routes}, {})
+    for source, target, seconds in zip((TRAINER, *names), names, ("0.2", "0.225", "0.25"), strict=False):
+        with pytest.raises(TransportError, match=rf"to {target} on host \w: .* of {seconds} s"):
+            bridges.open(Span(CHANNEL, source, target, "source"))
 
 
 def test_an_address_that_the_machine_lacks_is_told_with_where_it_is_written(memory: SharedMemory) -> None:
