@@ -58,7 +58,7 @@ class RunRecorder:
         self.status = Status(say, now, self.bars.live)
         self.stage = ""
         self.accuracy: dict[str, float | None] = dict(cut.accuracy) if cut else {}
-        self.groups: dict[str, int] = {}
+        self.groups: dict[str, int] = dict(cut.cut["fates"]) if cut else {}
         self.updates = start
         self.version = start
         self.dropped_frames: Mapping[str, int] = {}

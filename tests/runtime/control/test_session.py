@@ -99,3 +99,13 @@ def test_what_a_recorder_remembers_does_not_grow_with_the_updates(folder: RunFol
     assert set(recorder.bars.published) == {"policy>generator"}
     assert set(recorder.bars.sent) == {("policy>generator", "generator/0")}
     assert recorder.rows.groups == {}
+
+
+def test_a_resume_that_is_stopped_before_it_begins_has_the_groups_of_its_cut(folder: RunFolder) -> None:
+    run(folder)
+    cut, config = latest_checkpoint(folder), RunConfig.load(folder)
+    assert cut is not None
+    session = Session(config, RunRecorder(folder, config, lambda line: None, monotonic(), cut), cut.cut)
+    session.stop(monotonic())
+    summary = folder.read_json("summary.json")
+    assert (summary["status"], summary["updates"], summary["groups"]) == ("stopped", UPDATES, 2 * UPDATES)
