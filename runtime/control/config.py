@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context
 from penstock.runtime.plan.plan import Plan, Replica
 from penstock.runtime.plan.turns import why_no_turns
+from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.tables import Channel, Rules, compile_tables
 
@@ -100,9 +102,14 @@ class RunConfig:
 
     @staticmethod
     def load(folder: RunFolder) -> "RunConfig":
-        """What `write` wrote."""
+        """What `write` wrote. Raises RecordError for a folder of another version of Penstock."""
         graphs, plan = folder.read_json("graph.json"), folder.read_json("plan.json")
-        return RunConfig.from_json({**folder.read_json("config.json"), **graphs, "plan": plan})
+        data = folder.read_json("config.json")
+        try:
+            return RunConfig.from_json({**data, **graphs, "plan": plan})
+        except ValueError as error:
+            by = f"written by penstock {data.get('asked', {}).get('penstock', 'of another version')}"
+            raise RecordError(f"{folder.path}: {by}, cannot be read by {__version__}: {error}") from error
 
     def channels(self) -> dict[str, Channel]:
         """The ways of weights of all graphs: those of the same carried value to the same pool are one."""

@@ -18,6 +18,7 @@ from penstock.runtime.control.stage import Orders
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Done
 from penstock.runtime.tensor.handle import Handle
@@ -109,3 +110,12 @@ def test_a_resume_that_is_stopped_before_it_begins_has_the_groups_of_its_cut(fol
     session.stop(monotonic())
     summary = folder.read_json("summary.json")
     assert (summary["status"], summary["updates"], summary["groups"]) == ("stopped", UPDATES, 2 * UPDATES)
+
+
+def test_a_run_of_another_format_is_refused_with_both_versions(folder: RunFolder) -> None:
+    run(folder)
+    folder.write_json("config.json", folder.read_json("config.json") | {"format": 7, "asked": {"penstock": "9.0"}})
+    with pytest.raises(
+        RecordError, match=r"run: written by penstock 9\.0, cannot be read by .*given format 7, needed 1"
+    ):
+        RunConfig.load(folder)
