@@ -265,12 +265,16 @@ def test_a_port_in_use_is_a_failure_that_names_it(tmp_path: Path) -> None:
 def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     run = f"t{os.getpid()}killed"
     command = [sys.executable, str(HERE / "fake_launch.py"), str(tmp_path), run, "deaf", "a", "b"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        while json.loads(process.stdout.readline())["kind"] != "ready":
-            pass
-        assert len(processes_of(run)) == 7  # with what forks, of each agent
-        process.kill()
-    until(lambda: processes_of(run) == [])
-    for segment in Path("/dev/shm").glob(f"penstock-{run}-*"):
-        segment.unlink()
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            while json.loads(process.stdout.readline())["kind"] != "ready":
+                pass
+            found = len(processes_of(run))
+            process.kill()
+        assert found == 7  # with what forks, of each agent
+        until(lambda: processes_of(run) == [])
+    finally:
+        sweep_processes(run)
+        for segment in Path("/dev/shm").glob(f"penstock-{run}-*"):
+            segment.unlink()
