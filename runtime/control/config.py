@@ -102,14 +102,17 @@ class RunConfig:
 
     @staticmethod
     def load(folder: RunFolder) -> "RunConfig":
-        """What `write` wrote. Raises RecordError for a folder of another version of Penstock."""
+        """What `write` wrote. Raises RecordError for a folder that this version of Penstock cannot read."""
         graphs, plan = folder.read_json("graph.json"), folder.read_json("plan.json")
         data = folder.read_json("config.json")
         try:
             return RunConfig.from_json({**data, **graphs, "plan": plan})
-        except ValueError as error:
-            by = f"written by penstock {data.get('asked', {}).get('penstock', 'of another version')}"
-            raise RecordError(f"{folder.path}: {by}, cannot be read by {__version__}: {error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            asked = data.get("asked", {}) if isinstance(data, dict) else {}
+            by = f", written by penstock {asked['penstock']}" if "penstock" in asked else ""
+            given = f"{folder.path}: given a run folder of another format{by} ({error})"
+            needed = f"needed one that penstock {__version__} reads, or a newer penstock to read it"
+            raise RecordError(f"{given}; {needed}") from error
 
     def channels(self) -> dict[str, Channel]:
         """The ways of weights of all graphs: those of the same carried value to the same pool are one."""

@@ -83,6 +83,8 @@ def place(
     shared by replicas where there are too few), or one device. `meshes` gives pools several ranks. Raises ClusterError
     for pools or devices that are not there, and for ranks of one replica that would share a GPU.
     """
+    if generators < 1:
+        raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
     roles = _roles(graphs, cluster)
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
     updating = {r.hosts[0].name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}

@@ -112,22 +112,11 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     notes: list[str] = []
     written = folder.read_json("config.json")
     asked = written.get("asked", {}) if isinstance(written, dict) else {}
-    config = _config(folder, asked)
+    config = RunConfig.load(folder)
     lives = _lives(folder, notes, alive)
     rows = _rows(folder, lives, notes, alive)
     summary = _so_far(rows) if alive else _summary(folder, notes)
     return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
-
-
-def _config(folder: RunFolder, asked: Mapping[str, Any]) -> RunConfig:
-    try:
-        return RunConfig.load(folder)
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, RecordError):
-            raise
-        by = f", written by penstock {asked['penstock']}" if "penstock" in asked else ""
-        given = f"{folder.path}: given a run folder of another format{by} ({error})"
-        raise ReportError(f"{given}; needed one of format 1, or a newer penstock to read it") from None
 
 
 def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:

@@ -1,12 +1,13 @@
 """Who is given work next."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.plan.plan import Rank, Replica
 from penstock.runtime.schedule.line import Line
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
 def test_the_one_with_most_room_that_fits_is_first_and_equals_go_by_the_plans_order(
     sizes: list[int], data: st.DataObject
