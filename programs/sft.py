@@ -10,7 +10,7 @@ from penstock.nodes.learn.sft import sft_update
 from penstock.programs.evaluate import evaluate
 
 
-@program(evaluation=evaluate, defaults={"model": "new", "updates": 1000, "batch": 4})
+@program(evaluation=evaluate, defaults={"model": "new", "updates": 500, "batch": 4})
 def sft(policy: Policy, demonstrations: Demonstrations, *, lr: float = 2e-3) -> Policy:
     """Supervised fine-tuning on a teacher's demonstrations, 32 in a group.
 
