@@ -6,7 +6,6 @@ agent waits for it, and the kernel ends it with the agent. What forks has one th
 device.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -18,11 +17,10 @@ from importlib import import_module
 from time import sleep
 from typing import NoReturn, TypedDict
 
-from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.process import die_with_parent, take_name
 
 PACKET_BYTES = 1 << 17
 """The most of an order."""
-_PR_SET_NAME = 15
 
 
 class Order(TypedDict):
@@ -79,7 +77,7 @@ def _become(door: socket.socket, order: Order, between: int) -> None:
     _open_as(1, order["stdout"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     _open_as(2, order["stderr"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.environ.update(order["environment"])
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode())
+    take_name(order["name"])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # as in a process of its own; the standard library sees to itself
 

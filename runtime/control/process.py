@@ -22,7 +22,7 @@ RUN = "PENSTOCK_RUN"
 """Environment variable of every process of a run: the run's id."""
 PARENT = "PENSTOCK_PARENT"
 """Environment variable: the pid with which a child must end."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # as in linux/prctl.h
 _TAIL_LINES, _TAIL_BYTES = 12, 4000
 
 
@@ -53,9 +53,23 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT)
     if parent is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         os._exit(1)  # the parent ended before the kernel was asked
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of descendants whose own parent ends: only it can wait for them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def take_name(name: str) -> None:
+    """Be called `name` by ps and top, which show its first 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def kill(child: "subprocess.Popen[bytes]") -> None:

@@ -1,6 +1,5 @@
 """The ranks that an agent has started: forked on its order, killed, and waited for."""
 
-import ctypes
 import json
 import os
 import socket
@@ -13,11 +12,10 @@ from typing import NamedTuple
 
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.forks import PACKET_BYTES, Order
-from penstock.runtime.control.process import kill, kill_session, start, tail
+from penstock.runtime.control.process import adopt_orphans, kill, kill_session, start, tail
 
 LAST_S = 10.0
 """Seconds for the kernel to end what was killed."""
-_PR_SET_CHILD_SUBREAPER = 36
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Libraries that ask at their import how many threads they may have would start them in what forks."""
 
@@ -35,7 +33,9 @@ class Ended(NamedTuple):
 class _Rank:
     """`pid` is 0 until it is born; one that is `doomed` is killed then."""
 
+    order: bytes
     stderr: Path
+    asked: bool = False
     pid: int = 0
     pidfd: int = -1
     doomed: bool = False
@@ -43,11 +43,12 @@ class _Rank:
 
 class Ranks:
     """Ranks of `host` by name. `command` is the program of the process that forks them (see `forks`); `client` wakes
-    when there is something to ask `ended` for. What forks is started at once, and again for a rank if it has ended.
+    when there is something to ask `ended` for. What forks is started at once, and again for a rank if it has ended. If
+    it ends before it has forked any, ranks never begin.
     """
 
     def __init__(self, command: Sequence[str], run: str, host: str, logs: Path, client: Client) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         self._command, self._run, self._logs, self._client = command, run, logs, client
         self._log = logs / f"ranks-{host}.err"
         self._ranks: dict[str, _Rank] = {}
@@ -58,15 +59,13 @@ class Ranks:
 
     def launch(self, name: str, environment: Mapping[str, str]) -> None:
         """Start the rank `POOL/REPLICA.INDEX`, whose output goes to files of that name in `logs`."""
-        if self._server.poll() is not None:
-            self._shut()
+        if self._door.fileno() < 0:
             self._open()
         stem = "-".join(name.replace("/", "-").rsplit(".", 1))
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         order: Order = {"name": name, "environment": dict(environment), "stdout": str(stdout), "stderr": str(stderr)}
-        self._ranks[name] = _Rank(stderr)
-        with suppress(OSError):  # the process that forks has just ended: `ended` says so
-            self._door.send(json.dumps(order).encode())
+        self._ranks[name] = _Rank(json.dumps(order).encode(), stderr)
+        self._ask()
 
     def kill(self, name: str) -> None:
         """SIGKILL to a rank and to what it has started itself; nothing for one that is not there."""
@@ -78,11 +77,12 @@ class Ranks:
         """Those that have ended since the last call, and those that will never begin."""
         statuses = self._statuses()
         self._hear_of_births(statuses)
+        self._ask()
         found = []
         for name, rank in list(self._ranks.items()):
             if rank.pid in statuses:
                 found.append(Ended(name, rank.pid, statuses[rank.pid], tail(rank.stderr) or tail(self._log)))
-            elif not rank.pid and self._server.returncode is not None:
+            elif not rank.pid and self._door.fileno() < 0:
                 found.append(Ended(name, self._server.pid, self._server.returncode, tail(self._log)))
             else:
                 continue
@@ -107,16 +107,31 @@ class Ranks:
             self._server = start(self._command, self._run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
         self._door.setblocking(False)
         self._client.watch(self._door.fileno())
+        self._has_forked = False
 
     def _shut(self) -> None:
-        self._close_door()
-        kill(self._server)
-        self._server.wait(timeout=LAST_S)
-
-    def _close_door(self) -> None:
         if self._door.fileno() >= 0:
             self._client.unwatch(self._door.fileno())
             self._door.close()
+        kill(self._server)
+        self._server.wait(timeout=LAST_S)
+
+    def _ask(self) -> None:
+        """Send the orders that are still to be sent. When the door is full, births will make room for the rest."""
+        with suppress(BlockingIOError, ConnectionError):  # a door that nobody is behind is found by `_hear_of_births`
+            for rank in self._ranks.values():
+                if not rank.asked and self._door.fileno() >= 0:
+                    self._door.send(rank.order)
+                    rank.asked = True
+
+    def _ask_another(self) -> None:
+        """Of what forks nothing is left, and each rank that it has begun has spoken: another one begins the others."""
+        self._shut()
+        unborn = [rank for rank in self._ranks.values() if not rank.pid]
+        if unborn and self._has_forked:
+            self._open()
+            for rank in unborn:
+                rank.asked = False
 
     def _statuses(self) -> dict[int, int]:
         """Exit status of each child of this process that has ended; orphans of ranks are among them."""
@@ -135,14 +150,15 @@ class Ranks:
                 packet = self._door.recv(PACKET_BYTES)
             except BlockingIOError:
                 return
-            except ConnectionError:
-                packet = b""
-            if not packet:  # nobody is left at the other end
-                self._close_door()
+            except ConnectionError:  # it ended before it had read all; what was said before that follows
+                continue
+            if not packet:
+                self._ask_another()
                 return
             name, pid = json.loads(packet)
             rank = self._ranks[name]
             rank.pid = pid
+            self._has_forked = True
             if pid not in statuses:
                 rank.pidfd = os.pidfd_open(pid)
                 self._client.watch(rank.pidfd)

@@ -133,6 +133,23 @@ def test_ranks_live_on_without_what_forked_them_and_the_next_one_has_another(b: 
         assert {first, second} < set(processes_of("run1"))
 
 
+def test_ranks_that_had_been_asked_for_when_what_forks_ended_are_forked_once_by_another(b: Bench) -> None:
+    """They are more, too, than its socket holds."""
+    with agent(b) as process:
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("scorer/0", 0))
+        first = heard(b, Ready).pid
+        forks = next(pid for pid in processes_of("run1") if pid not in (process.pid, first))
+        os.kill(forks, signal.SIGSTOP)
+        for index in range(8):
+            b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_LONG": "x" * 60_000}))
+        b.server.send("agent:b", Kill("scorer/0", 0))
+        assert heard(b, Exited).pid == first  # so it has read what came before
+        os.kill(forks, signal.SIGKILL)
+        assert {heard(b, Ready).rank for _ in range(8)} == set(range(8))
+        assert len(processes_of("run1")) == 8 + 2
+
+
 def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: Bench, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("raise ImportError('libtorch_cpu.so: cannot allocate memory')\n")
