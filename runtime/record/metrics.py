@@ -70,7 +70,7 @@ class Rows:
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._sync = 0.0
-        self._beside: dict[str, tuple[int, Metrics]] = {}
+        self._beside: dict[str, list[tuple[int, Metrics]]] = {}
 
     def restart(self, now: float) -> None:
         """Training begins now: what came before is in no row's `seconds`."""
@@ -97,17 +97,21 @@ class Rows:
         return all(name in reports for name, every in self.nodes.items() if (update + 1) % every == 0)
 
     def beside(self, update: int, node: str, metrics: Metrics) -> None:
-        """The figures of a node that no update waits for; they count for the next row, with the update they are of."""
+        """The figures of a node that no update waits for; a row takes one update's of each node, with `update`."""
         if metrics:
-            self._beside[node] = update, metrics
+            self._beside.setdefault(node, []).append((update, metrics))
 
     @property
-    def pending(self) -> Metrics:
-        """Figures of nodes that no update waits for which came after the last row."""
-        pending: Metrics = {}
-        for node, (update, metrics) in self._beside.items():
-            pending |= {**metrics, f"{node}_update": float(update)}
-        return pending
+    def pending(self) -> list[Metrics]:
+        """Figures of nodes that no update waits for which no row has taken, as rows would take them."""
+        return [self._measured(place) for place in range(max(map(len, self._beside.values()), default=0))]
+
+    def _measured(self, place: int) -> Metrics:
+        measured: Metrics = {}
+        for node, found in self._beside.items():
+            for update, metrics in found[place : place + 1]:
+                measured |= {**metrics, f"{node}_update": float(update)}
+        return measured
 
     def to_json(self, cut: Mapping[str, Any]) -> dict[str, Any]:
         """The figures that a run which goes on from a cut of the scheduler does not make again: what came meanwhile
@@ -121,7 +125,8 @@ class Rows:
         ]
         beside = [
             [node, update, _written(metrics)]
-            for node, (update, metrics) in self._beside.items()
+            for node, found in self._beside.items()
+            for update, metrics in found
             if update < cut["trailing"][node]
         ]
         return {"groups": groups, "beside": beside}
@@ -156,10 +161,11 @@ class Rows:
             "generate_tokens_per_s": round(fresh / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
-            **self.pending,
+            **self._measured(0),
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
-        self._last, self._sync, self._beside = now, 0.0, {}
+        self._last, self._sync = now, 0.0
+        self._beside = {node: found[1:] for node, found in self._beside.items()}
         return row
 
 

@@ -148,7 +148,18 @@ def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> Non
     }
     after.restore(json.loads(json.dumps(before.to_json(cut), allow_nan=False)))
     assert after.groups == {4: before.groups[4]}
-    assert after.pending == {"accuracy": 0.5, "measure_update": 1.0}
+    assert after.pending == [{"accuracy": 0.5, "measure_update": 1.0}]
+
+
+def test_each_row_takes_the_oldest_figures_of_a_node_that_measures_and_none_are_lost() -> None:
+    rows = Rows({"learn": 1}, now=0.0)
+    for update, accuracy in ((1, 0.1), (3, 0.3), (5, 0.5)):
+        rows.beside(update, "measure", {"accuracy": accuracy})
+    rows.beside(5, "watch", {"width": 2.0})
+    rows.update(6, "learn", {}, 1.0)
+    row = rows.row(6, 1.0, {})
+    assert (row["accuracy"], row["measure_update"], row["width"], row["watch_update"]) == (0.1, 1.0, 2.0, 5.0)
+    assert rows.pending == [{"accuracy": 0.3, "measure_update": 3.0}, {"accuracy": 0.5, "measure_update": 5.0}]
 
 
 def test_a_resumed_run_goes_on_counting_time() -> None:
