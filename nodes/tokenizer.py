@@ -204,6 +204,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if backend.id_to_token(stops[0]) is None:
         known = f"one of the {backend.get_vocab_size()} of tokenizer.json"
         raise TokenizerError(f"{folder}: given eos_token_id {stops[0]}, needed {known}")
+    words = backend.get_vocab(with_added_tokens=False)  # what is added may be there for no text
+    if words and max(words.values()) >= model.get("vocab_size", len(words)):
+        last = max(words, key=words.__getitem__)
+        needed = f"tokens below {model['vocab_size']}, the vocab_size of config.json"
+        raise TokenizerError(f"{path}: given token {words[last]} ({last!r}), needed {needed}: of another model?")
     pad = stops[0] if named[1] is None else named[1]
     tokenizer = Tokenizer(backend, stops, pad, _template(folder, config), special)
     if tokenizer.template is not None:
