@@ -59,6 +59,11 @@ class Way:
         return max(self.published, self.receivers[replica].shadow) >= version
 
     @property
+    def owes(self) -> bool:
+        """Has what is published still to come to some replica?"""
+        return bool(self._owed)
+
+    @property
     def awaited(self) -> bool:
         """Will some replica be live with newer weights soon?"""
         return bool(self._behind)

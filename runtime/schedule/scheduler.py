@@ -169,13 +169,19 @@ class Scheduler(State):
         kind = "send" if isinstance(event, Arrived) else "swap"
         if not self.answered((kind, event.channel, event.version, event.replica), event.rank):
             return ()
-        way = self.ways[event.channel]
+        steps: Sequence[Step] = ()
+        way, pool = self.ways[event.channel], self.tables.pool_of[event.replica]
         if isinstance(event, Arrived):
             way.arrive(event.replica, event.version)
+            last = not way.owes
         else:
             way.swapped(event.replica, event.version)
             self.sort(event.replica)
-        return None
+            steps, last = self.tables.group_steps[pool], not self.answers
+        if last or self.tables.update_steps[pool] or self.cutting is not None:
+            return None
+        weights.move(self)  # of a thousand replicas this concerns one, and there nothing but its weights and its groups
+        return steps
 
     def _saved(self, event: Saved) -> Sequence[Step] | None:
         last = self.answered(("save", event.update, event.replica), event.rank)

@@ -80,6 +80,7 @@ class World:
         self.heard.append(event)
         self.told.append(commands)
         self.checker.see(event, commands)
+        self._settled(event)
         for command in commands:
             match command:
                 case Finish():
@@ -90,6 +91,13 @@ class World:
                     ranks = range(len(self.tables.replicas[command.replica].ranks))
                     self.pending += [_answer(command, rank) for rank in ranks]
         return commands
+
+    def _settled(self, event: Event) -> None:
+        """After some events the scheduler looks at a part of what there is: a look at everything finds nothing more."""
+        if not self.scheduler.finished:
+            self.scheduler.out = []
+            self.scheduler._dispatch()
+            assert not self.scheduler.out, f"{event} left to be done: {self.scheduler.out}"
 
     def step(self, index: int = 0) -> list[Command]:
         """Let the rank at `index` of the pending ones answer."""
