@@ -1,13 +1,10 @@
 """What the flags of `plan` and `simulate` ask to be planned, and the plan of it."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.flags import Planning
 from penstock.runtime.cli.measuring import profile_path
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.collection import uncollected
 from penstock.runtime.plan.cluster import Cluster, ClusterError
 from penstock.runtime.plan.gpus import Precision
 from penstock.runtime.plan.lengths import LengthError
@@ -32,20 +29,8 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
         meshes = read_meshes(flags.mesh)
     except ClusterError as error:
         raise CommandError(str(error), 2) from None
-    with _uncollected():
+    with uncollected():
         return plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """A search makes no cycles, and looking for them among all that it keeps would take a third of its time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def asked(graph: Graph, flags: Planning, batch: int) -> tuple[Cluster, Workload]:

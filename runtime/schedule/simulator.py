@@ -14,6 +14,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from penstock.graph.ir import Firing
+from penstock.runtime.collection import uncollected
 from penstock.runtime.record.timeline import Bar, Kind
 from penstock.runtime.schedule.account import Account
 from penstock.runtime.schedule.durations import Durations, Engine, Spans
@@ -57,7 +58,8 @@ def simulate(
     verdicts = verdicts or Verdicts()
     durations.check(tables)
     verdicts.check(tables)
-    return _Clock(tables, rules, durations, verdicts, live, cut).run(observe)
+    with uncollected():
+        return _Clock(tables, rules, durations, verdicts, live, cut).run(observe)
 
 
 class _Begun(NamedTuple):
