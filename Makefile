@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Two tests at a time, those of a file one after the other, for they may share what the file made for them. OpenMP's
-# threads sleep while they wait for each other: spinning, they would take the core that the other test needs.
+# threads sleep while they wait for each other: spinning, they would take the core that the other test needs. Files with
+# many tests come first; but not of the slow ones, where a single one takes longest, and would be left to the end.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --durations 20 --durations-min 10
 
 .PHONY: help demo test slow lint format clean
@@ -26,7 +27,7 @@ test: .venv/developing  ## the test suite, without what is marked slow
 	$(PYTEST) -m 'not slow'
 
 slow: .venv/developing  ## the tests that are marked slow
-	$(PYTEST) -m slow
+	$(PYTEST) --no-loadscope-reorder -m slow
 
 lint: .venv/developing  ## linter, formatter and type checker
 	$(BIN)/ruff check .
