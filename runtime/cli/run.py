@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import shutil
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ from penstock.runtime.record.folder import MARKS, RunFolder, default_path
 def main(argv: Sequence[str]) -> int:
     began = monotonic()
     require_program("run", argv)
+    if sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
+        print(f"penstock: importing torch, reading {argv[0]} …", file=sys.stderr, flush=True)  # seconds of silence else
     traced = trace_program("run", argv)
     traced.sound()
     flags = absolute_paths(traced.flags)
