@@ -209,6 +209,14 @@ def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any
         yield msgpack.decode(payload), Mark(number, end, chain)
 
 
+def _kind(data: bytes) -> str:
+    """What a file is that does not begin as a log of this version does."""
+    words = data[: len(MAGIC) + 8].partition(b"\n")[0].split()
+    if words[:2] == MAGIC.split()[:2]:
+        return f"one of format {words[2].decode(errors='replace') if words[2:] else '?'}, which another version wrote"
+    return "a file of another kind" if data else "an empty file"
+
+
 def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes, int]]:
     """Payload, chain and end of each frame; half a frame at the end of the file is left out."""
     try:
@@ -216,8 +224,7 @@ def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):
-        given = "a file of another kind" if data else "an empty file"
-        raise LogError(f"{path}: given {given}, needed an event log of format 1")
+        raise LogError(f"{path}: given {_kind(data)}, needed an event log of format 1")
     number, at, chain = mark or Mark(0, len(MAGIC), _first())
     while at + HEAD <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
