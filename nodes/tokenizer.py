@@ -204,13 +204,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if backend.id_to_token(stops[0]) is None:
         known = f"one of the {backend.get_vocab_size()} of tokenizer.json"
         raise TokenizerError(f"{folder}: given eos_token_id {stops[0]}, needed {known}")
-    words = backend.get_vocab(with_added_tokens=False)  # what is added may be there for no text
-    if words and max(words.values()) >= model.get("vocab_size", len(words)):
-        last = max(words, key=words.__getitem__)
-        needed = f"tokens below {model['vocab_size']}, the vocab_size of config.json"
-        raise TokenizerError(f"{path}: given token {words[last]} ({last!r}), needed {needed}: of another model?")
     pad = stops[0] if named[1] is None else named[1]
     tokenizer = Tokenizer(backend, stops, pad, _template(folder, config), special)
+    most = model.get("vocab_size")
+    if isinstance(most, int) and tokenizer.vocab_size > most:
+        given, needed = f"token {tokenizer.vocab_size - 1}", f"tokens below {most}, the vocab_size of config.json"
+        raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")
     if tokenizer.template is not None:
         _try_template(tokenizer, folder)
     return tokenizer
@@ -220,8 +219,8 @@ def _default(folder: Path) -> Tokenizer:
     if found := [name for name in FILES_OF_OTHERS if (folder / name).exists()]:
         raise TokenizerError(f"{folder}: given {', '.join(found)}, needed tokenizer.json")
     tokenizer = byte_tokenizer()
-    vocab_size = _json(folder / "config.json").get("vocab_size", 0)
-    if vocab_size < tokenizer.vocab_size:
+    vocab_size = _json(folder / "config.json").get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < tokenizer.vocab_size:
         raise TokenizerError(
             f"{folder}: given no tokenizer.json and a vocabulary of {vocab_size}, needed the file, or at least "
             f"{tokenizer.vocab_size} tokens to read single bytes"

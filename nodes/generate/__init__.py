@@ -26,11 +26,6 @@ def make_engine(
         config, tokenizer = read_config(context.model), load_tokenizer(context.model)
     else:
         config, tokenizer = initial_model(context.data)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"{context.model}: given a tokenizer of {tokenizer.vocab_size} tokens, needed at most the model's "
-            f"{config.vocab_size}"
-        )
     return Engine(_model(config, context), tokenizer, context, Sampler(temperature, top_k, top_p), samples)
 
 

@@ -9,6 +9,7 @@ device.
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -44,17 +45,24 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
             between = os.fork()
             if between == 0:
                 _fork_again(door, json.loads(packet), main)
-            os.waitpid(between, 0)
+            if os.waitpid(between, 0)[1]:
+                raise ChildProcessError("a rank could not be forked")  # the agent asks another process for it
 
 
 def _fork_again(door: socket.socket, order: Order, main: Callable[[], None]) -> NoReturn:
-    """In the process between: it makes the rank's and ends."""
-    between = os.getpid()
-    if os.fork():
-        os._exit(0)
-    status = 1
+    """In the process between: it makes the rank's, says its pid, whatever becomes of it, and ends."""
+    between, status = os.getpid(), 1
     try:
-        _become(door, order, between)
+        leads, leading = os.pipe()
+        if rank := os.fork():
+            os.close(leading)
+            os.read(leads, 1)  # until it leads its session, by which it can be killed, or is dead
+            _tell(door, order["name"], rank)
+            os._exit(0)
+        os.setsid()
+        for descriptor in (leads, leading, door.detach()):
+            os.close(descriptor)
+        _become(order, between)
         main()
         status = 0
     except BaseException:
@@ -65,14 +73,19 @@ def _fork_again(door: socket.socket, order: Order, main: Callable[[], None]) -> 
         os._exit(status)
 
 
-def _become(door: socket.socket, order: Order, between: int) -> None:
-    """Be the rank: a child of the agent, in a session of its own, with its own output, environment and randomness."""
-    os.setsid()
+def _tell(door: socket.socket, name: str, rank: int) -> None:
+    try:
+        door.send(json.dumps([name, rank]).encode())
+    except OSError:  # nobody would know of it
+        os.kill(rank, signal.SIGKILL)
+        raise
+
+
+def _become(order: Order, between: int) -> None:
+    """Be the rank: a child of the agent, with its own output, environment and randomness."""
     while os.getppid() == between:  # which does nothing but end
         sleep(0.0005)
     die_with_parent()
-    with door:
-        door.send(json.dumps([order["name"], os.getpid()]).encode())
     _open_as(0, os.devnull, os.O_RDONLY)
     _open_as(1, order["stdout"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     _open_as(2, order["stderr"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -16,6 +16,8 @@ from penstock.runtime.control.process import adopt_orphans, kill, kill_session, 
 
 LAST_S = 10.0
 """Seconds for the kernel to end what was killed."""
+TRIES = 2
+"""Processes that are asked for a rank: one may be killed, but if a second one ends before it forks it, none can."""
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Libraries that ask at their import how many threads they may have would start them in what forks."""
 
@@ -31,11 +33,14 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    """`pid` is 0 until it is born; one that is `doomed` is killed then."""
+    """`pid` is 0 until it is born; one that is `doomed` is killed then. `asked`: the process that forks has the order.
+    `lost` are those that ended before they had forked it.
+    """
 
     order: bytes
     stderr: Path
     asked: bool = False
+    lost: int = 0
     pid: int = 0
     pidfd: int = -1
     doomed: bool = False
@@ -43,8 +48,7 @@ class _Rank:
 
 class Ranks:
     """Ranks of `host` by name. `command` is the program of the process that forks them (see `forks`); `client` wakes
-    when there is something to ask `ended` for. What forks is started at once, and again for a rank if it has ended. If
-    it ends before it has forked any, ranks never begin.
+    when there is something to ask `ended` for. What forks is started at once, and again for a rank if it has ended.
     """
 
     def __init__(self, command: Sequence[str], run: str, host: str, logs: Path, client: Client) -> None:
@@ -64,7 +68,10 @@ class Ranks:
         stem = "-".join(name.replace("/", "-").rsplit(".", 1))
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         order: Order = {"name": name, "environment": dict(environment), "stdout": str(stdout), "stderr": str(stderr)}
-        self._ranks[name] = _Rank(json.dumps(order).encode(), stderr)
+        packet = json.dumps(order).encode()
+        assert name not in self._ranks, name
+        assert len(packet) <= PACKET_BYTES, name
+        self._ranks[name] = _Rank(packet, stderr)
         self._ask()
 
     def kill(self, name: str) -> None:
@@ -102,12 +109,12 @@ class Ranks:
         return found
 
     def _open(self) -> None:
-        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._log.open("ab") as stderr:
             self._server = start(self._command, self._run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
-        self._door.setblocking(False)
-        self._client.watch(self._door.fileno())
-        self._has_forked = False
+        door.setblocking(False)
+        self._client.watch(door.fileno())
+        self._door = door
 
     def _shut(self) -> None:
         if self._door.fileno() >= 0:
@@ -125,13 +132,15 @@ class Ranks:
                     rank.asked = True
 
     def _ask_another(self) -> None:
-        """Of what forks nothing is left, and each rank that it has begun has spoken: another one begins the others."""
+        """Of what forks nothing is left, and of each rank that it has begun the pid is known: another one begins the
+        others, unless that is the second to fail.
+        """
         self._shut()
         unborn = [rank for rank in self._ranks.values() if not rank.pid]
-        if unborn and self._has_forked:
+        for rank in unborn:
+            rank.asked, rank.lost = False, rank.lost + 1
+        if unborn and max(rank.lost for rank in unborn) < TRIES:
             self._open()
-            for rank in unborn:
-                rank.asked = False
 
     def _statuses(self) -> dict[int, int]:
         """Exit status of each child of this process that has ended; orphans of ranks are among them."""
@@ -144,7 +153,7 @@ class Ranks:
         return found
 
     def _hear_of_births(self, statuses: Mapping[int, int]) -> None:
-        """A rank says its pid before it can end, so those that have ended are among these."""
+        """A rank's pid is said before that can be waited for, so those that have ended are among these."""
         while self._door.fileno() >= 0:
             try:
                 packet = self._door.recv(PACKET_BYTES)
@@ -158,7 +167,6 @@ class Ranks:
             name, pid = json.loads(packet)
             rank = self._ranks[name]
             rank.pid = pid
-            self._has_forked = True
             if pid not in statuses:
                 rank.pidfd = os.pidfd_open(pid)
                 self._client.watch(rank.pidfd)

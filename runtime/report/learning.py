@@ -96,7 +96,8 @@ def _value(value: Any) -> float:
 def accuracies(facts: Facts) -> list[tuple[float, float]]:
     """(version, accuracy): before, after, and wherever a node that only measures reported it."""
     points: dict[float, float] = {}
-    for row in [*facts.rows, *(facts.summary or {}).get("measured", ())]:
+    measured = (facts.summary or {}).get("measured", ())
+    for row in [*facts.rows, *([measured] if isinstance(measured, dict) else measured)]:  # one, in older folders
         for name, value in row.items():
             at = row.get(f"{name.rpartition('.')[0] or 'measure'}_update", row.get("update"))
             if name.rpartition(".")[2] == "accuracy" and _known(value) and at is not None:

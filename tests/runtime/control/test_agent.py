@@ -163,6 +163,53 @@ def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: B
         assert process.poll() is None
 
 
+NO_MEMORY = """
+SERVER, fork = os.getpid(), os.fork
+def fork_once():
+    if os.getpid() == SERVER:
+        return fork()
+    raise OSError(12, "Cannot allocate memory")
+os.fork = fork_once
+"""
+KILLED_AT_BIRTH = "os.setsid = lambda: os.kill(os.getpid(), 9)"
+
+
+def odd(folder: Path, changes: str) -> str:
+    """A program that forks fake ranks, after these changes to what it is made of."""
+    path = folder / "odd.py"
+    begin = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fake_rank"
+    path.write_text(f"{begin}\n{changes}\nfake_rank.serve_forks(fake_rank.main)\n")
+    return str(path)
+
+
+def test_a_rank_that_is_killed_at_its_birth_is_told_of(b: Bench, tmp_path: Path) -> None:
+    with agent(b, odd(tmp_path, KILLED_AT_BIRTH)):
+        heard(b, AgentReady)
+        for index in range(2):
+            b.server.send("agent:b", Launch("generator/0", index))
+            exited = heard(b, Exited)
+            assert (exited.replica, exited.rank, exited.signal) == ("generator/0", index, 9)
+            assert exited.pid > 0
+
+
+def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> None:
+    with agent(b, odd(tmp_path, NO_MEMORY)):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        exited = heard(b, Exited)
+        assert (exited.replica, exited.rank, exited.status) == ("generator/0", 0, 1)
+        assert "Cannot allocate memory" in exited.tail
+        assert exited.tail.endswith("ChildProcessError: a rank could not be forked")
+
+
+def test_what_forks_is_started_again_for_the_first_rank_too(b: Bench) -> None:
+    with agent(b) as process:
+        heard(b, AgentReady)
+        os.kill(next(pid for pid in processes_of("run1") if pid != process.pid), signal.SIGKILL)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        assert heard(b, Ready).rank == 0
+
+
 def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
     with agent(b):
         heard(b, AgentReady)

@@ -26,6 +26,7 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
+from penstock.runtime.schedule.rules.fates import end_updates
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
@@ -94,10 +95,14 @@ class World:
 
     def _settled(self, event: Event) -> None:
         """After some events the scheduler looks at a part of what there is: a look at everything finds nothing more."""
-        if not self.scheduler.finished:
-            self.scheduler.out = []
-            self.scheduler._dispatch()
-            assert not self.scheduler.out, f"{event} left to be done: {self.scheduler.out}"
+        state = self.scheduler
+        if not state.finished:
+            before, state.out = (state.update, state.batch, state.ledger.next), []
+            end_updates(state)
+            state.say_freed()
+            state._dispatch()
+            assert not state.out, f"{event} left to be done: {state.out}"
+            assert (state.update, state.batch, state.ledger.next) == before, f"{event} left an update or groups"
 
     def step(self, index: int = 0) -> list[Command]:
         """Let the rank at `index` of the pending ones answer."""
