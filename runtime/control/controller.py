@@ -51,8 +51,8 @@ from penstock.runtime.tensor.handle import Handle
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
 DEATH_S = 1.0
-"""Seconds for which a broken transfer, or a socket that takes no more, waits for the news that the other side has died:
-that is the better reason."""
+"""Seconds for which a broken transfer, or a socket that takes no more, waits for the news that the other side has died,
+and news of a death that gives no reason for the last words: that is the better reason."""
 DISMISS_S = 2.0
 """Seconds for ranks and agents to end after a goodbye."""
 
@@ -76,7 +76,7 @@ class Controller:
         self.restored: dict[tuple[Firing, str], Handle] = {}
         self.alive: set[str] = set()
         self.warnings: list[str] = []
-        self._complaint: tuple[str, float] | None = None  # what is broken, and until when a death may explain it
+        self._complaint: tuple[str, float] | None = None  # what is wrong, and until when something may explain it
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -177,13 +177,16 @@ class Controller:
                     raise PeerFault(text)
                 self.warnings += [text] if level == "warning" else []
                 say({"kind": "note", "level": level, "text": text})
-            case Exited(replica=replica, rank=rank, reason=reason):
+            case Exited(replica=replica, rank=rank, reason=reason, signal=signal, tail=tail):
                 peer_name = rank_peer(replica, rank)
                 self.alive.discard(peer_name)
-                self.server.forget(peer_name)
                 moving = self.session.moving(replica)
                 name = self.config.plan.spelled(replica, rank)
-                raise PeerFault(f"{name} died: {reason}" + (f"\nit was {moving}" if moving else ""))
+                fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
+                if signal or tail:
+                    self.server.forget(peer_name)
+                    raise PeerFault(fault)
+                self._complaint = fault, monotonic() + DEATH_S  # it has said why itself, on a connection of its own
             case _:
                 self.server.counts["unexpected"] += 1
 
@@ -233,7 +236,7 @@ class Controller:
         for peer in self.server.peers:
             if not peer.startswith("agent:"):
                 self.server.send(peer, Goodbye(self.session.status))
-        left = {rank_peer(replica, index) for replica, index in self.ranks} & set(self.server.peers)
+        left = {rank_peer(replica, index) for replica, index in self.ranks} & self.alive
         until = monotonic() + DISMISS_S
         while left and monotonic() < until:
             for _, message in self.server.receive(TICK):

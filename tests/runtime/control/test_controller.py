@@ -1,0 +1,81 @@
+"""Which of several pieces of bad news a controller takes for the reason of a run's end."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.control.client import Client
+from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.control.controller import Controller, PeerFault
+from penstock.runtime.control.messages import Exited, Note
+from penstock.runtime.record.folder import RunFolder
+from tests.gates.running import make_run
+
+from .sockets import Bench, bench, until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Still:
+    """A test's session: nothing moves."""
+
+    def moving(self, replica: str) -> str:
+        return ""
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> Iterator[Bench]:
+    with bench(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def controller(b: Bench, tmp_path: Path) -> Controller:
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, Flags()))
+    still: Any = Still()
+    return Controller(run, RunConfig.load(run), b.server, still, None)
+
+
+def hear(controller: Controller, enough: Callable[[], object]) -> None:
+    def turn() -> object:
+        controller._turn()
+        return enough()
+
+    until(turn)
+
+
+def fault(controller: Controller) -> str:
+    """What ends the run, of what is heard within the deadline."""
+    with pytest.raises(PeerFault) as raised:
+        hear(controller, lambda: False)
+    return str(raised.value)
+
+
+def test_a_rank_that_has_said_why_it_ends_is_believed_even_if_its_agent_is_heard_first(
+    b: Bench, controller: Controller
+) -> None:
+    rank, agent = b.client("generator/0"), Client(b.join(), "agent", "local", 0)
+    agent.send(Exited("generator/0", 0, 77, 1, 0, ""))
+    hear(controller, lambda: controller._complaint)
+    rank.send(Note("error", "generator/0 rank 0 could not start: no file"))
+    assert fault(controller) == "generator/0 rank 0 could not start: no file"
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("signal", "tail", "said"),
+    [
+        (0, "", "generator/0 rank 0 died: exit status 1 (pid 77)"),
+        (0, "MemoryError", "generator/0 rank 0 died: exit status 1 (pid 77)\nMemoryError"),
+        (9, "", "generator/0 rank 0 died: killed by SIGKILL (pid 77)"),
+    ],
+)
+def test_a_rank_that_has_not_is_named_with_what_is_known(
+    b: Bench, controller: Controller, signal: int, tail: str, said: str
+) -> None:
+    agent = Client(b.join(), "agent", "local", 0)
+    agent.send(Exited("generator/0", 0, 77, int(not signal), signal, tail))
+    assert fault(controller) == said
+    agent.close()
