@@ -178,13 +178,11 @@ class Controller:
                 self.warnings += [text] if level == "warning" else []
                 say({"kind": "note", "level": level, "text": text})
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, tail=tail):
-                peer_name = rank_peer(replica, rank)
-                self.alive.discard(peer_name)
-                moving = self.session.moving(replica)
-                name = self.config.plan.spelled(replica, rank)
+                self.alive.discard(rank_peer(replica, rank))
+                moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
                 fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
                 if signal or tail:
-                    self.server.forget(peer_name)
+                    self.server.forget(rank_peer(replica, rank))
                     raise PeerFault(fault)
                 self._complaint = fault, monotonic() + DEATH_S  # it has said why itself, on a connection of its own
             case _:
@@ -233,10 +231,9 @@ class Controller:
 
     def _dismiss(self) -> None:
         """Say goodbye to all, and wait a little for the ranks to have gone."""
-        for peer in self.server.peers:
-            if not peer.startswith("agent:"):
-                self.server.send(peer, Goodbye(self.session.status))
         left = {rank_peer(replica, index) for replica, index in self.ranks} & self.alive
+        for peer in left:
+            self.server.send(peer, Goodbye(self.session.status))
         until = monotonic() + DISMISS_S
         while left and monotonic() < until:
             for _, message in self.server.receive(TICK):
