@@ -56,7 +56,9 @@ class Policy:
 
 
 def answer(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
+    """One line, from any thread: `print` would write its end apart from it."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
 
 
 def main(side: str, path: str, timeout: str) -> None:
