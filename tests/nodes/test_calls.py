@@ -18,6 +18,22 @@ PATIENCE_S = 60.0
 Answered = dict[Any, Any]
 
 
+class Clock:
+    """What deadlines are measured with: it stands until it is moved on, so that a call is where it hangs by then."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("penstock.nodes.environments.calls.monotonic", made)
+    return made
+
+
 def answered(calls: Calls, count: int) -> Answered:
     """Step until `count` firings have ended."""
     found: Answered = {}
@@ -69,7 +85,7 @@ def test_a_call_that_raises_fails_alone(error: BaseException) -> None:
     assert answered(calls, 3) == {0: (0, {}), 1: error, 2: (2, {})}
 
 
-def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends() -> None:
+def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends(clock: Clock) -> None:
     reader, writer = os.pipe()
 
     def reads(value: str) -> tuple[str, dict[str, float]]:
@@ -79,6 +95,9 @@ def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends() 
 
     calls = Calls(reads, 0.2)
     submit(calls, ["hangs[3.1]"])
+    until(lambda: "os.read(reader, 1)" in calls.calls["hangs[3.1]"].place())
+    assert calls.step() == []
+    clock.now += 0.2
     error = answered(calls, 1)["hangs[3.1]"]
     assert isinstance(error, OverdueError)
     assert "hangs[3.1]: given no reply within 0.2 s, needed one (deadline=0.2); it was at" in str(error)
@@ -96,8 +115,11 @@ def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends() 
     os.close(writer)
 
 
-def test_the_thread_of_a_loop_without_end_is_ended() -> None:
+def test_the_thread_of_a_loop_without_end_is_ended(clock: Clock) -> None:
+    begun = threading.Event()
+
     def loops(value: int) -> None:
+        begun.set()
         while True:
             try:
                 while True:
@@ -107,12 +129,14 @@ def test_the_thread_of_a_loop_without_end_is_ended() -> None:
 
     calls = Calls(loops, 0.2)
     submit(calls, [0])
+    until(begun.is_set)
+    clock.now += 0.2
     assert isinstance(answered(calls, 1)[0], OverdueError)
     (thread,) = calls.abandoned
     until(lambda: not thread.is_alive())
 
 
-def test_the_late_result_of_a_call_is_not_taken_for_that_of_a_later_one() -> None:
+def test_the_late_result_of_a_call_is_not_taken_for_that_of_a_later_one(clock: Clock) -> None:
     first, second = threading.Event(), threading.Event()
     gates = [first, second]
 
@@ -123,6 +147,8 @@ def test_the_late_result_of_a_call_is_not_taken_for_that_of_a_later_one() -> Non
 
     calls = Calls(waits, 0.2)
     submit(calls, [7])
+    until(lambda: gates == [second])
+    clock.now += 0.2
     assert isinstance(answered(calls, 1)[7], OverdueError)
     calls.deadline = PATIENCE_S
     submit(calls, [7])

@@ -22,6 +22,24 @@ from penstock.nodes.fake import (
 CONTEXT = Context(node="policy")
 
 
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's: between two of its steps no more than one token is due, however slow the machine is."""
+    monkeypatch.setattr("penstock.nodes.fake_engine.time", Clock())
+
+
 def policy() -> FakePolicy:
     made = fake.make_policy(CONTEXT)
     assert isinstance(made, FakePolicy)
@@ -62,6 +80,7 @@ def test_a_run_depends_on_lag_and_order_but_not_on_time() -> None:
     assert not torch.equal(values, policy().values_W)
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_token_keeps_the_version_that_made_it() -> None:
     engine, behaviour = FakeEngine(samples=2, ms=40.0), weights(policy())
     engine.submit("a", {"prompts": prompt(0), "behaviour": behaviour})
@@ -98,10 +117,12 @@ def test_several_groups_are_in_work_at_once_and_come_out_as_if_alone() -> None:
     assert set(finished) == set(range(5))
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_reset_engine_has_forgotten_its_groups() -> None:
     engine, behaviour = FakeEngine(samples=4, ms=1.0), weights(policy())
     engine.submit("lost", {"prompts": prompt(0), "behaviour": behaviour})
     engine.step()
+    assert engine.busy()
     engine.reset()
     assert not engine.busy()
     engine.submit("kept", {"prompts": prompt(0), "behaviour": behaviour})
