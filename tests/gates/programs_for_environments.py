@@ -52,11 +52,17 @@ def shop(
 
 
 @node(pool="scorer")
-def seen(rollouts: Rollouts, replies: Replies, *, folder: str) -> tuple[Rewards, Metrics]:
-    """The environment's rewards; a file says that the group has come so far."""
-    (Path(folder) / str(rollouts.ordinals[0])).touch()
+def seen(replies: Replies) -> tuple[Rewards, Metrics]:
+    """The environment's rewards."""
     assert replies.rewards_N is not None
     return Rewards(replies.rewards_N), {"reward_mean": float(replies.rewards_N.mean())}
+
+
+@node(pool="scorer")
+def marked(rollouts: Rollouts, rewards: Rewards, *, folder: str) -> Rewards:
+    """A file says that the group has come so far: by now the scheduler has heard that it was `seen`."""
+    (Path(folder) / str(rollouts.ordinals[0])).touch()
+    return rewards
 
 
 @program
@@ -86,7 +92,7 @@ def shopping(
         how=how,
         deadline=deadline,
     )
-    return fake_update(policy, rollouts, seen(rollouts, replies, folder=folder))
+    return fake_update(policy, rollouts, marked(rollouts, seen(replies), folder=folder))
 
 
 @program

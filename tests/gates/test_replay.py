@@ -6,9 +6,12 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from penstock.graph.ir import Firing
 from penstock.runtime.control.config import Flags
+from penstock.runtime.control.records import read_record
 from penstock.runtime.record import log
 from penstock.runtime.record.log import LogError, read_log
+from penstock.runtime.schedule.events import Done
 from penstock.runtime.schedule.replay import ReplayError
 
 from .replaying import replayed
@@ -75,8 +78,10 @@ def test_an_edited_log_with_a_chain_made_anew_is_refused_by_its_decisions(record
     """Whoever can compute the chain still has to make the scheduler say what it did not say."""
     content = (recorded / "events.log").read_bytes()
     records = [msgpack.unpackb(content[start:end]) for start, end in frames(content)]
-    number = next(i for i, r in enumerate(records) if i > 20 and r[0] == "event" and r[2] != records[i - 1][2])
-    records[number][2], records[number - 1][2] = records[number - 1][2], records[number][2]
+    steps = [(record, read_record(record[2])) for record in records if record[0] == "event"]
+    done = {event.firing: record for record, event in steps if isinstance(event, Done)}
+    made, scored = done[Firing("fake_generate", 9)], done[Firing("fake_score", 9)]
+    made[2], scored[2] = scored[2], made[2]  # two events of which neither needs the other might be told in any order
     path = tmp_path / "events.log"
     writer = log.LogWriter(path, bytes)
     for record in records:
