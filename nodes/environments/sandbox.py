@@ -65,16 +65,22 @@ def run_python(code: str, limits: Limits) -> Answer:
     finally:
         status = _end(process)
     text = output[: limits.max_output].decode(errors="replace").rstrip("\n")
+    too_much = len(output) > limits.max_output
+    late = not too_much and (late or _killed_by(signal.SIGALRM, status))
     trouble = ""
-    if len(output) > limits.max_output:
+    if too_much:
         trouble = f"OutputError: more than {limits.max_output} bytes"
     elif late:
         trouble = f"TimeoutError: no end within {limits.seconds:g} s"
-    elif status == -signal.SIGXCPU or status == 128 + signal.SIGXCPU:  # bubblewrap's way of saying it
+    elif _killed_by(signal.SIGXCPU, status):
         trouble = f"TimeoutError: more than {limits.cpu_seconds} s of computing"
     elif status not in (0, 1):
         trouble = f"SystemError: the process ended with status {status}"
     return Answer("\n".join(filter(None, (text, trouble))), failed=bool(trouble) or status != 0, late=late)
+
+
+def _killed_by(number: signal.Signals, status: int) -> bool:
+    return status in (-number, 128 + number)  # the second is bubblewrap's way of saying it
 
 
 @lru_cache(maxsize=1)
@@ -136,19 +142,16 @@ def _listen(process: "subprocess.Popen[bytes]", deadline: float, max_output: int
     poll, output, closed = select.poll(), b"", False
     poll.register(process.stdout, select.POLLIN)
     while len(output) <= max_output:
-        left = deadline - monotonic()
-        if left <= 0:
-            return output, True
-        ended = _ended(process)
-        if closed:
-            if ended:
-                break
-            sleep(min(left, _PAUSE_S))
-        elif poll.poll(0 if ended else 1000 * min(left, _GLANCE_S)):
+        left = max(0.0, deadline - monotonic())
+        ended = _ended(process)  # after the clock: what has ended is not late, however long this thread had to wait
+        heard = not closed and bool(poll.poll(0 if ended else 1000 * min(left, _GLANCE_S)))
+        if heard:
             piece = os.read(process.stdout.fileno(), 1 << 16)
             output, closed = output + piece, not piece
-        elif ended:
-            break
+        if not left or (ended and not heard):
+            return output, not ended
+        if closed and not ended:
+            sleep(min(left, _PAUSE_S))
     return output, False
 
 

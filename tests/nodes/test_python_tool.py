@@ -1,6 +1,8 @@
 """The tool runs code within hard limits, answers every call by its deadline, and leaves no process behind."""
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -20,14 +22,15 @@ from penstock.nodes.environments.python_tool import ToolTimeout, find_call, pyth
 from penstock.nodes.environments.sandbox import Answer, Limits, SandboxWarning, isolation, run_python
 
 LIMITS = Limits(seconds=120.0, cpu_seconds=5, memory_mib=256, max_output=200)
-SLEEP = "import time; print('begun', flush=True); time.sleep(60)"
+SLEEP = "import time; print('begun', flush=True); time.sleep(3600)"
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     isolation()
+    before = psutil.Process().children(recursive=True)
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,8 +102,37 @@ def test_computing_without_end_meets_its_limit() -> None:
 
 
 def test_a_call_that_hangs_is_killed_at_its_deadline() -> None:
-    answer = run_python(SLEEP, Limits(1.0, 5, 256, 200))
-    assert answer == Answer("begun\nTimeoutError: no end within 1 s", failed=True, late=True)
+    answer = run_python("import time; time.sleep(3600)", Limits(0.5, 5, 256, 200))
+    assert answer == Answer("TimeoutError: no end within 0.5 s", failed=True, late=True)
+
+
+def passes(monkeypatch: pytest.MonkeyPatch, deadline: Callable[["subprocess.Popen[bytes]"], Any]) -> None:
+    """The deadline of a call passes when this function of its process returns, and no earlier."""
+    listen = sandbox._listen
+
+    def listen_then(process: "subprocess.Popen[bytes]", _: float, max_output: int) -> tuple[bytes, bool]:
+        deadline(process)
+        return listen(process, monotonic(), max_output)
+
+    monkeypatch.setattr(sandbox, "_listen", listen_then)
+
+
+def test_what_a_late_call_has_written_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes(monkeypatch, lambda process: select.select([process.stdout], [], [], 60))
+    answer = run_python(SLEEP, LIMITS)
+    assert answer == Answer("begun\nTimeoutError: no end within 120 s", failed=True, late=True)
+
+
+def test_a_call_that_has_ended_is_not_late_however_late_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes(monkeypatch, lambda process: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT))
+    assert run_python("1 + 1", LIMITS) == Answer("2")
+    assert run_python("print('x' * 10_000)", LIMITS).output.endswith("OutputError: more than 200 bytes")
+
+
+def test_a_call_that_its_own_alarm_has_ended_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes(monkeypatch, lambda process: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT))
+    answer = run_python("import time; time.sleep(3600)", Limits(0.5, 5, 256, 200))
+    assert answer == Answer("TimeoutError: no end within 0.5 s", failed=True, late=True)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +217,7 @@ def test_the_last_whole_call_of_a_turn_counts() -> None:
 
 def test_rows_with_a_call_are_answered_and_the_others_are_done() -> None:
     texts = ("<python>1+1</python>", "2", "<python>1/0</python>", "<python>1+1</python>")
-    replies, metrics = python_tool.fn(rollouts(*texts, finished=[True, True, True, False]))
+    replies, metrics = python_tool.fn(rollouts(*texts, finished=[True, True, True, False]), seconds=LIMITS.seconds)
     assert replies.texts == ("<output>2</output>", "", "<output>ZeroDivisionError: division by zero</output>", "")
     assert replies.done_N.tolist() == [False, True, False, True]
     assert not replies.done
@@ -220,24 +252,30 @@ def test_as_many_calls_run_at_once_as_there_are_workers(monkeypatch: pytest.Monk
 
 
 def test_a_hung_tool_is_answered_or_fails_its_firing_by_name() -> None:
-    hung = rollouts("<python>1</python>", f"<python>{SLEEP}</python>")
-    replies, metrics = python_tool.fn(hung, seconds=1.0)
-    assert replies.texts[1] == "<output>begun\nTimeoutError: no end within 1 s</output>"
-    assert metrics["tool_errors"] == 0.5
-    with pytest.raises(ToolTimeout, match=r"python_tool, group 7, row 1: given no end .* within 1 s.*time.sleep\(60\)"):
-        python_tool.fn(hung, seconds=1.0, on_timeout="fail")
+    hung = rollouts("1", f"<python>{SLEEP}</python>")
+    replies, metrics = python_tool.fn(hung, seconds=0.5)
+    assert replies.texts[1].endswith("TimeoutError: no end within 0.5 s</output>")
+    assert metrics == {"tool_calls": 0.5, "tool_errors": 1.0}
+    with pytest.raises(ToolTimeout, match=r"python_tool, group 7, row 1: given no end .* within 0.5 s.*sleep\(3600\)"):
+        python_tool.fn(hung, seconds=0.5, on_timeout="fail")
 
 
 def test_a_call_whose_caller_is_killed_ends_by_itself() -> None:
     """Nobody is left who would kill it: the alarm in its process does."""
     code = f"""
-from penstock.nodes.environments.sandbox import Limits, run_python
-run_python({SLEEP!r}, Limits(1.0, 5, 256, 200))
+import os, signal
+from penstock.nodes.environments import sandbox
+
+def killed(process, *_):
+    process.stdout.read(1)  # the call has begun
+    os.kill(os.getpid(), signal.SIGKILL)
+
+sandbox._listen = killed
+sandbox.run_python({SLEEP!r}, sandbox.Limits(0.5, 5, 256, 200))
 """
     environment = {**os.environ, "PENSTOCK_RUN": f"tool-{os.getpid()}"}
-    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment) as caller:
-        until(lambda: len(marked(environment["PENSTOCK_RUN"])) > 1)
-        caller.kill()
+    caller = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, timeout=60)
+    assert caller.returncode == -signal.SIGKILL
     until(lambda: not marked(environment["PENSTOCK_RUN"]))
 
 
