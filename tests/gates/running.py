@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -62,6 +63,14 @@ def make_run(
     config.write(folder, {"program": program, "cluster": cluster.model_dump(mode="json")})
     folder.unlock()
     return path
+
+
+def with_updates(folder: Path, updates: int) -> Path:
+    """The run with so many updates in all, as a resume is given them."""
+    run = RunFolder.open(folder)
+    config = RunConfig.load(run)
+    replace(config, flags=replace(config.flags, updates=updates)).write(run, run.read_json("config.json")["asked"])
+    return folder
 
 
 class Running:

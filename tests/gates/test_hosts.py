@@ -5,19 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.record.folder import RunFolder
 
 from .network import Network, why_not
 from .plain import toy_loop
-from .running import Line, Running, assert_equal_bits, final_state, make_run, rows, run_here, summary
+from .running import Line, Running, assert_equal_bits, final_state, make_run, rows, run_here, summary, with_updates
 from .test_chain import passed_on
 from .test_exchange import figures
 
@@ -123,10 +121,7 @@ def test_a_run_over_three_hosts_has_the_bits_of_one_on_a_single_host(network: Ne
 
 def go_on(folder: Path, updates: int, network: Network, hidden: Path, own: Path) -> str:
     """Run up to so many updates on a and b, where `hidden` is empty and the run folder is `own`; the errors."""
-    run = RunFolder.open(folder)
-    config = RunConfig.load(run)
-    replace(config, flags=replace(config.flags, updates=updates)).write(run, run.read_json("config.json")["asked"])
-    with Running(folder, network.on("a")) as running, agents_of(network) as agents:
+    with Running(with_updates(folder, updates), network.on("a")) as running, agents_of(network) as agents:
         line = asked_for(running, "b")
         join = own.with_suffix(".json")
         join.touch(0o600)
