@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from penstock.graph import Program, trace
@@ -71,10 +70,8 @@ def spread_out(jobs: Sequence[Job], worker: Sequence[str], processes: int, kept:
     when a worker ends early; what has been finished by then stays in `kept`.
     """
     done = {_key(job, result): result for result in read_lines(kept) for job in jobs if _same(job, result)}
-    queue: SimpleQueue[Job] = SimpleQueue()
     missing = [job for job in jobs if _key(job, job) not in done]
-    for job in missing:
-        queue.put(job)
+    waiting = iter(missing)  # of all threads: each of them takes the next one
     print(f"{len(done)} of {len(jobs)} runs are there, {len(missing)} to do", flush=True)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("".join(json.dumps(result) + "\n" for result in read_lines(kept)))  # without a torn last line
@@ -84,8 +81,7 @@ def spread_out(jobs: Sequence[Job], worker: Sequence[str], processes: int, kept:
             with subprocess.Popen([sys.executable, *worker], stdin=-1, stdout=-1, text=True) as process:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                while not queue.empty():
-                    job = queue.get()
+                while (job := next(waiting, None)) is not None:
                     process.stdin.write(json.dumps(job) + "\n")
                     process.stdin.flush()
                     line = process.stdout.readline()
