@@ -17,7 +17,7 @@ from penstock.runtime.plan.measured import cluster_facts, cpu_of, gpu_of, toml
 from penstock.runtime.record.faults import disk_fault
 from penstock.runtime.record.folder import write_atomic
 
-DEADLINE = 300.0
+DEADLINE = 600.0
 """Seconds for the child to measure one device; on an idle machine it takes less than 90."""
 CHILD = "penstock.nodes.calibrate"
 
