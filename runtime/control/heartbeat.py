@@ -40,15 +40,19 @@ class Pulse:
         return self
 
     def stop(self) -> None:
-        self._over.set()
-        self._client.wake()
+        with self._heard:
+            self._over.set()
+            self._client.wake()
         self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._client.close()  # not before all have woken it
 
     def say(self, question: Question) -> None:
         """Say what needs no answer; nothing once it has been stopped."""
-        if not self._over.is_set():
-            self._said.put(question)
-            self._client.wake()
+        with self._heard:
+            if not self._over.is_set():
+                self._said.put(question)
+                self._client.wake()
 
     def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:
         """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`."""
@@ -70,7 +74,6 @@ class Pulse:
             if monotonic() >= due:
                 due = monotonic() + self._interval
                 client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
-        client.close()
 
     def _hear(self, message: Found) -> None:
         """An answer that nobody awaits any more is dropped."""

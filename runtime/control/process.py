@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import IO
 
 from penstock.runtime.control.messages import signal_name
@@ -24,6 +24,8 @@ PARENT = "PENSTOCK_PARENT"
 """Environment variable: the pid with which a child must end."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # as in linux/prctl.h
 _TAIL_LINES, _TAIL_BYTES = 12, 4000
+_LOOKS, _LOOK_S = 250, 0.02
+"""Of a sweep: it counts looks and no seconds, for what was killed has no time to end while the whole machine stands."""
 
 
 def start(
@@ -113,17 +115,19 @@ def processes_of(run: str) -> list[int]:
     return found
 
 
-def sweep_processes(run: str, deadline: float = 5.0) -> list[int]:
-    """Kill whatever of a run is alive on this host; the pids left after `deadline` seconds (none, normally)."""
-    until, quiet = monotonic() + deadline, 0
+def sweep_processes(run: str) -> list[int]:
+    """Kill whatever of a run is alive on this host; the pids left after some seconds (none, normally)."""
+    quiet = 0
     left: list[int] = []
-    while quiet < 2 and monotonic() < until:  # twice: a process that is just starting a program shows no environment
+    for _ in range(_LOOKS):
         left = processes_of(run)
         quiet = 0 if left else quiet + 1
+        if quiet == 2:  # twice: a process that is just starting a program shows no environment
+            break
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        sleep(0.02)
+        sleep(_LOOK_S)
     return left
 
 

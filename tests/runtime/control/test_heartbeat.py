@@ -35,3 +35,19 @@ def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(tmp_path: Path) ->
         assert "generator/0:0" in b.server.peers
         pulse.stop()
         assert not pulse._thread.is_alive()
+
+
+def test_a_pulse_that_has_seen_its_end_before_it_is_woken_may_be_woken_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bench(tmp_path) as b:
+        pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+        wake = pulse._client.wake
+
+        def wake_late() -> None:
+            pulse._thread.join(20)
+            wake()
+
+        monkeypatch.setattr(pulse._client, "wake", wake_late)
+        pulse.stop()
+        assert pulse._client._socket.closed
