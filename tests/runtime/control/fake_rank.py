@@ -17,6 +17,7 @@ from penstock.runtime.control.forks import serve_forks
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Ready
+from penstock.runtime.tensor.segments import SHM, create_segment, segment_name
 
 LOADED = random.random()
 """Drawn once, by what forks."""
@@ -26,7 +27,8 @@ def main() -> None:
     mode = os.environ.get("FAKE_RANK", "")
     join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
     replica, rank = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
-    Path(f"/dev/shm/penstock-{join.run}-{replica.replace('/', '.')}-0").touch()  # as a store leaves when it is killed
+    owner = f"{replica}.{rank}".replace("/", ".")
+    create_segment(segment_name(join.run, owner, 0), 1, [SHM])  # as a store leaves when it is killed
     print("out of a rank")
     print("said by a rank", file=sys.stderr, flush=True)
     if mode == "raise":

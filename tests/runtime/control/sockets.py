@@ -1,5 +1,6 @@
 """Servers and clients in one process, and waiting with a deadline."""
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -92,7 +93,8 @@ class Raw:
 @contextmanager
 def bench(folder: Path, endpoint: str = "", silence: float = 60.0) -> Iterator[Bench]:
     """A listening server, by default on a Unix socket in `folder`; everything is closed at the end."""
-    keys = Keys.make("run1", endpoint or ipc_endpoint(folder), ["local", "b"])
+    run = f"t{secrets.token_hex(6)}"  # another suite may run on this machine, with the same tests
+    keys = Keys.make(run, endpoint or ipc_endpoint(folder), ["local", "b"])
     with ExitStack() as stack:
         server = Server(keys.door, silence)
         stack.callback(server.close)

@@ -15,6 +15,7 @@ import pytest
 from penstock.runtime.control.agent import serve
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Kill, Launch, Note, Ready
 from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
+from penstock.runtime.tensor.segments import SHM, sweep
 
 from .sockets import Bench, bench, stranger, until
 
@@ -24,19 +25,21 @@ M = TypeVar("M")
 
 
 @contextmanager
-def agent(b: Bench, *worker: str, **changes: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """The agent of host "b", whose ranks are fakes or of the program `worker`; nothing of it is left afterwards."""
+def agent(b: Bench, *worker: str, leave: float = 3.0, **changes: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """The agent of host "b", whose ranks are fakes or of the program `worker`, and have `leave` seconds to end after a
+    goodbye; nothing of it is left afterwards.
+    """
     path = b.folder / "b.json"
     changes.get("join", b.join("b")).write(path)
-    process = start([AGENT, str(path), *worker], b.keys.door.run, stderr=subprocess.PIPE)
+    given = {"FAKE_LEAVE_S": str(leave)}
+    process = start([AGENT, str(path), *worker], b.keys.door.run, environment=given, stderr=subprocess.PIPE)
     try:
         yield process
     finally:
         kill(process)
         process.communicate()
         sweep_processes(b.keys.door.run)
-        for segment in Path("/dev/shm").glob(f"penstock-{b.keys.door.run}-*"):
-            segment.unlink()
+        sweep(b.keys.door.run)
 
 
 def heard(b: Bench, kind: type[M]) -> M:
@@ -78,21 +81,21 @@ def test_an_agent_joins_and_starts_ranks_with_their_name_device_and_threads(b: B
 
 
 def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench) -> None:
-    """The launcher sweeps its own host only."""
-    dead = Path("/dev/shm") / f"penstock-dead{os.getpid()}-generator.0.0-0"
+    """The launcher sweeps its own host only. What an agent finds locked, another run may be about to remove."""
+    dead = SHM / f"penstock-dead{b.keys.door.run}-generator.0.0-0"
     dead.touch()  # no process holds its lock
     with agent(b) as process:
         heard(b, AgentReady)
-        assert not dead.exists()
+        until(lambda: not dead.exists())
         assert b.server.send("agent:b", Launch("generator/0", 0))
         heard(b, Ready)
-        left = Path("/dev/shm") / f"penstock-{b.keys.door.run}-generator.0-0"
+        left = SHM / f"penstock-{b.keys.door.run}-generator.0.0-0"
         assert left.exists()
         assert b.server.send("agent:b", Kill("generator/0", 0))
         heard(b, Exited)
         assert b.server.send("agent:b", Goodbye("done"))
         assert until(lambda: b.hear() is not None and process.poll() is not None)
-        assert not left.exists()
+        until(lambda: not left.exists())
 
 
 def test_a_rank_that_raises_is_told_of_with_its_status_and_the_tail_of_its_stderr(b: Bench) -> None:
@@ -124,13 +127,13 @@ def test_ranks_live_on_without_what_forked_them_and_the_next_one_has_another(b: 
         b.server.send("agent:b", Launch("generator/0", 0))
         first = heard(b, Ready).pid
         loaded = json.loads(heard(b, Note).text)["loaded"]
-        forks = next(pid for pid in processes_of("run1") if pid not in (process.pid, first))
+        forks = next(pid for pid in processes_of(b.keys.door.run) if pid not in (process.pid, first))
         os.kill(forks, signal.SIGKILL)
-        until(lambda: forks not in processes_of("run1"))
+        until(lambda: forks not in processes_of(b.keys.door.run))
         b.server.send("agent:b", Launch("generator/0", 1))
         second = heard(b, Ready).pid
         assert json.loads(heard(b, Note).text)["loaded"] != loaded
-        assert {first, second} < set(processes_of("run1"))
+        assert {first, second} < set(processes_of(b.keys.door.run))
 
 
 def test_ranks_that_had_been_asked_for_when_what_forks_ended_are_forked_once_by_another(b: Bench) -> None:
@@ -139,7 +142,7 @@ def test_ranks_that_had_been_asked_for_when_what_forks_ended_are_forked_once_by_
         heard(b, AgentReady)
         b.server.send("agent:b", Launch("scorer/0", 0))
         first = heard(b, Ready).pid
-        forks = next(pid for pid in processes_of("run1") if pid not in (process.pid, first))
+        forks = next(pid for pid in processes_of(b.keys.door.run) if pid not in (process.pid, first))
         os.kill(forks, signal.SIGSTOP)
         for index in range(8):
             b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_LONG": "x" * 60_000}))
@@ -147,7 +150,7 @@ def test_ranks_that_had_been_asked_for_when_what_forks_ended_are_forked_once_by_
         assert heard(b, Exited).pid == first  # so it has read what came before
         os.kill(forks, signal.SIGKILL)
         assert {heard(b, Ready).rank for _ in range(8)} == set(range(8))
-        assert len(processes_of("run1")) == 8 + 2
+        assert len(processes_of(b.keys.door.run)) == 8 + 2
 
 
 def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: Bench, tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> N
 def test_what_forks_is_started_again_for_the_first_rank_too(b: Bench) -> None:
     with agent(b) as process:
         heard(b, AgentReady)
-        os.kill(next(pid for pid in processes_of("run1") if pid != process.pid), signal.SIGKILL)
+        os.kill(next(pid for pid in processes_of(b.keys.door.run) if pid != process.pid), signal.SIGKILL)
         b.server.send("agent:b", Launch("generator/0", 0))
         assert heard(b, Ready).rank == 0
 
@@ -226,23 +229,23 @@ def test_kill_ends_a_rank_and_what_it_has_started(b: Bench) -> None:
         heard(b, AgentReady)
         b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": "family"}))
         heard(b, Ready)
-        until(lambda: len(processes_of("run1")) == 4)  # with the agent and what forks
+        until(lambda: len(processes_of(b.keys.door.run)) == 4)  # with the agent and what forks
         b.server.send("agent:b", Kill("generator/0", 0))
         b.server.send("agent:b", Kill("nobody/0", 0))
         assert heard(b, Exited).signal == 9
-        until(lambda: len(processes_of("run1")) == 2)
+        until(lambda: len(processes_of(b.keys.door.run)) == 2)
 
 
-@pytest.mark.parametrize("mode", ["", "deaf"])
-def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: str) -> None:
-    with agent(b) as process:
+@pytest.mark.parametrize(("mode", "leave"), [("", 60.0), ("deaf", 0.5)])
+def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: str, leave: float) -> None:
+    with agent(b, leave=leave) as process:
         heard(b, AgentReady)
         b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": mode}))
         heard(b, Ready)
         for peer in b.server.peers:
             b.server.send(peer, Goodbye("done"))
-        assert process.wait(30) == 0
-        assert processes_of("run1") == []
+        assert process.wait(60) == 0
+        assert processes_of(b.keys.door.run) == []
         assert heard(b, Exited).signal == (9 if mode else 0)
 
 
@@ -255,7 +258,7 @@ def test_an_agent_whose_controller_is_gone_ends_its_ranks_and_says_so(b: Bench) 
         assert process.wait(30) == 1
         assert process.stderr is not None
         assert b"is gone" in process.stderr.read()
-        assert processes_of("run1") == []
+        assert processes_of(b.keys.door.run) == []
 
 
 def test_ranks_die_with_their_agent(b: Bench) -> None:
@@ -264,9 +267,9 @@ def test_ranks_die_with_their_agent(b: Bench) -> None:
         for index in range(2):
             b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_RANK": "deaf"}))
             heard(b, Ready)
-        assert len(processes_of("run1")) == 4  # with the agent and what forks
+        assert len(processes_of(b.keys.door.run)) == 4  # with the agent and what forks
         process.kill()
-        until(lambda: processes_of("run1") == [])
+        until(lambda: processes_of(b.keys.door.run) == [])
 
 
 def test_a_live_agent_is_not_late(b: Bench) -> None:

@@ -33,7 +33,7 @@ def test_the_last_user_waits_for_what_another_one_still_sends() -> None:
     for socket in sockets:
         socket.connect(f"tcp://127.0.0.1:{port}")
         socket.send(bytes(1 << 20))
-        socket.close(linger=5000)
+        socket.close(linger=60_000)
         shared.give()
-    assert [len(sink.recv()) for _ in sockets if sink.poll(5000)] == [1 << 20] * 2
+    assert [len(sink.recv()) for _ in sockets if sink.poll(60_000)] == [1 << 20] * 2
     other.destroy(linger=0)

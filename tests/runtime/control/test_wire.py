@@ -248,7 +248,7 @@ def test_a_server_listens_on_loopback_alone_and_its_socket_file_is_private(tmp_p
     with bench(tmp_path) as b:
         file = Path(b.server.endpoint.removeprefix("ipc://"))
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert listening() == before
+        assert listening() <= before
     assert not file.exists()
     with bench(tmp_path, TCP):
         assert listening() - before <= {"127.0.0.1"}
