@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.plan.decoding import Generator
 from penstock.runtime.plan.gpus import GPUS
 from penstock.runtime.plan.lengths import Lognormal
 from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.rollout import Batch, Replicas, rollout
 from penstock.runtime.plan.shape import SHAPES
+from penstock.runtime.plan.slots import Lines
 
 ONE = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=4)
 
@@ -40,18 +42,22 @@ def test_going_from_event_to_event_is_going_step_by_step(lengths: list[int], pro
     assert rollout.tokens == sum(lengths)
 
 
-def _replicas_step_by_step(generator: Generator, lengths: list[int], prompt: int, count: int) -> list[float]:
+EXACT = Lines(np.array([0, 8, 9, 11, 14]) / 2**10, np.array([0, 1, 2, 2, 3]) / 2**20)
+"""Sums of these are exact in any order, so that events at one time are at one time for both of those compared."""
+
+
+def _replicas_step_by_step(batch: Batch, count: int, slots: int = 4) -> list[float]:
     """Several replicas, always the one whose next step ends first: when each response ends."""
-    first = min(len(lengths), count * generator.slots)
+    lengths = batch.lengths.tolist()
+    first = min(len(lengths), count * slots)
     waiting, ends = deque(range(first, len(lengths))), [0.0] * len(lengths)
     rows = [{row: lengths[row] for row in range(number, first, count)} for number in range(count)]
-    prefill_s = generator.prefill_s(prompt, prompt**2)
-    now = [len(own) * prefill_s for own in rows]
+    now = [len(own) * batch.prefill_s for own in rows]
 
     def step(number: int) -> float:
         own = rows[number]
-        context = sum(prompt + lengths[row] - left for row, left in own.items())
-        return generator.step(len(own), 0).seconds + float(generator.lines.slope[len(own)]) * context
+        context = sum(batch.prompt + lengths[row] - left for row, left in own.items())
+        return float(EXACT.fixed[len(own)] + EXACT.slope[len(own)] * context)
 
     while any(rows):
         number = min((n for n in range(count) if rows[n]), key=lambda n: (now[n] + step(n), n))
@@ -60,8 +66,8 @@ def _replicas_step_by_step(generator: Generator, lengths: list[int], prompt: int
         for row in [row for row, left in rows[number].items() if not left]:
             ends[row] = now[number]
             del rows[number][row]
-        while waiting and len(rows[number]) < generator.slots:
-            now[number] += prefill_s
+        while waiting and len(rows[number]) < slots:
+            now[number] += batch.prefill_s
             row = waiting.popleft()
             rows[number][row] = lengths[row]
     return ends
@@ -69,10 +75,11 @@ def _replicas_step_by_step(generator: Generator, lengths: list[int], prompt: int
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 4))
+@example([1, 11, 5, 12, 10, 12, 11, 11, 12, 11, 11, 12, 10, 7, 1, 1], 3)  # where two replicas are free at one time
 def test_replicas_take_what_waits_in_the_order_in_which_their_slots_fall_free(lengths: list[int], count: int) -> None:
     """With slots for all responses at once, and with fewer."""
-    rollout = ONE.rollout(np.array(lengths), 16, replicas=count)
-    assert rollout.ends == pytest.approx(_replicas_step_by_step(ONE, lengths, 16, count), rel=1e-9)
+    batch = Batch(np.array(lengths), prompt=16, samples=1, prefill_s=3 / 2**10)
+    assert rollout(Replicas(count, 4, EXACT), batch).ends.tolist() == _replicas_step_by_step(batch, count)
 
 
 def test_the_longest_response_is_a_floor_that_replicas_do_not_lower() -> None:
