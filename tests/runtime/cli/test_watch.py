@@ -4,9 +4,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -20,7 +23,12 @@ from penstock.runtime.report.page import page
 from penstock.runtime.report.report import make_report
 from tests.runtime.report.runs import ACCURACY, simulated_run
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
+PATIENCE_S = 60.0
+get = partial(httpx.get, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +53,23 @@ class Watching:
         self.url = httpx.URL(self.process.stdout.readline().strip())
         self.bare = self.url.copy_with(query=None)
 
+    def __enter__(self) -> "Watching":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.end()
+
     def end(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGINT)
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, errors
 
 
 @pytest.fixture(scope="module")
 def watching(finished: Path) -> Iterator[Watching]:
-    found = Watching(finished)
-    yield found
-    if found.process.poll() is None:
-        found.end()
+    with Watching(finished) as found:
+        yield found
 
 
 def test_it_listens_on_loopback_only(watching: Watching) -> None:
@@ -68,46 +81,46 @@ def test_it_listens_on_loopback_only(watching: Watching) -> None:
 
 def test_without_the_token_nothing_is_said(watching: Watching) -> None:
     for path in ("", "events", "live.js", "nothing"):
-        answer = httpx.get(watching.bare.join(path))
+        answer = get(watching.bare.join(path))
         assert answer.status_code == 403
         assert "no token" in answer.text
         assert "?token=" in answer.text
-    wrong = httpx.get(watching.bare, params={"token": "é"})
+    wrong = get(watching.bare, params={"token": "é"})
     assert (wrong.status_code, "a wrong token" in wrong.text) == (403, True)
     assert "set-cookie" not in wrong.headers
 
 
 def test_a_name_that_somebody_made_point_here_is_refused(watching: Watching) -> None:
-    answer = httpx.get(watching.url, headers={"Host": f"evil.example:{watching.url.port}"})
+    answer = get(watching.url, headers={"Host": f"evil.example:{watching.url.port}"})
     assert answer.status_code == 403
     assert "evil.example" in answer.text
-    assert httpx.get(watching.url, headers={"Host": f"localhost:{watching.url.port}"}).status_code == 200
+    assert get(watching.url, headers={"Host": f"localhost:{watching.url.port}"}).status_code == 200
 
 
 def test_the_cookie_stands_for_the_token_and_every_answer_has_its_headers(watching: Watching) -> None:
-    with httpx.Client() as client:
+    with httpx.Client(timeout=PATIENCE_S) as client:
         first = client.get(watching.url)
         assert {"HttpOnly", "SameSite=Strict"} <= set(first.headers["set-cookie"].split("; "))
         stale = client.get(watching.bare, params={"token": "of an earlier start"})
         again = client.get(watching.bare)
     assert stale.status_code == 200
-    for answer in (first, again, httpx.get(watching.bare)):
+    for answer in (first, again, get(watching.bare)):
         assert answer.headers["cache-control"] == "no-store"
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert not [name for name in answer.headers if name.startswith("access-control")]
     assert again.status_code == 200
-    assert httpx.post(watching.url).status_code == 405
+    assert httpx.post(watching.url, timeout=PATIENCE_S).status_code == 405
 
 
 def test_the_stream_of_a_finished_run_has_a_page_and_an_end(watching: Watching) -> None:
-    answer = httpx.get(watching.bare.join("events"), params=dict(watching.url.params), timeout=60)
+    answer = get(watching.bare.join("events"), params=dict(watching.url.params))
     events = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert events[-2:] == ["page", "ended"]
     assert "id: 4-" in answer.text
-    assert 'id="what-if"' in httpx.get(watching.url).text
+    assert 'id="what-if"' in get(watching.url).text
 
 
 def test_a_port_in_use_is_told(watching: Watching, finished: Path) -> None:
@@ -120,11 +133,12 @@ def test_a_port_in_use_is_told(watching: Watching, finished: Path) -> None:
 def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(finished: Path, tmp_path: Path) -> None:
     folder = copy(finished, tmp_path / "run")
     folder.lock()  # a run is alive there, so that the stream has no end
-    found = Watching(folder.path)
-    with httpx.stream("GET", found.bare.join("events"), params=dict(found.url.params), timeout=30) as answer:
-        lines = answer.iter_lines()
-        assert next(line for line in lines if line.startswith("event:")) == "event: page"
-        assert found.end() == (130, "")
+    with Watching(folder.path) as found:
+        where = found.bare.join("events")
+        with httpx.stream("GET", where, params=dict(found.url.params), timeout=PATIENCE_S) as answer:
+            lines = answer.iter_lines()
+            assert next(line for line in lines if line.startswith("event:")) == "event: page"
+            assert found.end() == (130, "")
     folder.unlock()
 
 
@@ -195,52 +209,87 @@ def test_only_the_page_imports_a_server() -> None:
     assert done.stdout == "[]\n"
 
 
+HALF, UPDATES = 30, 60
+HELD = f"""
+from pathlib import Path
+from time import sleep
+
+from penstock.graph import Metrics, Rewards, Rollouts, broadcast, node, program
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+
+@node(pool="trainer", clock="update")
+def step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> tuple[FakePolicy, Metrics]:
+    while policy.version == {HALF} and not Path(__file__).with_name("go").exists():
+        sleep(0.01)
+    return fake_update.fn(policy, rollouts, rewards, ms=50.0)
+
+@program
+def held(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=50.0)
+    return step(policy, rollouts, fake_score(rollouts, ms=5.0))
+"""
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
-    """A toy run of some seconds."""
-    path = tmp_path / "run"
-    command = [*PENSTOCK, "run", "toy", "--updates", "60", "--batch", "8", "--out", str(path), "--plain"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert process.stdout is not None
-    process.stdout.readline()  # its folder is there
-    yield path
-    process.communicate(timeout=120)
+    """A run that waits at its half for the file `go` beside its folder, however long a browser takes to start."""
+    (tmp_path / "held.py").write_text(HELD)
+    command = [*PENSTOCK, "run", "held.py:held", "--updates", str(UPDATES), "--batch", "8", "--out", "run", "--plain"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # its folder is there
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        try:
+            yield tmp_path / "run"
+        finally:
+            process.send_signal(signal.SIGINT)  # nothing for one that has ended
+            process.wait(PATIENCE_S)
 
 
 VIEW = """(() => {
   const view = document.querySelector(".schedule").view;
   return {zoom: [view.from, view.to], ends: view.data.ends.length,
-          top: Math.round(view.chart.getBoundingClientRect().top),
+          seen: document.elementFromPoint(innerWidth / 2, innerHeight / 2).closest(".chart") === view.chart,
           open: document.querySelector("#graph details").open, focus: document.activeElement.className};
 })()"""
 
 
+def until_shown(page: "Page", updates: int) -> None:
+    """Until the schedule has so many updates; asked from outside, since the page lets no string be run in it."""
+    until, shown = monotonic() + PATIENCE_S, "document.querySelector('.schedule')?.view?.data.ends.length ?? 0"
+    while page.evaluate(shown) < updates:
+        assert monotonic() < until, f"{updates} updates were not shown within {PATIENCE_S:.0f} s"
+        page.wait_for_timeout(200)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_the_page_changes_in_place_while_the_run_goes_on(running: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no chromium on this machine")
-    found, complaints = Watching(running), []
-    with playwright.sync_playwright() as p:
+    complaints: list[str] = []
+    with Watching(running) as found, playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
+        page.set_default_timeout(1000 * PATIENCE_S)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(str(found.url))
-        page.wait_for_selector(".schedule[data-ready]", timeout=60_000)
-        while page.evaluate("document.querySelector('.schedule').view.data.ends.length") < 3:
-            page.wait_for_timeout(200)
+        page.wait_for_selector("html[data-page]")  # from now on it follows the run
+        until_shown(page, 3)
         page.click("button[data-do=in]")
         page.evaluate("document.querySelector('#graph details').open = false")
-        page.evaluate("document.querySelector('.chart').focus(); scrollTo(0, 250)")
+        page.evaluate("document.querySelector('.chart').focus()")
+        page.evaluate("document.querySelector('.chart').scrollIntoView({block: 'center'})")
         before: dict[str, Any] = page.evaluate(VIEW)
-        page.wait_for_selector("html[data-live=ended]", timeout=120_000)
+        running.with_name("go").touch()
+        page.wait_for_selector("html[data-live=ended]")
         after = page.evaluate(VIEW)
         status = page.inner_text("#live .said")
         browser.close()
-    assert after.pop("ends") == 60 > before.pop("ends")
+        assert found.end() == (130, "")
+    assert after.pop("ends") == UPDATES > HALF >= before.pop("ends")
     assert after == before
     assert (status, complaints) == ("The run has ended.", [])
-    assert found.end() == (130, "")
