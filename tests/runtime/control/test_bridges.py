@@ -1,6 +1,7 @@
 """What the names of hosts decide: which way weights go, and where gloo listens."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,9 +30,12 @@ from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport, TransportError
 from tests.runtime.tensor.peer import Policy
 
+from .sockets import until
+
 pytestmark = pytest.mark.timeout(60)
 SIDES: tuple[Side, ...] = ("source", "destination")
-RUN, CHANNEL, TRAINER, GENERATOR = "testbridges", "policy>generator", "trainer/0", "generator/0"
+RUN = f"testbridges{os.getpid()}"
+CHANNEL, TRAINER, GENERATOR = "policy>generator", "trainer/0", "generator/0"
 ADDRESS = "127.0.0.2"
 """Of a host: this machine's loopback interface has all of 127.0.0.0/8."""
 
@@ -45,9 +49,14 @@ def memory() -> Iterator[SharedMemory]:
 
 
 def both_sides(
-    host: str, memory: SharedMemory, timeout: float = 20.0, delta: int = 0, trainers_address: str = ADDRESS
+    host: str,
+    memory: SharedMemory,
+    timeout: float = 20.0,
+    delta: int = 0,
+    trainers_address: str = ADDRESS,
+    store: HashStore | None = None,
 ) -> dict[Side, Bridges]:
-    """A trainer on host a and a generator on this one, both on this machine with one /dev/shm."""
+    """A trainer on host a and a generator on this one, both on this machine with one /dev/shm. They meet at `store`."""
     channel = Channel(
         CHANNEL,
         "policy",
@@ -56,7 +65,7 @@ def both_sides(
         "generator",
         (Replica(GENERATOR, (Rank(host),)),),
     )
-    meet = partial(PrefixStore, store=HashStore())
+    meet = partial(PrefixStore, store=store or HashStore())
     routes, memories = {CHANNEL: Routes(channel, "auto", delta)}, {CHANNEL: memory}
 
     def side(address: str) -> Bridges:
@@ -113,10 +122,14 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
 
 def test_an_address_that_the_machine_lacks_is_told_with_where_it_is_written(memory: SharedMemory) -> None:
     """And the other side learns that whoever has it had come."""
-    sides = both_sides("b", memory, timeout=1.0, trainers_address="192.0.2.1")
+    store = HashStore()
+    trainer = both_sides("b", memory, trainers_address="192.0.2.1", store=store)["source"]
+    generator = both_sides("b", memory, timeout=1.0, store=store)["destination"]
     with ThreadPoolExecutor(2) as threads:
-        opening = [threads.submit(sides[side].open, Span(CHANNEL, TRAINER, GENERATOR, side)) for side in SIDES]
-    source, destination = (str(one.exception()) for one in opening)
+        there = threads.submit(trainer.open, Span(CHANNEL, TRAINER, GENERATOR, "source"))
+        until(store.num_keys)  # it has come, however late
+        here = threads.submit(generator.open, Span(CHANNEL, TRAINER, GENERATOR, "destination"))
+    source, destination = str(there.exception()), str(here.exception())
     assert "cannot listen on 192.0.2.1, needed an address of this machine (`address` of its host in the" in source
     assert f"all have come, but do not reach each other; this one listens on {ADDRESS}" in destination
 

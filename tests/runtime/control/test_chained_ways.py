@@ -1,5 +1,6 @@
 """The ways of a trainer and of replicas in a chain, told what to send by commands as a scheduler gives them."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic, sleep
@@ -30,7 +31,7 @@ class Run:
         replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(NAMES, "bcd", strict=True))
         channels = {CHANNEL: Channel(CHANNEL, "policy", source, "broadcast", "generator", replicas)}
         meet = partial(PrefixStore, store=HashStore())
-        ground = Ground("testways", meet, "127.0.0.1", 30.0, "full", "", 0, "auto", lambda: None, print)
+        ground = Ground(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, "full", "", 0, "auto", lambda: None, print)
         self.policy = Policy(1_000_000)
         self.ways = {name: BridgeWays(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
 

@@ -95,6 +95,9 @@ def test_a_group_is_made_and_carries_and_an_absent_rank_is_named(tmp_path: Path)
         third.wait(received)
         assert got.tolist() == [0.0, 1.0, 2.0, 3.0]
         del second
+        for rank in (0, 2):  # both have come before one of them waits for the third
+            stores[rank].of("two of three").set(f"here/{rank}", "1")
+        stores[0].of("two of three").wait(["here/0", "here/2"], timedelta(seconds=20))
         for failed in [threads.submit(opened, rank, "two of three", 0.5) for rank in (0, 2)]:
             with pytest.raises(AbsentError, match="rank 1 has not come"):
                 failed.result(20)

@@ -39,10 +39,18 @@ def test_a_rank_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -
         Adder("trainer", FileStore(str(tmp_path / "sum")), 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))
 
 
+def impatient(folder: Path, ranks: int) -> list[Adder]:
+    """They have met, however long that took, and wait for two seconds from now on."""
+    adders = [Adder("trainer", FileStore(str(folder / "sum")), rank, ranks, timeout=30) for rank in range(ranks)]
+    sound(together(*(partial(add, torch.zeros(2, dtype=torch.int64)) for add in adders)))
+    for add in adders:
+        assert add._group is not None
+        add._timeout = add._group._timeout = 2
+    return adders
+
+
 def test_a_rank_that_does_not_add_is_named(tmp_path: Path) -> None:
-    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 3, timeout=2) for rank in range(3)]
-    zero = torch.zeros(2, dtype=torch.int64)
-    sound(together(*(partial(add, zero) for add in adders)))
+    adders, zero = impatient(tmp_path, 3), torch.zeros(2, dtype=torch.int64)
     results = together(partial(adders[0], zero), partial(adders[1], zero))
     assert all(isinstance(result, TransportError) for result in results)
     assert "no sum from rank 2 within 2 s" in str(results[0])
@@ -50,9 +58,7 @@ def test_a_rank_that_does_not_add_is_named(tmp_path: Path) -> None:
 
 
 def test_sums_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 2, timeout=2) for rank in range(2)]
-    zero = torch.zeros(2, dtype=torch.int64)
-    sound(together(*(partial(add, zero) for add in adders)))
+    adders, zero = impatient(tmp_path, 2), torch.zeros(2, dtype=torch.int64)
     adders[1]._calls += 1
     results = together(*(partial(add, zero) for add in adders))
     assert "rank 1 adds up sum 3, needed 2" in str(results[0])

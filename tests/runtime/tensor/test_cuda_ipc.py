@@ -1,6 +1,7 @@
 """A GPU's memory for others to write: what of it needs none. `test_put.py` has the ways between processes, which run on
 a GPU, too, where there is one."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.runtime.tensor.memory import Place
 from penstock.runtime.tensor.segments import SHM, SegmentError, create_segment, open_segment, sweep
 
 HANDLE = bytes(range(64))
+RUN = f"testblocks{os.getpid()}"
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -25,7 +27,7 @@ class HostBlocks:
         self.made = 0
 
     def export(self, nbytes: int) -> tuple[Export, Tensor]:
-        segment = create_segment(f"penstock-testblocks-owner-{self.made}", nbytes, [SHM])
+        segment = create_segment(f"penstock-{RUN}-owner-{self.made}", nbytes, [SHM])
         self.made += 1
         handle = segment.name.encode().ljust(len(HANDLE), b"\0")
         return Export(0, handle, nbytes), torch.frombuffer(segment.view, dtype=torch.uint8)
@@ -40,7 +42,7 @@ def driver(monkeypatch: Any) -> Iterator[HostBlocks]:
     found = HostBlocks()
     monkeypatch.setattr(cuda_ipc, "_driver", lambda index: found)
     yield found
-    sweep("testblocks")
+    sweep(RUN)
 
 
 def test_what_is_written_through_a_place_is_in_the_owners_block_and_nothing_beside_it(driver: HostBlocks) -> None:

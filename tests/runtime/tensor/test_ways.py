@@ -1,5 +1,6 @@
 """Which way weights go: what all ranks of a bridge can do, or what was asked for; else who cannot, and why."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from penstock.runtime.tensor.transport import Transport, TransportError
 from penstock.runtime.tensor.ways import CHOICES, Choice, can_go
 
 pytestmark = pytest.mark.timeout(60)
-RUN = "testways"
+RUN = f"testways{os.getpid()}"
 SHM, IPC = 0, 1
 """The ways by number."""
 
