@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
@@ -134,11 +135,17 @@ class Running:
 
     def agent(self) -> int:
         """The pid of the one local agent."""
-        found: int = next(p.pid for p in self.children() if "penstock.runtime.control.agent" in p.cmdline())
+        (found,) = self.pids(lambda process: "penstock.runtime.control.agent" in process.cmdline())
         return found
 
-    def children(self) -> list[psutil.Process]:
-        return [p for p in psutil.Process(self.process.pid).children(recursive=True) if p.is_running()]
+    def pids(self, match: Callable[[psutil.Process], bool]) -> list[int]:
+        """The run's processes that match; one that ends while it is looked at, as many do at a start, does not."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if match(process):
+                    found.append(process.pid)
+        return found
 
     def interrupt(self) -> None:
         os.kill(self.process.pid, signal.SIGINT)

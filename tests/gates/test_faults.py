@@ -64,7 +64,7 @@ def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path: Path) -> None:
     with Running(folder) as running:
 
         def ranks() -> list[int]:
-            return [p.pid for p in running.children() if p.name().endswith("/0.0")]
+            return running.pids(lambda process: process.name().endswith("/0.0"))
 
         os.kill(running.until(ranks, "a rank was started")[0], signal.SIGKILL)
         assert running.wait() == 1
