@@ -141,10 +141,15 @@ class Scorer(Decoder):
         return F.linear(hidden_PD, self.score.weight).float().squeeze(-1)
 
 
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing: to draw numbers without memory, torch would import its compiler, which takes as long as torch."""
+
+
 class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = _Norm(config)
 

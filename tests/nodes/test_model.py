@@ -1,5 +1,7 @@
 """The decoder equals the reference implementation, and its rows and sequences do not see each other."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -106,6 +108,13 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_model_is_made_without_torchs_compiler() -> None:
+    """Its import takes as long as torch's, and each rank that has a model would wait for it."""
+    code = f"import sys; from penstock.nodes.model import *; Llama({TINY!r}); print('torch._dynamo' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout == "False\n"
+
+
 def test_bfloat16_is_near_float32() -> None:
     exact = tiny()
     rounded = Llama(exact.config, torch.bfloat16)
@@ -116,6 +125,7 @@ def test_bfloat16_is_near_float32() -> None:
 
 
 def test_linear_and_its_gradients_equal_the_ordinary_one() -> None:
+    torch.manual_seed(0)
     x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     grad = torch.randn(3, 5, 6)
     expected = torch.autograd.grad(x @ weight.T, (x, weight), grad)
