@@ -16,7 +16,7 @@ from penstock.runtime.control.keys import Join, Keys
 from penstock.runtime.control.messages import Hello, Message, pack
 from penstock.runtime.control.wire import Server
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def until(look: Callable[[], Any], deadline: float = DEADLINE_S) -> Any:

@@ -19,7 +19,7 @@ from penstock.runtime.tensor.segments import SHM, sweep
 
 from .sockets import Bench, bench, stranger, until
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 AGENT = str(Path(__file__).with_name("fake_agent.py"))
 M = TypeVar("M")
 

@@ -32,7 +32,7 @@ from tests.runtime.tensor.peer import Policy
 
 from .sockets import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 SIDES: tuple[Side, ...] = ("source", "destination")
 RUN = f"testbridges{os.getpid()}"
 CHANNEL, TRAINER, GENERATOR = "policy>generator", "trainer/0", "generator/0"

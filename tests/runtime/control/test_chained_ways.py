@@ -18,7 +18,7 @@ from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.handle import Handle
 from tests.runtime.tensor.peer import Policy
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 CHANNEL, TRAINER = "policy>generator", "trainer/0"
 NAMES = tuple(f"generator/{index}" for index in range(3))
 

@@ -15,7 +15,7 @@ from tests.gates.running import make_run
 
 from .sockets import Bench, bench, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Still:

@@ -40,7 +40,7 @@ from tests.halt import halt
 
 from .sockets import stranger, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 PATIENCE_S = 20.0
 

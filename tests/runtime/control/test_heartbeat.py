@@ -10,7 +10,7 @@ from penstock.runtime.control.heartbeat import Pulse
 
 from .sockets import bench, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from penstock.runtime.tensor.segments import sweep
 from .fake_launch import HERE, launcher
 from .sockets import until
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 LOCAL = Cluster(hosts=(Host(name="local", cores=1),))
 NUMBERS = count()
 Line = dict[str, Any]

@@ -23,7 +23,7 @@ from penstock.runtime.tensor.transport import TransportError
 
 from .sockets import bench
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 
 

@@ -22,7 +22,7 @@ from penstock.runtime.control.process import (
 
 from .sockets import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 SLEEP = ("-c", "import time; time.sleep(1000)")
 TETHERED = "from penstock.runtime.control.process import die_with_parent; die_with_parent()\n"
 

@@ -33,7 +33,7 @@ from penstock.runtime.schedule.events import Done, Fire
 
 from .sockets import bench, stranger, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 RESULTS = Results((Result(Done(Firing("generate", 3), "generator/0")),))
 

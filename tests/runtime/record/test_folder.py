@@ -9,6 +9,7 @@ import pytest
 
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder, absolute, default_path
+from tests.runtime.control.sockets import until
 
 
 def test_a_new_folder_is_its_owners_only(tmp_path: Path) -> None:
@@ -68,20 +69,23 @@ def test_a_lock_outlives_its_process_in_the_children_that_inherit_it(tmp_path: P
         "import subprocess, sys; from penstock.runtime.record.folder import RunFolder\n"
         "folder = RunFolder.create(sys.argv[1])\n"
         "none = subprocess.DEVNULL\n"
-        "child = subprocess.Popen(['sleep', '60'], pass_fds=[folder.lock_fd], stdout=none, stderr=none)\n"
+        "child = subprocess.Popen(['sleep', '600'], pass_fds=[folder.lock_fd], stdout=none, stderr=none)\n"
         "print(child.pid)"
     )
     path = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=120)
     with pytest.raises(RecordError, match="a run is alive there"):
         RunFolder(path).lock()
     os.kill(int(done.stdout), 9)
-    for _ in range(1000):
+
+    def free() -> bool:
         try:
             RunFolder(path).lock()
-            break
         except RecordError:
-            os.sched_yield()
+            return False
+        return True
+
+    until(free)
 
 
 def test_only_a_folder_with_a_run_can_be_opened(tmp_path: Path) -> None:

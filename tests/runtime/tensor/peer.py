@@ -55,6 +55,13 @@ class Policy:
         """Nothing that other tools read."""
 
 
+def hurry(transport: Any, seconds: float) -> None:
+    """From now on, each wait of a transport takes so long at most. What it is for has happened by then, however long it
+    took: a machine may stand still for seconds.
+    """
+    transport._crossing._group._timeout = seconds
+
+
 def answer(**facts: Any) -> None:
     """One line, from any thread: `print` would write its end apart from it."""
     sys.stdout.write(json.dumps(facts) + "\n")

@@ -1,8 +1,9 @@
-"""A replica of one rank in a chain, as a process: `python relay_peer.py FOLDER INDEX REPLICAS TIMEOUT`.
+"""A replica of one rank in a chain, as a process: `python relay_peer.py FOLDER INDEX REPLICAS`.
 
 It receives what each line of its input (the facts of a sync, JSON) says, from the trainer or from the replica before
 it, passes it on to the one after it, swaps, and answers with what is live. Errors are answers too, and what ended the
-passing on is one by itself.
+passing on is one by itself. A line with `hurry` says for which link, named by its source, it has less patience from now
+on, and how many seconds.
 """
 
 import json
@@ -19,24 +20,21 @@ from penstock.runtime.tensor.messages import MessageTransport
 from penstock.runtime.tensor.relay import Leg, Relay
 from penstock.runtime.tensor.sync import Receiver
 
-from .peer import CHANNEL, answer
-
-GRACE = 2.0
-"""Seconds that each link waits longer than the one before it."""
+from .peer import CHANNEL, answer, hurry
 
 
-def link(folder: Path, source: int, timeout: float) -> Bridge:
+def link(folder: Path, source: int) -> Bridge:
     """From a replica to the one after it; from the trainer to the first for -1."""
     label = f"{CHANNEL} from {'trainer' if source < 0 else f'generator/{source}'} to generator/{source + 1}"
-    return Bridge(label, FileStore(f"{folder}/link-{source}"), timeout=timeout + GRACE * (source + 1), way="messages")
+    return Bridge(label, FileStore(f"{folder}/link-{source}"), timeout=60.0, way="messages")
 
 
-def main(folder: Path, index: int, replicas: int, timeout: float) -> None:
+def main(folder: Path, index: int, replicas: int) -> None:
     torch.set_num_threads(1)
 
     @cache
     def opened(source: int) -> MessageTransport:
-        bridge = link(folder, source, timeout).open("source" if source == index else "destination")
+        bridge = link(folder, source).open("source" if source == index else "destination")
         assert isinstance(bridge, MessageTransport)
         return bridge
 
@@ -47,6 +45,9 @@ def main(folder: Path, index: int, replicas: int, timeout: float) -> None:
     answer(started=True)
     for line in sys.stdin:
         facts = json.loads(line)
+        if "hurry" in facts:
+            hurry(opened(facts["hurry"]), facts["seconds"])
+            continue
         try:
             moved = receiver.receive(facts["version"], facts, leg)
             receiver.swap(facts["version"])
@@ -56,4 +57,4 @@ def main(folder: Path, index: int, replicas: int, timeout: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

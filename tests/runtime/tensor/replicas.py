@@ -87,7 +87,7 @@ def size(mesh: Axes) -> int:
     return Mesh(mesh).size
 
 
-def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 30.0) -> Adder | None:
+def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 60.0) -> Adder | None:
     return Adder(name, FileStore(str(folder / name)), rank, size(mesh), timeout) if size(mesh) > 1 else None
 
 

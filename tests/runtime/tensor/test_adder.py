@@ -12,7 +12,7 @@ from penstock.runtime.tensor.transport import TransportError
 
 from .replicas import sound, together
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from penstock.runtime.tensor.transport import TransportError
 
 from .replicas import CHANNEL, RUN, Both, ShardedPolicy, sound, together, wholes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 SOURCE: Axes = (("fsdp", 2),)
 TARGET: Axes = (("tp", 2),)

@@ -49,11 +49,11 @@ save_state(sys.argv[1], {"a": torch.ones(1_000_000)}, {})
 """
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_write_that_fails_halfway_leaves_the_old_state(tmp_path: Path) -> None:
     path = tmp_path / "s"
     save_state(path, {"a": torch.zeros(2)}, {"n": 1})
-    done = subprocess.run([sys.executable, "-c", WRITE, str(path)], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", WRITE, str(path)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     assert f"StateError: {path}: cannot write 4000000 bytes of state" in done.stderr
     assert "bytes free" in done.stderr

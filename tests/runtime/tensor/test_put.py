@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from penstock.runtime.tensor.sync import Publisher, Receiver, SyncError
 from penstock.runtime.tensor.transport import TransportError
 from tests.halt import halt
 
-from .peer import CHANNEL, Policy
+from .peer import CHANNEL, Policy, hurry
 from .put_peer import Opening, exported
 from .test_bridge import Peer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
 def other(run: Path) -> Iterator[Any]:
     peers: list[PutPeer] = []
 
-    def start(side: str, timeout: float = 30.0, device: str = "cpu") -> PutPeer:
+    def start(side: str, timeout: float = 60.0, device: str = "cpu") -> PutPeer:
         peers.append(PutPeer(side, run, timeout, device))
         return peers[-1]
 
@@ -70,12 +70,12 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_A_GPU)])
 
 
-def source(run: Path, timeout: float = 30.0, device: str = "cpu") -> tuple[Policy, Publisher, Opening]:
+def source(run: Path, timeout: float = 60.0, device: str = "cpu") -> tuple[Policy, Publisher, Opening]:
     policy, bridge = Policy(device=device), Bridge(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
     return policy, Publisher(CHANNEL, policy, device=device), Opening(bridge, "source", None, device)
 
 
-def destination(run: Path, timeout: float = 30.0, device: str = "cpu") -> tuple[Receiver, Opening]:
+def destination(run: Path, timeout: float = 60.0, device: str = "cpu") -> tuple[Receiver, Opening]:
     memory, bridge = exported(run.name, device), Bridge(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
     return Receiver(CHANNEL, allocate=memory, device=device), Opening(bridge, "destination", memory, device)
 
@@ -135,15 +135,17 @@ def test_a_receiver_that_dies_while_it_is_written_fails_the_send(run: Path, othe
 
 @DEVICES
 def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, other: Any, device: str) -> None:
-    peer = other("destination", timeout=3, device=device)
-    policy, publisher, transport = source(run, timeout=3, device=device)
+    peer = other("destination", device=device)
+    policy, publisher, transport = source(run, device=device)
     peer.tell(**publisher.publish(0))
     publisher.send(0, transport)
     assert peer.read()["version"] == 0
     policy.advance(1)
     publisher.publish(1)
     halt(peer.process)
-    with pytest.raises(TransportError, match=r"version 1: the offer of a shadow to destination rank 0 failed after 3"):
+    hurry(transport.transport, 2)
+    said = r"version 1: the offer of a shadow to destination rank 0 failed after \d+\.\d s: .*Timed out waiting 2000ms"
+    with pytest.raises(TransportError, match=said):
         publisher.send(1, transport)
 
 
@@ -185,22 +187,30 @@ def test_a_gpu_that_is_late_is_named_with_the_version(run: Path, monkeypatch: An
     def late(*given: Any) -> None:
         raise RuntimeError(LATE)
 
+    (_, publisher, sending), (receiver, receiving) = source(run), destination(run)
+
+    def sync(version: int) -> tuple[Future[Any], Future[Any]]:
+        facts = publisher.publish(version)
+        with ThreadPoolExecutor(2) as threads:
+            sent = threads.submit(publisher.send, version, sending)
+            return sent, threads.submit(receiver.receive, version, facts, receiving)
+
+    for end in sync(0):
+        end.result()
+    receiver.swap(0)
     if side == "source":
         monkeypatch.setattr(MappedMemory, "write", late)
+        hurry(receiving.transport, 2)
+        blamed, other = sync(1)
     else:
         monkeypatch.setattr(SharedMemory, "settle", late)
-    _, publisher, sending = source(run, timeout=2)
-    receiver, receiving = destination(run, timeout=2)
-    facts = publisher.publish(0)
-    with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(publisher.send, 0, sending)
-        received = threads.submit(receiver.receive, 0, facts, receiving)
-    blamed = sent if side == "source" else received
-    with pytest.raises(TransportError, match=rf"version 0: {said}.*{LATE}"):
+        hurry(sending.transport, 2)
+        other, blamed = sync(1)
+    with pytest.raises(TransportError, match=rf"version 1: {said}.*{LATE}"):
         blamed.result()
-    with pytest.raises(TransportError, match="version 0"):
-        (received if side == "source" else sent).result()
-    assert receiver.weights.version == -1
+    with pytest.raises(TransportError, match="version 1"):
+        other.result()
+    assert receiver.weights.version == 0
 
 
 def test_a_place_outside_its_segment_is_refused(run: Path) -> None:

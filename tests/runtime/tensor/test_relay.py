@@ -26,11 +26,11 @@ from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import TransportError
 from tests.halt import halt
 
-from .peer import CHANNEL, Policy
+from .peer import CHANNEL, Policy, hurry
 from .relay_peer import link
 from .replicas import DestinationRank, SourceRank, size, sound, together, wholes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 LARGE = 10_000_000
 """Elements of 2 bytes: five messages."""
 BEYOND_BUFFERS = 50_000_000
@@ -40,17 +40,15 @@ BEYOND_BUFFERS = 50_000_000
 class Chain:
     """A trainer here, and replicas in processes of their own."""
 
-    def __init__(self, folder: Path, replicas: int, timeout: float, large: int) -> None:
+    def __init__(self, folder: Path, replicas: int, large: int) -> None:
         root = Path(__file__).resolve().parents[3]
         command = [sys.executable, "-m", "tests.runtime.tensor.relay_peer", str(folder)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": root}
-        self.replicas = [
-            subprocess.Popen([*command, str(index), str(replicas), str(timeout)], **pipes) for index in range(replicas)
-        ]
+        self.replicas = [subprocess.Popen([*command, str(index), str(replicas)], **pipes) for index in range(replicas)]
         assert [self.read(index) for index in range(replicas)] == [{"started": True}] * replicas
         self.policy = Policy(large)
         self.publisher = Publisher(CHANNEL, self.policy)
-        self.bridge = link(folder, -1, timeout)
+        self.bridge = link(folder, -1)
         self.opened: MessageTransport | None = None
         self.events: dict[int, Callable[[], object]] = {}
 
@@ -64,11 +62,15 @@ class Chain:
         """The facts, told to all replicas."""
         self.policy.advance(version)
         facts = self.publisher.publish(version)
-        for replica in self.replicas:
-            assert replica.stdin is not None
-            replica.stdin.write(json.dumps(facts) + "\n")
-            replica.stdin.flush()
+        for index in range(len(self.replicas)):
+            self.tell(index, **facts)
         return facts
+
+    def tell(self, index: int, **line: Any) -> None:
+        stdin = self.replicas[index].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(line) + "\n")
+        stdin.flush()
 
     def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
         """As the publisher's transport."""
@@ -94,7 +96,7 @@ class Chain:
     def end(self) -> None:
         for replica in self.replicas:
             replica.kill()
-            replica.communicate(timeout=10)
+            replica.communicate(timeout=60)
         if self.opened is not None:
             self.opened.close()
 
@@ -103,8 +105,8 @@ class Chain:
 def chain_of(tmp_path: Path) -> Iterator[Any]:
     chains: list[Chain] = []
 
-    def make(replicas: int, timeout: float = 60.0, large: int = LARGE) -> Chain:
-        chains.append(Chain(tmp_path, replicas, timeout, large))
+    def make(replicas: int, large: int = LARGE) -> Chain:
+        chains.append(Chain(tmp_path, replicas, large))
         return chains[-1]
 
     yield make
@@ -157,9 +159,10 @@ def test_a_first_replica_that_dies_half_way_is_named_by_the_trainer_and_the_seco
 
 @pytest.mark.slow
 def test_a_replica_that_stands_still_is_named_within_the_deadline_by_the_one_before_it(chain_of: Any) -> None:
-    chain = chain_of(2, timeout=3, large=BEYOND_BUFFERS)
+    chain = chain_of(2, large=BEYOND_BUFFERS)
     chain.sync(0)
     assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
+    chain.tell(0, hurry=0, seconds=3)
     chain.at(2, partial(halt, chain.replicas[1]))
     chain.sync(1)
     answers = [chain.read(0), chain.read(0)]
@@ -173,14 +176,16 @@ def test_a_replica_that_stands_still_is_named_within_the_deadline_by_the_one_bef
 def test_a_trainer_that_stands_still_is_named_by_the_first_replica_and_the_second_learns_it_at_once(
     chain_of: Any,
 ) -> None:
-    chain = chain_of(2, timeout=3)
+    chain = chain_of(2)
     chain.sync(0)
     assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
+    chain.tell(0, hurry=-1, seconds=3)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def until_both_have_failed() -> None:
         answers.put(chain.read(0))
         answers.put(chain.read(1))
+        hurry(chain.opened, 1)
 
     chain.at(2, until_both_have_failed)
     with pytest.raises(TransportError):

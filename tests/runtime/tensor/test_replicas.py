@@ -17,10 +17,11 @@ from penstock.runtime.tensor.put import PutTransport
 from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import LocalTransport
+from tests.runtime.control.sockets import until
 
 from .replicas import CHANNEL, RULES, RUN, SHAPES, Both, ShardedPolicy, sound
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 MESHES: list[tuple[Axes, Axes]] = [
     ((("fsdp", 2),), (("tp", 2),)),
@@ -189,11 +190,10 @@ def test_no_version_is_torn_whatever_an_optimizer_does_while_it_travels(tmp_path
         for version in range(12):
             with publishing:
                 facts = both.publish(version)
-            before = writes
+                before = writes
+            until(lambda: over.wait(0.001) or writes > before)  # noqa: B023 - called here
             sound(both.move(version, facts))
             both.check(version)
-            assert writes >= before
     finally:
         over.set()
         thread.join(30)
-    assert writes > 12

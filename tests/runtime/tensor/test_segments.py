@@ -87,7 +87,7 @@ def test_an_empty_file_is_not_a_segment(tmp_path: Path) -> None:
         open_segment("penstock-run1-a-0", [tmp_path])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_sweep_takes_dead_runs_only(tmp_path: Path) -> None:
     mine = create_segment("penstock-mine-a-0", 4096, [tmp_path])
     dead = start_owner("penstock-mixed-a-0", tmp_path)

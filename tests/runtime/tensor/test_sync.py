@@ -19,7 +19,7 @@ from penstock.runtime.tensor.transport import LocalTransport, TransportError
 
 from .peer import CHANNEL, Policy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def sides(**options: Any) -> tuple[Policy, Publisher, Receiver]:

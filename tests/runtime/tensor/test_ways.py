@@ -19,7 +19,7 @@ from penstock.runtime.tensor.segments import sweep
 from penstock.runtime.tensor.transport import Transport, TransportError
 from penstock.runtime.tensor.ways import CHOICES, Choice, can_go
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 RUN = f"testways{os.getpid()}"
 SHM, IPC = 0, 1
 """The ways by number."""

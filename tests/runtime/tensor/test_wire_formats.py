@@ -19,7 +19,7 @@ from penstock.runtime.tensor.sync import Publisher
 
 from .replicas import CHANNEL, RUN, SHAPES, Both, ShardedPolicy, sound, wholes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 MESHES: list[tuple[Axes, Axes]] = [
     ((("fsdp", 2),), (("tp", 2),)),
