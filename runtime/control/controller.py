@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.board import Board
+from penstock.runtime.control.complaint import Complaint
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.keys import Door
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
@@ -50,9 +51,6 @@ from penstock.runtime.tensor.handle import Handle
 
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
-DEATH_S = 1.0
-"""Seconds for which a broken transfer, or a socket that takes no more, waits for the news that the other side has died,
-and news of a death that gives no reason for the last words: that is the better reason."""
 DISMISS_S = 2.0
 """Seconds for ranks and agents to end after a goodbye."""
 
@@ -76,7 +74,7 @@ class Controller:
         self.restored: dict[tuple[Firing, str], Handle] = {}
         self.alive: set[str] = set()
         self.warnings: list[str] = []
-        self._complaint: tuple[str, float] | None = None  # what is wrong, and until when something may explain it
+        self._complaint: Complaint | None = None
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -139,8 +137,8 @@ class Controller:
             raise PeerFault(f"no sign of life from {', '.join(map(self._spelled, late))}: hung, stopped or gone")
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
-        if self._complaint and monotonic() > self._complaint[1]:
-            raise PeerFault(self._complaint[0])
+        if self._complaint and self._complaint.ripe(monotonic(), self.server.heard):
+            raise PeerFault(self._complaint.text)
         self._tell_dropped(monotonic())
 
     def _tell_dropped(self, now: float) -> None:
@@ -184,7 +182,7 @@ class Controller:
                 if signal or tail:
                     self.server.forget(rank_peer(replica, rank))
                     raise PeerFault(fault)
-                self._complaint = fault, monotonic() + DEATH_S  # it has said why itself, on a connection of its own
+                self._complaint = Complaint(fault, monotonic())  # it has said why itself, on a connection of its own
             case _:
                 self.server.counts["unexpected"] += 1
 
@@ -225,7 +223,8 @@ class Controller:
 
     def _complain(self, text: str) -> None:
         """The first complaint ends the run, unless the news of a death comes first."""
-        self._complaint = self._complaint or (text, monotonic() + DEATH_S)
+        agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
+        self._complaint = self._complaint or Complaint(text, monotonic(), agents)
 
     # Ending -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Who has been silent for too long. Pure: time is passed in, and never goes back."""
 
 from itertools import takewhile
+from math import inf
 
 
 class Tracker:
@@ -19,6 +20,10 @@ class Tracker:
 
     def forget(self, peer: str) -> None:
         self._last.pop(peer, None)
+
+    def last(self, peer: str) -> float:
+        """Its last sign of life; −∞ for a peer that is not tracked."""
+        return self._last.get(peer, -inf)
 
     def late(self, now: float) -> list[str]:
         """The peers silent for more than `silence` seconds, in the order of their names."""

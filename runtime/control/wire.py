@@ -150,6 +150,10 @@ class Server:
             return False
         return True
 
+    def heard(self, peer: str) -> float:
+        """When `peer` gave its last sign of life; as long ago as can be if it never did."""
+        return self._tracker.last(peer)
+
     def late(self, now: float) -> list[str]:
         """The peers that gave no sign of life for `silence` seconds, in the order of their names."""
         return self._tracker.late(now)

@@ -1,5 +1,7 @@
 """Silence is counted from the last sign of life."""
 
+from math import inf
+
 from penstock.runtime.control.tracker import Tracker
 
 
@@ -12,6 +14,7 @@ def test_a_peer_is_late_once_it_was_silent_for_longer_than_allowed() -> None:
     assert tracker.late(17.0) == ["a", "b"]
     tracker.heard("b", 17.0)
     assert tracker.late(17.0) == ["a"]
+    assert (tracker.last("b"), tracker.last("c")) == (17.0, -inf)
 
 
 def test_a_peer_is_tracked_from_its_first_sign_until_it_is_forgotten() -> None:
