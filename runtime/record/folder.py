@@ -10,6 +10,7 @@ import json
 import os
 from datetime import datetime
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from penstock.runtime.record.faults import PLACE, RecordError, disk_fault
@@ -17,8 +18,8 @@ from penstock.runtime.record.faults import PLACE, RecordError, disk_fault
 LOCK = "lock"
 MARKS = ("config.json", "events.log", "metrics.jsonl")
 """A folder with one of these holds a run."""
-
-
+TRIES, TRY_S = 20, 0.01
+"""How often a lock that is taken is tried for, and the seconds between two tries."""
 READABLE = 1 << 20
 """Characters up to which a JSON file is written with line breaks; a large one would take ten times as long."""
 
@@ -89,13 +90,11 @@ class RunFolder:
             fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise disk_fault(self.path / LOCK, error) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(fd):
             pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
             os.close(fd)
             owner = f"process {pid}" if pid else "another process"
-            raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end") from None
+            raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end")
         os.ftruncate(fd, 0)
         with contextlib.suppress(OSError):  # on a full disk the lock is held all the same, and has no name in it
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -141,6 +140,18 @@ class RunFolder:
             raise RecordError(
                 f"{path}: given something that is not JSON ({error}); needed what the run wrote"
             ) from None
+
+
+def _locked(fd: int) -> bool:
+    """Take a lock for this process. Whoever looks whether a run is alive has it for a moment, so it is tried again."""
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sleep(TRY_S)
+        else:
+            return True
+    return False
 
 
 def absolute(path: str | Path) -> Path:

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.record import folder as module
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder, absolute, default_path
 from tests.runtime.control.sockets import until
@@ -86,6 +88,18 @@ def test_a_lock_outlives_its_process_in_the_children_that_inherit_it(tmp_path: P
         return True
 
     until(free)
+
+
+def test_somebody_who_looks_whether_a_run_is_alive_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.unlock()
+    looking = os.open(folder.path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as `alive` has it between two of its lines
+    monkeypatch.setattr(module, "sleep", lambda seconds: os.close(looking))
+    RunFolder(folder.path).lock()
+    assert folder.alive
 
 
 def test_only_a_folder_with_a_run_can_be_opened(tmp_path: Path) -> None:
