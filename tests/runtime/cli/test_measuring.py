@@ -96,6 +96,7 @@ def test_a_child_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # longer than the command waits itself
 def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     assert doctor.main(["--measure", "--out", str(path)]) == 0
