@@ -74,8 +74,13 @@ def test_truncated_and_damaged_frames_raise_nothing_but_message_errors(data: st.
         unpack(bytes(damaged))
 
 
+def named(raw: Any) -> bool:
+    """Does it begin as a message does? Hypothesis draws words of our sources; some messages hold nothing else."""
+    return isinstance(raw, list) and raw[:1] in [[message.__name__] for message in MESSAGES]
+
+
 @settings(max_examples=300, deadline=None)
-@given(values(Any))
+@given(values(Any).filter(lambda raw: not named(raw)))
 def test_messagepack_of_another_shape_is_a_message_error(raw: Any) -> None:
     for frame in (raw, [PROTOCOL, 1, raw], [PROTOCOL, 1, ["Hello", raw]]):
         with pytest.raises(MessageError):
