@@ -64,7 +64,7 @@ def test_three_updates_on_gsm8k_from_and_to_transformers(tmp_path: Path) -> None
     flags = "--lag 2 --generators 2 --updates 3 --batch 4 --samples 4 --max-tokens 24 --slots 16 --eval-groups 8"
     paths = ["--model", str(model), "--data", str(DATA), "--out", str(out)]
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "aipo", *flags.split(), *paths]
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads(ended.stdout.splitlines()[-1])
     assert (summary["status"], summary["updates"], summary["groups"]) == ("done", 3, 12)

@@ -72,7 +72,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path, mesh: str, ranks: int) ->
     meshes = ("trainer=fsdp2xtp2", "generator=tp2")
     moved = run_to_end(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 0, **LEARNING}, before, meshes=meshes))
     go_on = ["resume", str(moved), "--updates", str(UPDATES), "--mesh", mesh, "generator=1", "--plain"]
-    done = subprocess.run([sys.executable, "-m", "penstock.runtime.cli.main", *go_on], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "penstock.runtime.cli.main", *go_on], capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()
     assert_close(reads_back(run_here(alone)), reads_back(moved))
     assert len(list((moved / "checkpoints" / f"{UPDATES:08d}").glob("trainer-0-*.safetensors"))) == ranks
@@ -92,7 +92,7 @@ def test_a_mesh_that_cannot_work_is_not_what_the_run_goes_on_with(tmp_path: Path
     folder = run_to_end(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 0, **LEARNING}, flags))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
     go_on = ["resume", str(folder), "--updates", "4", "--mesh", "trainer=tp3", "--plain"]
-    done = subprocess.run([sys.executable, "-m", "penstock.runtime.cli.main", *go_on], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "penstock.runtime.cli.main", *go_on], capture_output=True, timeout=300)
     assert done.returncode == 1
     assert b"--mesh trainer=tp3: tensor parallelism: given 4 attention heads, 2 key-value heads" in done.stderr
     assert {path: path.read_bytes() for path in before} == before

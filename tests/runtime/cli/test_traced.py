@@ -5,7 +5,7 @@ import pytest
 from penstock.runtime.cli import traced
 from penstock.runtime.cli.traced import CommandError, trace_program
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def test_a_program_whose_import_does_not_end_meets_the_deadline(
