@@ -42,7 +42,7 @@ from .sockets import stranger, until
 
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass
