@@ -149,7 +149,7 @@ class _Embedding(nn.Embedding):
 class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: nn.Embedding = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = _Norm(config)
 
