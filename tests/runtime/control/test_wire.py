@@ -159,7 +159,7 @@ def test_a_peer_is_late_when_it_gives_no_sign_of_life(tmp_path: Path) -> None:
         b.client("generator/0")
         b.client("scorer/0")
         assert b.server.late(monotonic()) == []
-        assert b.server.late(monotonic() + 6) == ["generator/0:0", "scorer/0:0"]
+        assert [b.server.late(monotonic() + second) for second in range(7)][-1] == ["generator/0:0", "scorer/0:0"]
         b.server.forget("scorer/0:0")
         assert b.server.late(monotonic() + 6) == ["generator/0:0"]
 
@@ -170,9 +170,8 @@ def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pyt
         client = b.client()
         monkeypatch.setattr(wire, "monotonic", lambda: now + 100)
         client.send(Heartbeat("generator/0", 0, 1.0))
-        until(lambda: b.hear() == [] and b.server.late(now + 104) == [])
+        until(lambda: b.hear() == [] and b.server.heard("generator/0:0") == now + 100)
         assert len(b.heard) == 1
-        assert b.server.late(now + 106) == ["generator/0:0"]
 
 
 def test_a_client_is_woken_by_another_thread_and_by_a_descriptor(tmp_path: Path) -> None:
