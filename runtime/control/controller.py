@@ -85,7 +85,7 @@ class Controller:
                 self._send(self.session.begin(monotonic(), self.restored))
             while self.session.running:
                 self._turn()
-                self._send(self.session.watch(monotonic()))
+                self._send(self.session.watch(monotonic(), self.server.held_up))
         except PeerFault as fault:
             self.session.abort(str(fault), monotonic())
         finally:

@@ -74,14 +74,14 @@ class Session:
             return self._finish(now, "stopped", self.why)
         return self._after(self.stage.feed(Checkpoint(final=True), now), now)
 
-    def watch(self, now: float) -> Orders:
-        """Look at deadlines: the stop's, the answers', the next checkpoint's."""
+    def watch(self, now: float, held_up: float = 0.0) -> Orders:
+        """Look at deadlines: the stop's, the answers', the next checkpoint's. `held_up`: as the stage's."""
         if self.stage is None or not self.running:
             return {}
         self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
             return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{self._awaited()}")
-        overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing)
+        overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up)
         return self.abort(overdue, now) if overdue else {}
 
     def abort(self, error: str, now: float) -> Orders:

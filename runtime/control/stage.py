@@ -60,6 +60,7 @@ class Stage:
         self.scheduler = Scheduler(self.tables, origin.rules, origin.cut, origin.live)
         self.finish: Finish | None = None
         self.asked: dict[tuple[Any, ...], tuple[Command, float]] = {}
+        self._held_up = 0.0
         self.handles: dict[Firing, dict[str, Handle]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
@@ -87,13 +88,17 @@ class Stage:
         ways = self.scheduler.ways.items()
         return {(name, r): state.live for name, way in ways for r, state in way.receivers.items()}
 
-    def overdue(self, now: float, deadline: float, doing: Mapping[str, str]) -> str | None:
+    def overdue(self, now: float, deadline: float, doing: Mapping[str, str], held_up: float = 0.0) -> str | None:
         """What has been awaited for longer than `deadline` seconds, and from whom; None if nothing has.
 
-        What a rank is `doing` may be another firing of the same order, which keeps it from this one.
+        What a rank is `doing` may be another firing of the same order, which keeps it from this one. `held_up` are the
+        seconds that this process itself was stopped so far; they count for nobody.
         """
         awaited = self.scheduler.awaited()
         self.asked = {key: self.asked[key] for key in awaited}
+        if more := held_up - self._held_up:
+            self._held_up = held_up
+            self.asked = {key: (command, min(now, since + more)) for key, (command, since) in self.asked.items()}
         for key, ranks in awaited.items():
             command, since = self.asked[key]
             waited = now - since

@@ -11,14 +11,14 @@ class Tracker:
     """The last sign of life of each peer. A peer is tracked from its first sign until it is forgotten.
 
     Peers are kept in the order of their last signs, so that a look at who is late costs no more for many of them.
-    While the one who listens is stopped it hears nobody: that time is no one's silence.
+    While the one who listens is stopped it hears nobody: that time, `held_up` in all, is no one's silence.
     """
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
         self._last: dict[str, tuple[float, float]] = {}  # as the clock had it, and of the time that counts
         self._looked = inf
-        self._held_up = 0.0
+        self.held_up = 0.0
 
     def heard(self, peer: str, now: float) -> None:
         self._last.pop(peer, None)
@@ -38,6 +38,6 @@ class Tracker:
         return sorted(peer for peer, _ in silent)
 
     def _counted(self, now: float) -> float:
-        self._held_up += max(0.0, now - self._looked - PAUSE_S)
+        self.held_up += max(0.0, now - self._looked - PAUSE_S)
         self._looked = now
-        return now - self._held_up
+        return now - self.held_up
