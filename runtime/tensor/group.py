@@ -41,7 +41,10 @@ class Group:
         return work
 
     def wait(self, work: Work) -> None:
-        """Until the message is sent or received; without the interpreter's lock. RuntimeError past the deadline."""
+        """Until the message is sent or received; without the interpreter's lock. RuntimeError past the deadline.
+
+        Gloo tells of a lost peer at once for messages that have not begun; one that is half way waits for the deadline.
+        """
         if self.device.type == "cpu":
             work.wait(timedelta(seconds=self._timeout))
             return

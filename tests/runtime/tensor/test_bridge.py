@@ -147,13 +147,14 @@ def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
 
 
 def kill_after_the_header(monkeypatch: Any, transport: Any, peer: Peer) -> None:
-    """The first wait is for that; what follows is under way by then."""
+    """The first wait is for that; then all is under way, and what is half way ends with the deadline alone."""
     group = transport._crossing._group
     wait = group.wait
 
     def wait_then_kill(work: Any) -> None:
         wait(work)
         peer.process.kill()
+        hurry(transport, 2)
 
     monkeypatch.setattr(group, "wait", wait_then_kill)
 
