@@ -37,9 +37,9 @@ ENDLESS, MORE, BATCH = 100_000, 10, 4
 SLOW = {"generate_ms": 40.0, "score_ms": 2.0, "update_ms": 20.0, "sync_ms": 0.0, "jitter_ms": 20.0}
 
 
-def toy_run(path: Path, lag: int, *, updates: int = ENDLESS, checkpoint_every: int = 0) -> Path:
+def toy_run(path: Path, lag: int, checkpoint_every: int = 0) -> Path:
     flags = Flags(
-        updates=updates,
+        updates=ENDLESS,
         batch=BATCH,
         slots=16,
         deadline=60.0,
@@ -78,14 +78,14 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, lag: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path: Path) -> None:
-    folder = toy_run(tmp_path / "r", 0, updates=MORE)
+    folder = toy_run(tmp_path / "r", 0)
     with Running(folder) as running:
         running.until_line(lambda line: True, "the controller listens, and nobody has joined it")
         running.interrupt()
         assert running.wait() == 130
     assert summary(folder)["status"] == "stopped"
     assert rows(folder) == []
-    run_to_end(folder)
+    run_to_end(with_updates(folder, MORE))
     assert_whole(folder, 0, MORE)
 
 
