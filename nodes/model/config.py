@@ -9,6 +9,8 @@ from typing import Any
 FAMILIES = ("llama",)
 """Supported values of `model_type`."""
 ROPE_KINDS = ("default", "linear", "llama3")
+_FIXED = (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False))
+"""Settings that this decoder has no choice of; null and a missing key mean the same."""
 
 
 class ModelError(ValueError):
@@ -106,13 +108,15 @@ class ModelConfig:
         family = data.get("model_type")
         if family not in FAMILIES:
             raise ModelError(f"given model_type {family!r}, needed one of: {', '.join(FAMILIES)}")
-        for key, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-            if data.get(key, needed) != needed:
-                raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}")
+        for key, needed in _FIXED:
+            if data.get(key) not in (None, needed):
+                raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}, or nothing")
+        if quantised := data.get("quantization_config"):
+            raise ModelError(f"given quantization_config {quantised!r}, needed none: weights as they are, unquantised")
         heads, hidden = _need(data, "num_attention_heads"), _need(data, "hidden_size")
         context = data if "max_position_embeddings" in data else {"max_position_embeddings": 2048}
-        scaling = _scaling(data)
-        rope = {**data, **scaling}
+        _refuse_window(data, context)
+        rope_theta, rope_scaling = _rope(data)
         return ModelConfig(
             vocab_size=_need(data, "vocab_size"),
             hidden_size=hidden,
@@ -123,8 +127,8 @@ class ModelConfig:
             head_dim=_need(data, "head_dim") if data.get("head_dim") else hidden // heads,
             max_position_embeddings=_need(context, "max_position_embeddings"),
             rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
-            rope_theta=_number(rope, "rope_theta", 10000.0),
-            rope_scaling=_scaling_from_json(scaling),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             tie_word_embeddings=_flag(data, "tie_word_embeddings"),
             initializer_range=_number(data, "initializer_range", 0.02),
             bos_token_id=data.get("bos_token_id"),
@@ -165,13 +169,41 @@ def _flag(data: Mapping[str, Any], key: str) -> bool:
     raise ModelError(f"given {key} {value!r}, needed true or false")
 
 
-def _scaling(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a `config.json` says of rotary embedding: newer ones as `rope_parameters`, older ones as `rope_scaling`."""
-    key = "rope_parameters" if data.get("rope_parameters") else "rope_scaling"
-    found = data.get(key) or {}
-    if isinstance(found, Mapping):
-        return found
-    raise ModelError(f"given {key} {found!r}, needed an object with rope_type")
+def _refuse_window(data: Mapping[str, Any], context: Mapping[str, Any]) -> None:
+    """Refuse attention to the last `sliding_window` tokens only, unless no text can be longer than the window."""
+    window, longest = data.get("sliding_window"), _need(context, "max_position_embeddings")
+    kinds = data.get("layer_types") or ()
+    if data.get("use_sliding_window") is False and "sliding_attention" not in kinds:
+        return
+    if window is not None and not (type(window) is int and window >= longest):
+        needed = f"null, or at least max_position_embeddings ({longest}): every layer attends to all tokens"
+        raise ModelError(f"given sliding_window {window!r}, needed {needed}")
+    if others := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
+        raise ModelError(f"given layer_types with {', '.join(map(repr, others))}, needed 'full_attention' only")
+
+
+def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling of rotary embedding. Newer files say them in `rope_parameters`, older ones in
+    `rope_theta` and `rope_scaling`, many in both. transformers lets `rope_scaling` win, so both must say the same."""
+    found = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        said = data.get(key) or {}
+        if not isinstance(said, Mapping):
+            raise ModelError(f"given {key} {said!r}, needed an object with rope_type")
+        if said:
+            _refuse_partial({**data, **said})
+            found[key] = _number({**data, **said}, "rope_theta", 10000.0), _scaling_from_json(said)
+    if len(set(found.values())) > 1:
+        given = " and ".join(f"{key} {data[key]!r}" for key in found)
+        raise ModelError(f"given {given}, which disagree, needed one of them, or both with equal values")
+    if not found:
+        _refuse_partial(data)
+    return next(iter(found.values()), (_number(data, "rope_theta", 10000.0), None))
+
+
+def _refuse_partial(data: Mapping[str, Any]) -> None:
+    if data.get("partial_rotary_factor") not in (None, 1):
+        raise ModelError(f"given partial_rotary_factor {data['partial_rotary_factor']!r}, needed 1, or nothing")
 
 
 def _scaling_from_json(data: Mapping[str, Any]) -> RopeScaling | None:

@@ -139,6 +139,33 @@ def test_a_config_comes_back_equal_from_json() -> None:
         assert ModelConfig.from_json(config.to_json()) == config
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}},
+        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"rope_scaling": LINEAR, "rope_theta": 1e4, "rope_parameters": {**LINEAR, "rope_theta": 5e5}},
+    ],
+)
+def test_two_ways_of_saying_the_rotary_embedding_must_agree(said: dict[str, Any]) -> None:
+    base = TINY.to_json()
+    with pytest.raises(ModelError, match=r"given rope_scaling .* and rope_parameters .*, which disagree"):
+        ModelConfig.from_json({**base, **said})
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}
+    assert ModelConfig.from_json({**base, "rope_theta": 1e4, **both}).rope_scaling == RopeScaling("linear", 2.0)
+
+
+def test_a_window_that_no_text_can_outgrow_changes_nothing() -> None:
+    data = TINY.to_json()
+    longest = data["max_position_embeddings"]
+    unused: dict[str, Any] = {"sliding_window": 4, "use_sliding_window": False}
+    for said in ({"sliding_window": longest}, {"sliding_window": None}, unused):
+        assert ModelConfig.from_json({**data, **said}) == TINY
+
+
 def test_older_rope_fields_are_read() -> None:
     data = tiny(rope_scaling=RopeScaling("linear", 2.0), rope_theta=5000.0).config.to_json()
     del data["rope_parameters"]
@@ -154,6 +181,12 @@ def test_older_rope_fields_are_read() -> None:
         ({"hidden_act": "gelu"}, "given hidden_act 'gelu', needed 'silu'"),
         ({"attention_bias": True}, "given attention_bias True, needed False"),
         ({"vocab_size": None, "vocab_sizes": 5}, "given vocab_size None.*there is 'vocab_sizes'"),
+        ({"sliding_window": 4}, "given sliding_window 4, needed null, or at least max_position_embeddings"),
+        ({"layer_types": ["chunked_attention"]}, "given layer_types with 'chunked_attention', needed 'full_attention'"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "given sliding_window 4"),
+        ({"quantization_config": {"quant_method": "awq"}}, "given quantization_config .*awq.*, needed none"),
+        ({"partial_rotary_factor": 0.5}, "given partial_rotary_factor 0.5, needed 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "given partial_rotary_factor 0.5, needed 1"),
         ({"num_key_value_heads": 3}, "given 4 attention heads over 3 key-value heads, needed a multiple"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "given rope_type 'yarn', needed one of: default, linear, llama3"),
     ],
