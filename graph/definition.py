@@ -177,7 +177,8 @@ def node(
 
     `pool` is a label for the planner. `clock` says how often it fires: once per prompt group, or once per update, on
     the whole batch. `init(context, **options)` makes it stateful: the function's first parameter is the state, and it
-    returns `(state, outputs)` or `(state, outputs, metrics)`.
+    returns `(state, outputs)` or `(state, outputs, metrics)`. A keyword-only parameter `context: Context | None = None`
+    is no option: a run fills it with what its flags say.
 
         @node(pool="scorer")
         def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:

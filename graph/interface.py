@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from penstock.graph.faults import defined, fault
 from penstock.graph.protocols import Stream
-from penstock.graph.types import Metrics
+from penstock.graph.types import Context, Metrics
 
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
@@ -29,7 +29,8 @@ class Interface:
     """`bundle` makes what a call returns out of its outputs' values in order; `metrics`: figures come beside them.
 
     `returns` is the return annotation, for messages. `stream`: the state is a `Stream`, which works on several firings
-    at once and keeps nothing between them.
+    at once and keeps nothing between them. `context` names the keyword-only parameter that the run fills with the
+    node's `Context`, "" if there is none.
     """
 
     inputs: tuple[Port, ...]
@@ -39,6 +40,7 @@ class Interface:
     metrics: bool
     returns: str
     stream: bool = False
+    context: str = ""
 
     def values(self, payload: Any) -> tuple[Any, ...]:
         """The outputs' values in what a call returned, taken off state and metrics."""
@@ -59,11 +61,14 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     """Read a node's signature. Raises GraphError at the function's line."""
     sig = signature(function)
-    inputs, options = [], {}
+    inputs, options, context = [], {}, ""
     parameters = list(sig.parameters.values())
     for parameter in parameters[1:] if stateful else parameters:
         what = f"{function.__name__}: parameter {parameter.name!r}"
-        if parameter.kind is parameter.KEYWORD_ONLY:
+        kinds = (parameter.annotation, *get_args(parameter.annotation))
+        if parameter.kind is parameter.KEYWORD_ONLY and Context in kinds:
+            context = parameter.name
+        elif parameter.kind is parameter.KEYWORD_ONLY:
             options[parameter.name] = parameter.default
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             inputs.append(_input(parameter, what, function))
@@ -74,7 +79,7 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     returns = inspect.formatannotation(sig.return_annotation).replace("dict[str, float]", "Metrics")
     state = parameters[0].annotation if stateful and parameters else None
     stream = isinstance(state, type) and issubclass(state, Stream)
-    return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream)
+    return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream, context)
 
 
 def type_of(annotation: Any, what: str, where: str) -> Any:

@@ -2,7 +2,7 @@
 
 from penstock.graph import node, requires
 from penstock.graph.call import Call
-from penstock.graph.types import Rewards, Rollouts
+from penstock.graph.types import Context, Rewards, Rollouts
 from penstock.nodes.learn.advantages import overlong_penalty
 from penstock.nodes.numbers import count
 
@@ -17,16 +17,29 @@ def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
 
 def buffer_fits(call: Call) -> None:
     """What a penalty on length requires: a buffer that ends at the longest length, and is no longer than that."""
-    longest, buffer = call.options["max_length"], call.options["buffer"]
+    longest, buffer, said = call.options["max_length"], call.options["buffer"], "max_length="
+    if longest is None and call.context is not None:
+        longest, said = call.context.max_tokens, "--max-tokens "
     if type(longest) is int and type(buffer) is int and buffer > longest:
-        raise call.lack(repr(buffer), f"at most max_length={longest}, where the buffer ends", "buffer")
+        raise call.lack(repr(buffer), f"at most {said}{longest}, where the buffer ends", "buffer")
 
 
 @requires(count(1, "max_length", "buffer"), buffer_fits)
 @node(pool="scorer")
-def penalize_overlong(rewards: Rewards, rollouts: Rollouts, *, max_length: int, buffer: int) -> Rewards:
+def penalize_overlong(
+    rewards: Rewards,
+    rollouts: Rollouts,
+    *,
+    buffer: int,
+    max_length: int | None = None,
+    context: Context | None = None,
+) -> Rewards:
     """Rewards less what a response's length costs: nothing up to `max_length` − `buffer` tokens, then up to 1.
 
-    Soft overlong punishment: DAPO (arXiv 2503.14476), equation 13.
+    `max_length` None is the run's `max_tokens`, where responses are cut. Soft overlong punishment: DAPO
+    (arXiv 2503.14476), equation 13. Raises ValueError without either, outside of a run.
     """
-    return rewards + overlong_penalty(rollouts.response_lengths_N, max_length=max_length, buffer=buffer)
+    longest = context.max_tokens if max_length is None and context is not None else max_length
+    if longest is None:
+        raise ValueError("penalize_overlong: given no max_length outside of a run, needed one")
+    return rewards + overlong_penalty(rollouts.response_lengths_N, max_length=longest, buffer=buffer)

@@ -30,7 +30,7 @@ def dapo(
     lag: int = 0,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    max_length: int = 16,
+    max_length: int | None = None,
     buffer: int = 4,
     minibatches: int = 1,
     lr: float = 1e-4,
@@ -42,7 +42,7 @@ def dapo(
         lag: updates that the generator's weights may be old; 0 is synchronous.
         clip_low: how far a token's ratio may fall below 1.
         clip_high: how far it may rise above 1.
-        max_length: tokens of a response that cost a whole reward: the run's --max-tokens.
+        max_length: tokens of a response that cost a whole reward; by default the run's --max-tokens.
         buffer: tokens before that from which on length costs.
         minibatches: optimizer steps per update, each on so large a share of the batch.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.

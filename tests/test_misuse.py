@@ -70,7 +70,12 @@ FACTORS = "a finite number of at least 0"
         ("online_dpo", {"beta": 0.0}, "dpo_update: option 'beta'", "a number above 0"),
         ("ema", {"decay": 1.0}, "ema: option 'decay'", "a number from 0 to below 1"),
         ("dapo", {"buffer": 0}, "penalize_overlong: option 'buffer'", "a whole number of at least 1"),
-        ("dapo", {"buffer": 17}, "penalize_overlong: option 'buffer'", "at most max_length=16, where the buffer ends"),
+        (
+            "dapo",
+            {"buffer": 17, "max_length": 16},
+            "penalize_overlong: option 'buffer'",
+            "at most max_length=16, where the buffer ends",
+        ),
         ("dapo", {"minibatches": 0}, "policy_update: minibatches", "a whole number of at least 1"),
     ],
 )

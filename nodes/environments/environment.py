@@ -38,8 +38,9 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
         return replace(own, options={**own.options, "deadline": self.deadline}, metrics=True, stream=True)
 
     def _begin(self, context: Context, *, deadline: float, **options: Any) -> Calls:
-        reports = interface(self.fn, stateful=False).metrics
-        return Calls(functools.partial(self.fn, **options), deadline, reports=reports)
+        own = interface(self.fn, stateful=False)
+        options |= {own.context: context} if own.context else {}
+        return Calls(functools.partial(self.fn, **options), deadline, reports=own.metrics)
 
 
 class Decorator(Protocol):

@@ -85,9 +85,9 @@ class Given:
 
     def lines(self, width: int) -> list[str]:
         result, bound = self.result, self.bound
-        above = result.period_s / bound.seconds - 1 if bound.seconds else 0.0
-        beside = f" ({percent(above)} less)" if above > 5e-4 else ""
-        if above < -5e-4:  # the start has no cycle behind it yet, and draws may be shorter than their mean
+        below = 1 - bound.seconds / result.period_s if bound.seconds and result.period_s else 0.0
+        beside = f" ({percent(below)} less)" if below > 5e-4 else ""
+        if below < -5e-4:  # the start has no cycle behind it yet, and draws may be shorter than their mean
             beside = " (more updates would tell better)"
         kept = len(result.ends) * self.batch
         return [

@@ -92,4 +92,6 @@ class Holdings:
         inputs = tuple(i for i in node.inputs if i.name not in channels and i.name not in delays)
         init = definition.init
         state = None if init is None else init(self.setup.contexts[node.name], **options)
+        if isinstance(definition, NodeDef) and definition.interface.context:
+            options[definition.interface.context] = self.setup.contexts[node.name]
         return Held(graph, node, definition, options, inputs, channels, delays, state, isinstance(state, Stream))

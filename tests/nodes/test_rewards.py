@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.graph.types import Rewards
+from penstock.graph.types import Context, Rewards
 from penstock.nodes.rewards import mixed, penalize_overlong
 
 from .updating import batch
@@ -22,3 +22,12 @@ def test_a_penalty_falls_along_a_line_to_the_longest_length() -> None:
     assert rollouts.response_lengths_N.tolist() == [3, 1, 4, 2, 3]
     found = penalize_overlong.fn(Rewards(torch.ones(5)), rollouts, max_length=4, buffer=2)
     assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]
+
+
+def test_the_longest_length_is_the_runs_bound_on_responses() -> None:
+    rollouts, _ = batch()
+    rewards = Rewards(torch.ones(5))
+    found = penalize_overlong.fn(rewards, rollouts, buffer=2, context=Context(max_tokens=4))
+    assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]
+    with pytest.raises(ValueError, match="given no max_length outside of a run"):
+        penalize_overlong.fn(rewards, rollouts, buffer=2)

@@ -87,6 +87,16 @@ def test_check_tells_all_faults(capsys: Output) -> None:
     assert (found["ok"], len(found["faults"])) == (False, 1)
 
 
+def test_the_bound_is_told_as_a_share_of_the_period(capsys: Output) -> None:
+    words = ["toy", "--updates", "2", "--lag", "3", "--batch", "2", "--generate-ms", "300"]
+    assert simulate.main(words) == 0
+    (less,) = re.findall(r"\(([0-9.]+) % less\)", capsys.readouterr().out)
+    assert simulate.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["period_s"] > 2 * found["bound_s"]
+    assert float(less) == pytest.approx(100 * (1 - found["bound_s"] / found["period_s"]), abs=0.05)
+
+
 def test_a_simulation_at_lag_0_takes_as_long_as_the_loop(capsys: Output) -> None:
     words = "--lag 0 --batch 4 --updates 8 --generate-ms 50 --score-ms 5 --update-ms 50 --sync-ms 10 --json"
     assert simulate.main(["toy", *words.split()]) == 0

@@ -86,6 +86,17 @@ def graded(policy: FakePolicy, prompts: FakePrompts, *, given: int = 2) -> Polic
     return learn(policy, grade(say(prompts), given=given))
 
 
+@node(pool="worker")
+def spoken(rewards: Rewards, *, times: int = 2, context: Context | None = None) -> tuple[Rewards, Metrics]:
+    assert context is not None
+    return rewards * times, {"max_tokens": context.max_tokens}
+
+
+@program
+def speaking(policy: FakePolicy, prompts: FakePrompts) -> Policy:
+    return learn(policy, spoken(basket(prompts)))
+
+
 def make_setup(
     folder: Path,
     replicas: int = 1,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.graph import Context
 from penstock.graph.ir import Firing
 from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.executor import Executor
@@ -14,7 +15,7 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.weights import LocalWays
 from penstock.runtime.schedule.events import Command, Done, Failed, Fire, Free, Save, Saved
 
-from .nodes_for_tests import baskets, graded, make_setup
+from .nodes_for_tests import baskets, graded, make_setup, speaking
 
 Answers = list[tuple[str, Firing]]
 
@@ -43,6 +44,19 @@ def answers(results: Iterable[Result]) -> Answers:
 
 def of(kind: str, node: str, *groups: int) -> Answers:
     return [(kind, Firing(node, group)) for group in groups]
+
+
+def test_a_node_that_asks_for_the_context_is_given_its_own(tmp_path: Path) -> None:
+    """It is no option: the graph does not have it."""
+    executor = make(tmp_path, traced=speaking)
+    held = executor.held.nodes["spoken"]
+    assert dict(held.node.options) == {"times": 2}
+    fire(executor, "prompts", [3])
+    fire(executor, "basket", [3])
+    executor.step()
+    (result,) = fire(executor, "spoken", [3])
+    assert result.metrics == {"max_tokens": Context().max_tokens}
+    assert held.options["context"].node == "spoken"
 
 
 def test_a_group_goes_from_its_source_to_its_update(tmp_path: Path) -> None:
