@@ -16,7 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 from penstock.graph.protocols import Source
 from penstock.graph.types import Batchable, Context, Prompts
 from penstock.nodes.arithmetic import draw_problem, held_out, is_sloppy
-from penstock.nodes.score import FINAL, final_number
+from penstock.nodes.score import FINAL, reference_number
 
 ROWS = 32
 """Demonstrations in one group, so that an update of 128 takes four groups."""
@@ -176,8 +176,12 @@ def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mappi
 
 def _problem(row: Mapping[str, str], where: str) -> Row:
     _, mark, final = row["answer"].rpartition(FINAL)
-    if not mark or final_number(final) is None:
+    if not mark:
         raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
+    try:
+        reference_number(final)
+    except ValueError as error:
+        raise DataError(f"{where}: {error} after {FINAL!r}") from None
     return Row(row["question"], final.strip(), row["answer"], where)
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from fractions import Fraction
 
 import torch
 
@@ -15,8 +15,19 @@ Rule = Callable[[str, str, str], float]
 
 FINAL = "####"
 """GSM8K writes the final number after this."""
-# A minus belongs to the number unless it follows something to subtract from: "48-24" holds 48 and 24.
-_NUMBER = re.compile(r"(?:(?<![\w.)-])-\s?\$?|\$-?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+"
+# Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
+# follows something to subtract from: "48-24" holds 48 and 24.
+_NUMBER = re.compile(
+    rf"""(?P<sign>(?:(?<![\w.)−-])[−-]\s?\$?|\$[−-]?)?)
+    (?<![0-9.])(?<![0-9][,/eE])
+    (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9]))?+
+    (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>{_DIGITS}))?+
+    (?!\s?/\s?[0-9]|[.,]?[0-9])""",
+    re.VERBOSE,
+)
+_MOST_DIGITS = 4_000
+"""A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits."""
 
 
 class ScoreError(RuntimeError):
@@ -24,24 +35,54 @@ class ScoreError(RuntimeError):
 
 
 def math_answer(prompt: str, response: str, answer: str) -> float:
-    """1.0 if the response's final number equals the reference answer's, else 0.0; exact, in decimals.
+    """1.0 if the response's final number equals the reference answer's, else 0.0; exact, in fractions.
 
     The final number is the first one after the last "####", if there is one (GSM8K's way), else the last number of
-    the text. Thousands separators, $ and trailing zeros do not count.
+    the text. Numbers are whole, decimal (1,072.50), fractions (18/2, 1 1/2) or powers of ten (2e-3), with or without
+    $. A reference must hold one number only, after "####" if that is there: which of several is meant would be a guess.
+
+    Raises ValueError for any other reference.
     """
-    needed = final_number(answer)
-    if needed is None:
-        raise ValueError(f"math_answer: given the reference answer {answer!r}, needed one with a number")
+    try:
+        needed = reference_number(answer)
+    except ValueError as error:
+        raise ValueError(f"math_answer: {error}") from None
     return float(final_number(response) == needed)
 
 
-def final_number(text: str) -> Decimal | None:
-    """The number that a text ends with; None if there is none."""
-    _, mark, final = text.rpartition(FINAL)
-    found = _NUMBER.findall(final)
-    if not found:
+def reference_number(answer: str) -> Fraction:
+    """The number of a reference answer (see `math_answer`). Raises ValueError unless there is exactly one."""
+    found = _numbers(answer)
+    if len(found) != 1:
+        given = f"{len(found)} numbers" if found else "no number"
+        raise ValueError(f"given the reference answer {answer!r} with {given}, needed one")
+    return found[0]
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that a text ends with (see `math_answer`); None if there is none."""
+    found = _numbers(text)
+    return None if not found else found[0 if FINAL in text else -1]
+
+
+def _numbers(text: str) -> list[Fraction]:
+    """All numbers after the last "####", or of a text without one."""
+    found = (_value(match) for match in _NUMBER.finditer(text.rpartition(FINAL)[2]))
+    return [value for value in found if value is not None]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """None for a division by zero, and for a number that is too large to be written out."""
+    parts = [(match[name] or "1").replace(",", "") for name in ("whole", "top", "bottom")]
+    for part in parts:
+        digits, _, exponent = part.lower().partition("e")
+        if len(digits) > _MOST_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > _MOST_DIGITS:
+            return None
+    whole, top, bottom = map(Fraction, parts)
+    if not bottom:
         return None
-    return Decimal(re.sub(r"[,$\s]", "", found[0] if mark else found[-1]))
+    value = top / bottom + (whole if match["whole"] else 0)
+    return -value if match["sign"].strip("$ ") else value
 
 
 @node(pool="scorer")

@@ -94,7 +94,8 @@ def test_gsm8k_rows_give_question_final_number_and_solution(tmp_path: Path) -> N
         ('{"question": "", "answer": "#### 1"}', r"d\.jsonl:2: given '' as 'question', needed a text"),
         ('{"question": "q", "answer": 3}', r"d\.jsonl:2: given 3 as 'answer', needed a text"),
         ('{"question": "q", "answer": "no mark"}', r"d\.jsonl:2: given an answer without a final number"),
-        ('{"question": "q", "answer": "#### none"}', r"d\.jsonl:2: given an answer without a final number"),
+        ('{"question": "q", "answer": "#### none"}', r"d\.jsonl:2: given the reference answer ' none' with no number"),
+        ('{"question": "q", "answer": "#### 3 or 4"}', r"d\.jsonl:2: given the reference answer .* with 2 numbers"),
     ],
 )
 def test_a_faulty_row_names_file_and_line(tmp_path: Path, line: str, message: str) -> None:
