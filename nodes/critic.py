@@ -29,7 +29,7 @@ from penstock.nodes.learn.advantages import whiten
 from penstock.nodes.learn.batch import per_response, per_token
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
-from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.learn.packing import Packed, sampled_lengths, sampled_mask
 from penstock.nodes.learn.scores import packed_values
 from penstock.nodes.learn.update import penalty
 from penstock.nodes.learn.values import explained_variance, generalized_advantages, terminal_rewards, value_loss
@@ -166,5 +166,6 @@ def _backward(
         total = value_loss(packed_values(model, packed), old_NT[place], returns_NT[place], clip=clip).sum()
         return total, total.detach()
 
+    tokens = int(sampled_lengths(rollouts).sum())
     sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
-    return float(torch.stack(sums).sum()), int(sampled_mask(rollouts).sum())
+    return float(torch.stack(sums).sum()), tokens

@@ -14,7 +14,7 @@ from penstock.nodes.base import initial_model
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
-from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.learn.packing import Packed, sampled_lengths, sampled_mask
 from penstock.nodes.learn.sampled import reads
 from penstock.nodes.model import Llama, ModelError, load_model
 from penstock.nodes.numbers import ADAMW
@@ -99,8 +99,8 @@ def distill_update(
         total = reverse_kl(_all_logprobs(model, packed), teacher_PV).sum()
         return total, total.detach()
 
+    tokens = int(sampled_lengths(rollouts).sum())
     sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
-    tokens = int(sampled_mask(rollouts).sum())
     grad_norm = learner.apply(Step(lr, clip_norm, betas, weight_decay), normaliser=tokens)
     mean = float(torch.stack(sums).sum()) / tokens
     return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
 from penstock.nodes.learn.minibatches import take_rows
-from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.learn.packing import Packed, sampled_lengths
 from penstock.nodes.learn.sampled import Sampled
 
 
@@ -68,11 +68,7 @@ class Batch:
 
     def lengths(self) -> Tensor:
         """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all."""
-        lengths_N = sampled_mask(self.rollouts).sum(1)
-        if not int(lengths_N.sum()):
-            given = f"{len(self)} responses without a sampled token (all versions are -1)"
-            raise ValueError(f"rollouts: given {given}, needed at least one")
-        return lengths_N
+        return sampled_lengths(self.rollouts)
 
     def sampled(self, packed: Packed, lengths_N: Tensor) -> Sampled:
         """What is known of a micro-batch's targets."""

@@ -41,6 +41,15 @@ def sampled_mask(rollouts: Rollouts) -> Tensor:
     return within_NT & (versions_NT >= 0)
 
 
+def sampled_lengths(rollouts: Rollouts) -> Tensor:
+    """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all: nothing to learn from."""
+    lengths_N = sampled_mask(rollouts).sum(1)
+    if not int(lengths_N.sum()):
+        given = f"{len(rollouts)} responses without a sampled token (all versions are -1)"
+        raise ValueError(f"rollouts: given {given}, needed at least one")
+    return lengths_N
+
+
 def pack(
     tokens_NS: Tensor,
     prompt_lengths_N: Tensor,
@@ -52,8 +61,9 @@ def pack(
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
 
     Their number is a multiple of `multiple` where there are sequences enough. `sampled_NT` (bool, see `sampled_mask`)
-    says which tokens of the responses are predicted; None: all of them. Every prompt needs a token: the first one of
-    a response has to be predicted by something. Raises ValueError for an empty prompt.
+    says which tokens of the responses are predicted; None: all of them. A micro-batch in which nothing is predicted is
+    left out: there is nothing to compute, and kernels refuse matrices without a row. Every prompt needs a token: the
+    first one of a response has to be predicted by something. Raises ValueError for an empty prompt.
     """
     if int(prompt_lengths_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompt_lengths_N.argmin())}, needed one token")
@@ -62,7 +72,8 @@ def pack(
     rows = _balanced(lengths_N[order_N].tolist(), max_tokens, multiple)
     lengths = prompt_lengths_N.cpu(), response_lengths_N.cpu()
     predicted_NT = None if sampled_NT is None else sampled_NT.cpu()
-    return [_build(tokens_NS, *lengths, predicted_NT, chosen_R) for chosen_R in torch.split(order_N, rows)]
+    packed = [_build(tokens_NS, *lengths, predicted_NT, chosen_R) for chosen_R in torch.split(order_N, rows)]
+    return [each for each in packed if len(each.targets_P)]
 
 
 def _balanced(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:

@@ -151,8 +151,7 @@ def _take_step(
         sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
         return total, {"loss": total.detach().double(), **sums}
 
-    micro_batches = [packed for packed in learner.pack(batch.rollouts, micro_tokens) if len(packed.targets_P)]
-    sums = add_up(learner.accumulate(micro_batches, micro))
+    sums = add_up(learner.accumulate(learner.pack(batch.rollouts, micro_tokens), micro))
     divisor = normaliser(lengths_N, aggregation=objective.average, max_tokens=learner.context.max_tokens)
     grad_norm = learner.apply(step, normaliser=divisor, last=last)
     return Taken(sums, sums["loss"] / divisor, grad_norm, epoch)

@@ -14,7 +14,7 @@ from penstock.nodes.critic import LanguageCritic, critic_update, critic_values, 
 from penstock.nodes.model import ModelError, load_scorer
 from penstock.nodes.policy import make_policy
 
-from .rollouts import assert_gradients, numbers_of_row, random_rollouts
+from .rollouts import assert_gradients, first_gradients, numbers_of_row, random_rollouts
 
 CONTEXT = Context(node="critic", seed=1, updates=10)
 FREE = float("inf")
@@ -161,6 +161,18 @@ def test_epochs_and_minibatches_are_steps_of_one_version() -> None:
     learner = critic()
     lesson(learner, epochs=2, minibatches=5)
     assert learner.state()[1] == {"version": 1, "steps": 10}
+
+
+def test_a_response_without_an_action_teaches_nothing_whatever_the_packing() -> None:
+    """The second response is an environment's alone."""
+    rollouts, learners = random_rollouts(unsampled=[(1, 0)]), [critic(0.1), critic(0.1)]
+    for learner, micro_tokens in zip(learners, (1, 1000), strict=True):
+        values = critic_values.fn(learner, rollouts, micro_tokens=micro_tokens)
+        _, returns, _ = gae.fn(REWARDS, values, rollouts)
+        _, figures = critic_update.fn(learner, rollouts, values, returns, clip_norm=FREE, micro_tokens=micro_tokens)
+        assert figures["critic_grad_norm"] > 0
+    for name, ours in first_gradients(learners[0]).items():
+        torch.testing.assert_close(ours, first_gradients(learners[1])[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_critic_learns_what_follows() -> None:

@@ -52,8 +52,9 @@ def test_what_the_teacher_thinks_is_compared_with_mu() -> None:
 
 @pytest.mark.parametrize("micro_tokens", [1, 1000])
 def test_an_update_steps_along_the_reverse_kl(tmp_path: Path, micro_tokens: int) -> None:
+    """An environment wrote the second token of the third response, and all of the second."""
     learner, twin, guide = policy(), policy(), teacher(tmp_path)
-    rollouts = random_rollouts(unsampled=[(2, 1)])
+    rollouts = random_rollouts(unsampled=[(2, 1), (1, 0)])
     _, figures = distill_update.fn(learner, guide, rollouts, clip_norm=float("inf"), micro_tokens=micro_tokens)
     assert isinstance(guide, LanguageModel)
     divergences = []
@@ -62,10 +63,16 @@ def test_an_update_steps_along_the_reverse_kl(tmp_path: Path, micro_tokens: int)
         tokens = rollouts.tokens_NS[row, None, : prompt + length - 1]
         ours, theirs = (m.logits(m(tokens))[0, prompt - 1 :].log_softmax(-1) for m in (twin.model, guide.model))
         kl = (ours.exp() * (ours - theirs)).sum(-1)
-        divergences += [kl[step] for step in range(length) if (row, step) != (2, 1)]
-    loss = torch.stack(divergences).sum() / 12
+        divergences += [kl[step] for step in range(length) if (row, step) not in ((2, 1), (1, 0))]
+    loss = torch.stack(divergences).sum() / 11
     assert figures["teacher_kl"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert_gradients(learner, loss, twin.masters)
+
+
+def test_a_student_that_has_written_nothing_learns_nothing(tmp_path: Path) -> None:
+    rollouts = random_rollouts([(2, 1), (1, 1)], unsampled=[(0, 0), (1, 0)])
+    with pytest.raises(ValueError, match="given 2 responses without a sampled token .* needed at least one"):
+        distill_update.fn(policy(), teacher(tmp_path), rollouts)
 
 
 def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:

@@ -34,9 +34,13 @@ def policy(**changes: Any) -> LanguagePolicy:
     return made
 
 
+@pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("micro_tokens", [1, 1000])
-def test_an_update_steps_along_equation_7(micro_tokens: int) -> None:
+def test_an_update_steps_along_equation_7(micro_tokens: int, silent: bool) -> None:
+    """`silent`: in the best response to the first prompt there is no token that the policy sampled."""
     learner, twin, (rollouts, reference) = policy(), policy(), batch()
+    if silent:
+        rollouts.versions_NT[1] = -1
     options = {"beta": BETA, "clip_norm": FREE, "micro_tokens": micro_tokens}
     _, figures = dpo_update.fn(learner, rollouts, REWARDS, reference, **options)
 
@@ -54,7 +58,7 @@ def test_an_update_steps_along_equation_7(micro_tokens: int) -> None:
     assert_gradients(learner, loss, twin.masters)
     assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert figures["margin"] == pytest.approx(float(margins.detach().mean()), rel=1e-3)
-    assert (figures["pairs"], figures["tokens"]) == (2.0, 1 + 2 + 2 + 3)
+    assert (figures["pairs"], figures["tokens"]) == (2.0, (not silent) + 2 + 2 + 3)
     assert figures["preferred"] == float((margins > 0).float().mean())
 
 

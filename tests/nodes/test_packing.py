@@ -80,8 +80,18 @@ def test_what_nobody_sampled_is_no_target_and_moves_nothing_else(lengths: Length
     sampled = torch.tensor([[random.random() < 0.5 for _ in range(int(responses.max()))] for _ in lengths])
     whole = pack(tokens, prompts, responses, size)
     masked = pack(tokens, prompts, responses, size, sampled_NT=sampled)
-    for all_of, some in zip(whole, masked, strict=True):
-        chosen = sampled[all_of.sequence_P, all_of.step_P]
+    marks = [sampled[each.sequence_P, each.step_P] for each in whole]
+    kept = [(each, chosen) for each, chosen in zip(whole, marks, strict=True) if chosen.any()]
+    for (all_of, chosen), some in zip(kept, masked, strict=True):
         assert torch.equal(some.tokens_RW, all_of.tokens_RW)
         for name in ("at_P", "targets_P", "sequence_P", "step_P"):
             assert torch.equal(getattr(some, name), getattr(all_of, name)[chosen])
+
+
+def test_no_micro_batch_is_without_a_target() -> None:
+    tokens, prompts, responses = batch([(2, 3), (1, 2), (3, 1)])
+    nothing = torch.zeros(3, 3, dtype=torch.bool)
+    assert pack(tokens, prompts, responses, 1, sampled_NT=nothing) == []
+    nothing[1, 1] = True
+    (micro,) = pack(tokens, prompts, responses, 1, sampled_NT=nothing)
+    assert (micro.sequence_P.tolist(), micro.step_P.tolist()) == ([1], [1])

@@ -52,6 +52,13 @@ def test_best_and_worst_of_each_group() -> None:
     assert (best.tolist(), worst.tolist(), weight.tolist()) == ([0, 5], [2, 3], [1.0, 1.0])
 
 
+@pytest.mark.parametrize("shift", [0.0, -2.0, -10.0])
+def test_the_worst_is_the_lowest_whatever_the_sign(shift: float) -> None:
+    rewards = torch.tensor([3.0, -0.5, 1.0, -0.1, 2.0, -4.0]) + shift
+    best, worst, _ = best_and_worst(rewards, torch.tensor([0, 1, 0, 1, 0, 1]))
+    assert (best.tolist(), worst.tolist()) == ([0, 3], [2, 5])
+
+
 def test_among_equals_the_first_row_is_taken_and_a_tie_of_all_weighs_nothing() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.7, 0.7, 0.7, 5.0])
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])

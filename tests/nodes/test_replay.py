@@ -98,6 +98,17 @@ def test_draws_are_keyed() -> None:
     assert drawn(3) == drawn(3) != drawn(4)
 
 
+def test_each_update_draws_anew() -> None:
+    """From a buffer that stays as it is, all groups come sooner or later: draws do not repeat."""
+    state, _, _ = play(memory(), range(1), max_age=100)
+    drawn = []
+    for update in range(20):
+        state = replace(state, update=1 + update)
+        _, (rollouts, _), _ = replay.fn(state, *batch(30), take=1, max_age=100)
+        drawn += groups(rollouts)[BATCH:]
+    assert set(drawn) == set(range(BATCH))
+
+
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_buffer_goes_on_from_a_checkpoint_to_the_bit(before: int) -> None:
     whole = play(memory(), range(before), take=2)[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
-from penstock.nodes.learn.minibatches import minibatch_rows, take_rows
+from penstock.nodes.learn.minibatches import minibatch_rows, optimizer_steps, take_rows
 from penstock.nodes.learn.objectives import (
     aipo,
     cispo,
@@ -225,6 +225,19 @@ def test_an_update_draws_nothing_from_the_global_generators() -> None:
     policy_update.fn(policy(), *batch(), loss=aipo, epochs=2, minibatches=5)
     assert random.getstate() == before
     assert torch.equal(torch.get_rng_state(), torch_before)
+
+
+def test_each_epoch_and_each_update_cuts_its_own_minibatches() -> None:
+    """What `policy_update` and `critic_update` take their steps on."""
+
+    def cut(version: int) -> list[frozenset[frozenset[int]]]:
+        steps = optimizer_steps(CONTEXT, version, range(12), epochs=4, minibatches=3)
+        epochs = [[frozenset(rows) for epoch, rows in steps if epoch == number] for number in range(4)]
+        assert all(sorted(row for rows in epoch for row in rows) == list(range(12)) for epoch in epochs)
+        return [frozenset(epoch) for epoch in epochs]
+
+    assert cut(0) == cut(0)
+    assert len({*cut(0), *cut(1), *cut(2)}) == 12  # of 5775 ways to cut twelve groups in three
 
 
 def test_the_seed_draws_the_minibatches() -> None:
