@@ -170,6 +170,11 @@ def node(
 ) -> Any:
     """Make a function a node. Its signature is the interface.
 
+    Values on edges are immutable to their readers: each firing gets inputs of its own, which no other node sees,
+    however the run is driven. A result is copied when it is returned; to change it later changes nothing. The state of
+    a node, and a carried value in the node that makes its next value, belong to the node, which may change them. A node
+    that only reads a carried value or `Weights` must not: these are large and not copied.
+
     Positional parameters are inputs (their annotations the edges' types), keyword-only ones options, the return
     annotation the outputs: one class, `tuple[A, B]` or a NamedTuple. A `Metrics` (dict of float) at the end of a
     returned tuple is not an output: its figures end in `metrics.jsonl`. A node that returns `Metrics` alone, or None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -375,6 +376,86 @@ def mute(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
     rewards, _ = alternate(fake_score, reply, rollouts, turns=2)
     return learn(policy, rewards)
+
+
+# Values that their readers and makers change ---------------------------------------------------------------------
+
+
+@dataclass
+class Buffer:
+    """What a node has returned, and goes on writing into."""
+
+    values_N: Tensor
+
+
+def make_buffer(context: Context, **options: Any) -> Buffer:
+    return Buffer(torch.zeros(4))
+
+
+@node(pool="scorer", init=make_buffer)
+def buffered(buffer: Buffer, rewards: Rewards, *, write: bool = True) -> tuple[Buffer, Rewards]:
+    """The rewards, in the one array that the node returns each time."""
+    if not write:
+        return buffer, Rewards(rewards.values_N.clone())
+    buffer.values_N.copy_(rewards.values_N)
+    rewards.values_N.fill_(7.0)
+    return buffer, Rewards(buffer.values_N)
+
+
+def overwrite(rollouts: Rollouts, rewards: Rewards) -> None:
+    rollouts.tokens_NS.zero_()
+    rollouts.logprobs_NT.fill_(1.0)
+    rollouts.response_lengths_N -= 1
+    rollouts.transcripts[0].append("more")
+    rollouts.texts = ("",) * len(rollouts)
+    rollouts.versions_NT = rollouts.versions_NT + 5
+    rewards.values_N.mul_(3.0)
+
+
+@node(pool="generator")
+def look_at(rollouts: Rollouts, rewards: Rewards, *, write: bool = True) -> Rewards:
+    """Where the rollouts are made."""
+    found = Rewards(rewards.values_N + (rollouts.tokens_NS.sum(1) + len(rollouts.transcripts[0])) % 7)
+    if write:
+        overwrite(rollouts, rewards)
+    return found
+
+
+def fine(rollouts: Rollouts, rewards: Rewards, *, write: bool = True) -> bool:
+    if write:
+        overwrite(rollouts, rewards)
+    return True
+
+
+@node(pool="trainer", clock="update")
+def look_at_all(rollouts: Rollouts, rewards: Rewards, *, write: bool = True) -> Rewards:
+    found = Rewards(rewards.values_N + (rollouts.tokens_NS.sum(1) + len(rollouts.transcripts[0])) % 7)
+    if write:
+        overwrite(rollouts, rewards)
+    return found
+
+
+@node(pool="trainer", clock="update")
+def halve(rewards: Rewards, *, write: bool = True) -> Rewards:
+    """Of a value that is made per update, in its own array or in another."""
+    return Rewards(rewards.values_N.mul_(0.5) if write else rewards.values_N * 0.5)
+
+
+@program
+def shared(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 0, write: bool = True) -> FakePolicy:
+    """Every node changes what it reads, or what it has returned."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    rewards = buffered(fake_score(rollouts), write=write)
+    rewards = look_at(rollouts, rewards, write=write)
+    rollouts, rewards = keep(rollouts, rewards, when=partial(fine, write=write))
+    looked = look_at_all(rollouts, rewards, write=write)
+    both = halve(looked, write=write)
+    return fake_update(policy, rollouts, added(rewards, looked, both))
+
+
+@node(pool="trainer", clock="update")
+def added(rewards: Rewards, looked: Rewards, both: Rewards) -> Rewards:
+    return rewards + looked + both
 
 
 # Composition: a sub-graph is a function, a node is an option, a user's node has state, keys and a pool ------------

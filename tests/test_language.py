@@ -308,6 +308,17 @@ def test_a_delayed_value_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
     assert_equal_bits(final_state(whole, UPDATES), final_state(half, UPDATES))
 
 
+# Values -------------------------------------------------------------------------------------------------------
+
+
+@PROCESSES
+def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_path: Path, processes: bool) -> None:
+    flags = Flags(updates=2, batch=BATCH, slots=16, deadline=60.0)
+    clean = run(tmp_path, "shared", flags=flags, write=False)
+    written = run(tmp_path, "shared", flags=flags, processes=processes, write=True)
+    assert_equal_bits(final_state(clean, 2), final_state(written, 2))
+
+
 # Composition ----------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-from penstock.graph.filter import Dropped
+from penstock.graph.filter import Dropped, Filter
 from penstock.graph.ir import Firing, Input, Node
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control import part
@@ -152,6 +152,8 @@ class Executor:
                 return []
             self.resting.settle(firing.node)
             result = held.definition.run(held.state, inputs, held.options)
+            if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
+                result = tuple(self._inputs(held, command, handles).values())  # whatever the predicate did to its own
         except _RAISED as error:
             return [self._failure(firing, began, error)]
         answer = self._answer(held, firing, result, began, inputs)

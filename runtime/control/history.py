@@ -24,7 +24,8 @@ class History:
             del kept[old]
 
     def of(self, name: str, version: int) -> Carried:
-        return self._kept[name][version]
+        """A copy for one reader. Values that are read delayed are small (`check` refuses models)."""
+        return deepcopy(self._kept[name][version])
 
     def before(self, update: int) -> Iterator[tuple[str, int, Carried]]:
         """What a run that goes on at `update` needs beside the values as they are."""

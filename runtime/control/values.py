@@ -1,13 +1,22 @@
-"""How groups' values move: kept by the rank that made them, fetched by those that read them, freed after the last."""
+"""How groups' values move: kept by the rank that made them, fetched by those that read them, freed after the last.
+
+A value is copied when its maker returns it, and again for each reader of the same process; readers in others get
+copies anyway. So neither the maker nor a reader can change what another reader finds, whatever drives the run. A
+carried value that one node makes for the next one of an update is handed on as it is: models are not copied.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from penstock.graph.ir import Firing, Ref
+from penstock.graph.protocols import Carried
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.schedule.events import Fire
+from penstock.runtime.tensor.codec import private
 from penstock.runtime.tensor.handle import Handle
 
+T = TypeVar("T")
 Key = tuple[Firing, str]
 """A value's name: the firing that made it, and the output's name."""
 
@@ -35,7 +44,7 @@ class Values:
         """Keep values for readers; the handles of those that other processes read."""
         exported = {}
         for name, value in outputs.items():
-            self.kept[firing, name] = value
+            value = self.kept[firing, name] = _own(value)
             if self.export is not None and firing.node in self.setup.exported:
                 exported[name] = self.handles[firing, name] = self.export(value)
         return exported
@@ -70,10 +79,20 @@ class Values:
 
     def _get(self, key: Key, handles: Mapping[Key, Handle]) -> Any:
         if key in self.kept:
-            return self.kept[key]
+            return _own(self.kept[key])
         if self.fetch is None or key not in handles:
             raise KeyError(f"{self.setup.replica}: no value {key[0]}.{key[1]}, and no handle of it")
         return self.fetch(handles[key], self.setup.declared(*key))
+
+
+def _own(value: T) -> T:
+    kind: type = type(value)
+    return value if _carried(kind) else private(value)
+
+
+@cache  # asking a protocol takes longer than a small copy
+def _carried(kind: type) -> bool:
+    return issubclass(kind, Carried)
 
 
 def join(parts: Sequence[Any]) -> Any:
