@@ -71,7 +71,7 @@ def test_an_update_steps_along_the_reverse_kl(tmp_path: Path, micro_tokens: int)
 
 def test_a_student_that_has_written_nothing_learns_nothing(tmp_path: Path) -> None:
     rollouts = random_rollouts([(2, 1), (1, 1)], unsampled=[(0, 0), (1, 0)])
-    with pytest.raises(ValueError, match="given 2 responses without a sampled token .* needed at least one"):
+    with pytest.raises(ValueError, match=r"given 2 responses without a sampled token .* needed at least one"):
         distill_update.fn(policy(), teacher(tmp_path), rollouts)
 
 
