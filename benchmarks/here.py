@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph import Program, trace
+from penstock.graph.build import trace_evaluation
 from penstock.runtime.cli.base import base_model
 from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import run_in_process
@@ -33,7 +34,7 @@ def run_here(program: Program[..., Any], options: Mapping[str, Any], flags: Flag
     The carried values as they are at the end are copied to `keep`, a folder each.
     """
     graph = trace(program, options)
-    evaluation = trace(program.evaluation, {}, EVALUATION) if program.evaluation is not None else None
+    evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation is not None else None
     plan = place([g for g in (graph, evaluation) if g is not None], ONE_CORE, generators=1, slots=flags.slots)
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder.create(Path(scratch) / "run")

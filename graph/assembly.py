@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.graph.faults import fault
 from penstock.graph.ir import Argument, Graph, Input, Node, Ref
 from penstock.graph.paths import path_of
 from penstock.graph.recorder import ANY, Recorder
@@ -22,7 +23,12 @@ class Assembly:
         unused = {name for name, ref in results.items() if ref == Ref(name) and name not in read}
         self.results = {name: ref for name, ref in results.items() if name not in unused}
         sources = [a for a in program.arguments if a not in results]
-        self.renamed = {name: recorder.prefix + name for name in sources}
+        for name in sources:
+            if name in program.names:
+                what, given = f"{program.name}.of: {name}={program.names[name]!r}", f"{name!r}, which is a source"
+                needed = f"a carried argument: {', '.join(results) or 'there is none'}"
+                raise fault(what, given, needed, program.renamed)
+        self.renamed = {name: recorder.prefix + name for name in sources} | program.names
         self.names = [a for a in program.arguments if a not in unused]
 
     def graph(self, options: Mapping[str, Any]) -> Graph:
@@ -37,7 +43,7 @@ class Assembly:
             op=self.program.path,
             arguments=arguments,
             nodes=nodes,
-            results=tuple(self.results.items()),
+            results=tuple((self.renamed.get(name, name), self._ref(ref)) for name, ref in self.results.items()),
             options=tuple(options.items()),
             types=tuple(table.items()),
             doc=self.program.doc,
@@ -63,15 +69,16 @@ class Assembly:
         return self._pool_of_value(made.inputs[0].ref.node) if made.construct == "keep" else made.pool
 
     def _node(self, node: Node) -> Node:
-        inputs = tuple(
-            dataclasses.replace(i, ref=Ref(self.renamed.get(i.ref.node, i.ref.node), i.ref.output)) for i in node.inputs
-        )
+        inputs = tuple(dataclasses.replace(i, ref=self._ref(i.ref)) for i in node.inputs)
         pool = node.pool
         if not node.fires:
             pool = self._pool_of_reader(node.name) or "default"
         elif node.construct == "keep":
             pool = self._pool_of_value(node.inputs[0].ref.node)
         return dataclasses.replace(node, inputs=inputs, pool=pool)
+
+    def _ref(self, ref: Ref) -> Ref:
+        return Ref(self.renamed.get(ref.node, ref.node), ref.output)
 
     def _argument(self, name: str) -> Argument:
         type_ = self._type(name)

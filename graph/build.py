@@ -1,5 +1,6 @@
 """`@program` and `trace`: a program is called once, with handles, and what it calls becomes the graph."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -7,14 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from penstock.graph.assembly import Assembly
 from penstock.graph.check import by_place, check
-from penstock.graph.faults import Fault, GraphError, defined, fault, nearest
+from penstock.graph.faults import Fault, GraphError, caller, defined, fault, nearest
 from penstock.graph.interface import REQUIRED, signature, type_of
-from penstock.graph.ir import Graph, Json, Ref
-from penstock.graph.paths import LISTS, PATHS, encode, located, path_of, resolve
+from penstock.graph.ir import Argument, Graph, Json, Ref
+from penstock.graph.paths import LISTS, PATHS, encode, located, path_of, resolve, short
 from penstock.graph.recorder import Handle, Recorder, current
 
 P = ParamSpec("P")
@@ -44,8 +45,8 @@ class Flag:
 class Program(Generic[P, T]):
     """A program: from the carried state and the sources to the next carried state.
 
-    `evaluation` is the program that measures the policy beside it. `defaults` are this program's own for the flags
-    that every program has (`{"updates": 60}`). Calling a program calls its function.
+    `evaluation` and `defaults` are those of `@program`. `names` are the names that its carried arguments have in the
+    graph, where `of` has given them others. Calling a program calls its function.
     """
 
     __name__: str
@@ -59,12 +60,37 @@ class Program(Generic[P, T]):
         functools.update_wrapper(self, fn)
         self.fn, self.evaluation = fn, evaluation
         self.defaults = dict(defaults or {})
+        self.names: dict[str, str] = {}
+        self.renamed = ""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.fn(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<program {self.path}>"
+
+    def of(self, **names: str) -> Self:
+        """This program on carried values of other names: `evaluate.of(policy="solver")` is `evaluate` with the carried
+        value `solver` wherever it says `policy`.
+
+        Raises GraphError for a name that is no argument of this program, or that two arguments would have. `trace`
+        refuses sources: they are the program's own, whatever they are called.
+        """
+        arguments = list(inspect.signature(self.fn).parameters)
+        made = copy.copy(self)
+        made.names, made.renamed = {**self.names, **names}, caller()
+        for argument, name in names.items():
+            what = f"{self.name}.of: {argument}={name!r}"
+            if argument not in arguments:
+                raise fault(what, repr(argument), f"a carried argument of {self.name}{nearest(argument, arguments)}")
+            if not isinstance(name, str) or not name.isidentifier():
+                raise fault(what, repr(name), 'the name of a carried value, such as "policy"')
+            others = [other for other in arguments if other != argument and made.names.get(other, other) == name]
+            if others:
+                raise fault(
+                    what, f"{name!r}, as the argument {others[0]!r} is called", "another name for each argument"
+                )
+        return made
 
     @property
     def name(self) -> str:
@@ -142,7 +168,20 @@ def program(
     defaults: Mapping[str, Any] | None = None,
 ) -> Any:
     """Make a function a program. Its positional parameters are carried values (those it returns) and sources, its
-    keyword-only parameters the options, which are flags of the command line."""
+    keyword-only parameters the options, which are flags of the command line.
+
+    `evaluation` is a program that measures what this one trains: a run calls it on `--eval-groups` held-out groups,
+    once before the first update and once after the last; the figure `accuracy` of its nodes is the accuracy of the run.
+    Its carried arguments must be carried values of this program, by name and type; `of` points them at others. Its
+    sources are its own and read held-out data (`Context.split` is "evaluate"). Its options have their defaults. Without
+    an evaluation nothing is measured beside the training.
+
+        @program(evaluation=evaluate.of(policy="solver"))
+        def self_play(proposer: Policy, solver: Policy, prompts: Prompts) -> dict[str, Policy]: ...
+
+    `defaults` are this program's own for flags that every program has, by name: `{"updates": 60, "max_tokens": 24}`.
+    The command line and `--config` override them. A name that is no flag is refused.
+    """
     if fn is not None:
         return Program(fn)
     return lambda fn: Program(fn, evaluation, defaults)
@@ -169,7 +208,7 @@ def trace(
         raise fault("trace", repr(program), "a function with @program")
     values = program.options(options or {})
     encoded = _encoded(program, values)
-    recorder = Recorder(program.arguments, prefix)
+    recorder = Recorder(program.arguments, prefix, program.names.values())
     try:
         graph = _called(program, recorder, values, encoded)
     except GraphError as error:
@@ -179,6 +218,52 @@ def trace(
     if recorder.faults:
         raise GraphError(*sorted([*recorder.faults, *check(graph, batch=batch)], key=by_place))
     return graph
+
+
+def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, batch: int | None = None) -> Graph:
+    """The graph of a program's evaluation on the carried values of the program, which `graph` has traced.
+
+    Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program or of another
+    type: a run would make a value of its own for it, which no update changes.
+    """
+    evaluation = program.evaluation
+    assert evaluation is not None
+    traced = trace(evaluation, {}, prefix, batch=batch)
+    held = {argument.name: argument for argument in graph.carried}
+    bases = {name: {name, *above} for name, above in (*graph.types, *traced.types)}
+    faults: list[Fault] = []
+    for argument in traced.carried:
+        own = held.get(argument.name)
+        if own is None or argument.type not in bases.get(own.type, {own.type}):
+            faults.append(_unmeasured(evaluation, argument, graph, bases))
+    if faults:
+        raise GraphError(*sorted([*faults, *check(traced, batch=batch)], key=by_place))
+    # The value is the program's: what makes it and where it lives is what the program says of it.
+    return traced.replace(
+        arguments=tuple(held.get(argument.name, argument) for argument in traced.arguments),
+        types=tuple(sorted({**dict(graph.types), **dict(traced.types)}.items())),
+    )
+
+
+def _unmeasured(
+    evaluation: Program[..., Any], argument: Argument, graph: Graph, bases: Mapping[str, set[str]]
+) -> Fault:
+    """An argument of the evaluation is no value that the program carries."""
+    parameter = {name: key for key, name in evaluation.names.items()}.get(argument.name, argument.name)
+    own = graph.argument(argument.name)
+    fitting = [c.name for c in graph.carried if argument.type in bases.get(c.type, {c.type})]
+    if own is None:
+        given = f"{argument.name!r}, which {graph.name} does not have"
+    elif own.kind == "source":
+        given = f"{argument.name!r}, which is a source of {graph.name}"
+    else:
+        given = f"{argument.name!r}, a {short(own.type)} in {graph.name}"
+    needed = f"a carried value of {graph.name} that is a {short(argument.type)}"
+    if fitting:
+        needed += f": @program(evaluation={evaluation.name}.of({parameter}=NAME)), NAME one of "
+        needed += ", ".join(f'"{name}"' for name in fitting)
+    what = f"{graph.name}: evaluation {evaluation.name}: argument {parameter!r}"
+    return Fault(what, given, needed, evaluation.renamed or graph.where)
 
 
 def _encoded(program: Program[..., Any], values: Mapping[str, Any]) -> dict[str, Json]:

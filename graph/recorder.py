@@ -1,6 +1,6 @@
 """What tracing records: handles stand for values, and each call of a node with them becomes a node of the graph."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from math import inf
@@ -64,14 +64,14 @@ class Recorder:
     requires of its call cannot be said.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], prefix: str) -> None:
-        """`arguments` are the program's, with their types."""
+    def __init__(self, arguments: Mapping[str, Any], prefix: str, taken: Iterable[str] = ()) -> None:
+        """`arguments` are the program's, with their types. No node gets a name that is `taken`."""
         self.prefix = prefix
         self.nodes: list[Node] = []
         self.types: dict[str, type] = {}
         self.faults: list[Fault] = []
         self._arguments = arguments
-        self._taken = {*arguments, *(prefix + a for a in arguments)}
+        self._taken = {*arguments, *(prefix + a for a in arguments), *taken}
 
     def declare(self, type_: Any) -> str:
         """The type's path, noted with the type for the graph's table of bases."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.graph import GraphError, Program, check, load, trace
+from penstock.graph.build import trace_evaluation
 from penstock.runtime.cli.traced import faults_text
 from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import InProcess
@@ -96,7 +97,7 @@ def run_tests(name: str) -> int:
 def run(program: Program[..., Any], path: Path, flags: Flags = SMALL, **options: Any) -> dict[str, Any]:
     """A run in this process; its last line, which is the summary."""
     graph = trace(program, options)
-    evaluation = trace(program.evaluation, {}, EVALUATION) if program.evaluation and flags.eval_groups else None
+    evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation and flags.eval_groups else None
     graphs = [graph, *([evaluation] if evaluation else [])]
     plan = place(graphs, Cluster(hosts=(Host(name="local", cores=1),)), slots=flags.slots)
     config = RunConfig(graph, evaluation, plan, flags, "pages")

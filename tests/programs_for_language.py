@@ -499,3 +499,57 @@ def composed(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, by: Any 
     """The scorer is an option."""
     rollouts, rewards = judged(prompts, broadcast(policy, lag=lag), by)
     return fake_update(policy, rollouts, rewards)
+
+
+# An evaluation, pointed at one of several carried values -------------------------------------------------------
+
+
+@node(pool="generator")
+def held_sum(prompts: Prompts, weights: Weights) -> Rewards:
+    """The sum of the weights that it is given, whatever the prompt."""
+    return Rewards(weights.tensors["values"].sum().reshape(1))
+
+
+@node(pool="scorer", clock="update")
+def sums(rewards: Rewards) -> Metrics:
+    return {"accuracy": float(rewards.values_N.mean())}
+
+
+@program
+def held(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """What the weights of one carried value add up to."""
+    sums(held_sum(prompts, broadcast(policy)))
+    return policy
+
+
+def _both(proposer: FakePolicy, solver: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(proposer, lag=1))
+    learnt = fake_update(proposer, rollouts, fake_score(rollouts))
+    return {"proposer": learnt, "solver": follow(solver, learnt)}
+
+
+@program(evaluation=held)
+def measures_another(proposer: FakePolicy, solver: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    return _both(proposer, solver, prompts)
+
+
+@program(evaluation=held.of(policy="solver"))
+def measures_solver(proposer: FakePolicy, solver: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    return _both(proposer, solver, prompts)
+
+
+@program(evaluation=held.of(policy="solvr"))
+def measures_nothing(proposer: FakePolicy, solver: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    return _both(proposer, solver, prompts)
+
+
+@program(evaluation=held.of(policy="prompts_of_mine"))
+def measures_a_source(proposer: FakePolicy, solver: FakeAverage, prompts_of_mine: FakePrompts) -> dict[str, Any]:
+    return _both(proposer, solver, prompts_of_mine)
+
+
+@program(evaluation=held.of(policy="seen"))
+def measures_another_type(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=1))
+    rewards = fake_score(rollouts)
+    return {"policy": fake_update(policy, rollouts, rewards), "seen": remember(seen, rewards)}

@@ -4,20 +4,24 @@ import json
 import signal
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.graph import Graph, GraphError, Program, check, load, trace
+from penstock.graph.build import trace_evaluation
 from penstock.graph.passes import period_bound
-from penstock.runtime.control.config import Flags
+from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.control.config import EVALUATION, Flags
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.schedule.durations import Durations
 from penstock.runtime.schedule.simulation import Simulation
 from penstock.runtime.schedule.simulator import simulate
 from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.tensor.checkpoint import read_part
 
 from .gates.replaying import replayed
 from .gates.running import (
@@ -425,3 +429,71 @@ def _wide(pool: Any) -> Any:
     from dataclasses import replace
 
     return replace(pool, replicas=tuple(replace(replica, capacity=16) for replica in pool.replicas))
+
+
+# An evaluation measures what the program carries ---------------------------------------------------------------
+
+
+def evaluated(name: str) -> tuple[Graph, Graph]:
+    found = load(FILE + name)
+    made = trace(found)
+    return made, trace_evaluation(found, made, EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "offered"),
+    [
+        ("measures_another", "'policy'", '"proposer", "solver"'),
+        ("measures_nothing", "'solvr'", '"proposer", "solver"'),
+        ("measures_a_source", "'prompts_of_mine', which is a source", '"proposer", "solver"'),
+        ("measures_another_type", "'seen', a Seen", '"policy"'),
+    ],
+)
+def test_an_evaluation_of_what_the_program_does_not_carry_is_refused(name: str, given: str, offered: str) -> None:
+    found = answer("check", FILE + name, [])
+    (fault,) = found["faults"]
+    assert fault["what"].endswith("evaluation held: argument 'policy'")
+    assert given in fault["given"]
+    assert fault["needed"].endswith(f"held.of(policy=NAME)), NAME one of {offered}")
+    assert fault["where"].startswith(FILE.rstrip(":"))
+    assert answer("run", FILE + name, [])["faults"] == found["faults"]
+    assert answer("run", FILE + name, ["--eval-groups", "0"])["faults"] == []
+
+
+def test_a_pointed_evaluation_reads_the_programs_own_value() -> None:
+    made, evaluation = evaluated("measures_solver")
+    assert evaluation.argument("solver") == made.argument("solver")
+    assert [a.name for a in evaluation.arguments] == ["solver", "evaluate.prompts"]
+    assert evaluation["evaluate.broadcast"].inputs[0].ref.node == "solver"
+    assert [(name, ref.node) for name, ref in evaluation.results] == [("solver", "solver")]
+    assert str(evaluation).startswith("def held(solver: FakeAverage, prompts: FakePrompts")
+    assert not check(evaluation)
+
+
+def test_what_cannot_be_pointed_is_refused() -> None:
+    held = load(FILE + "held")
+    with pytest.raises(GraphError, match=r"given   'polcy'\n.*the nearest: policy"):
+        held.of(polcy="solver")
+    with pytest.raises(GraphError, match="needed  the name of a carried value"):
+        held.of(policy="a solver")
+    with pytest.raises(GraphError, match="as the argument 'prompts' is called"):
+        held.of(policy="prompts")
+    with pytest.raises(
+        GraphError, match=r"given   'prompts', which is a source\n    needed  a carried argument: policy"
+    ):
+        trace(held.of(prompts="problems"))
+    assert held.names == {}
+
+
+@PROCESSES
+def test_a_pointed_evaluation_measures_the_value_and_makes_no_other(tmp_path: Path, processes: bool) -> None:
+    made = make_run(tmp_path / "run", FILE + "measures_solver", {}, replace(TOY, eval_groups=4), evaluate=True)
+    run_to_end(made) if processes else run_here(made)
+    part = read_part(made / "checkpoints" / f"{UPDATES:08d}", "trainer/0", 0)
+    sums = {name: float(part.carried(name)[0]["values"].sum()) for name in ("proposer", "solver")}
+    with pytest.raises(KeyError):
+        part.carried("policy")
+    said = summary(made)
+    assert said["accuracy_after"] == pytest.approx(sums["solver"], abs=1e-5)
+    assert said["accuracy_before"] == pytest.approx(64.0, abs=1e-5)
+    assert len({round(number, 4) for number in (64.0, *sums.values())}) == 3

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
+from penstock.graph.build import trace_evaluation
 from penstock.graph.faults import Fault
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.flags import RunFlags
@@ -57,21 +58,25 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
 def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> tuple[dict[str, Graph], list[Fault]]:
     """The graphs of a program and of its evaluation, and all that is wrong with them; a graph that cannot be made is
     left out."""
-    parts: list[tuple[str, Program[..., Any], dict[str, Any], str, int | None]] = [
-        ("graph", program, options, "", getattr(flags, "batch", None))
-    ]
-    unmeasured = isinstance(flags, RunFlags) and not flags.eval_groups
-    if program.evaluation is not None and not unmeasured:
-        batch = getattr(flags, "eval_groups", None) or None
-        parts.append(("evaluation", program.evaluation, {}, EVALUATION, batch))
     graphs: dict[str, Graph] = {}
     faults: list[Fault] = []
-    for key, part, given, prefix, batch in parts:
-        try:
-            graphs[key] = trace(part, given, prefix, batch=batch)
-            faults += check(graphs[key], batch=batch)
-        except GraphError as error:
-            faults += error.faults
+    batch, groups = getattr(flags, "batch", None), getattr(flags, "eval_groups", None) or None
+    unmeasured = isinstance(flags, RunFlags) and not flags.eval_groups
+    try:
+        graphs["graph"] = trace(program, options, batch=batch)
+        faults += check(graphs["graph"], batch=batch)
+    except GraphError as error:
+        faults += error.faults
+    if program.evaluation is None or unmeasured:
+        return graphs, faults
+    try:
+        if "graph" in graphs:
+            graphs["evaluation"] = trace_evaluation(program, graphs["graph"], EVALUATION, batch=groups)
+        else:  # which values it measures cannot be said, but what is wrong with itself can
+            graphs["evaluation"] = trace(program.evaluation, {}, EVALUATION, batch=groups)
+        faults += check(graphs["evaluation"], batch=groups)
+    except GraphError as error:
+        faults += error.faults
     return graphs, faults
 
 

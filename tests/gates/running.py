@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import Program, load, trace
+from penstock.graph.build import trace_evaluation
 from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.process import processes_of, sweep_processes
@@ -56,7 +57,7 @@ def make_run(
     found = load(program)
     assert isinstance(found, Program)
     graph = trace(found, options)
-    evaluation = trace(found.evaluation, {}, EVALUATION) if evaluate and found.evaluation else None
+    evaluation = trace_evaluation(found, graph, EVALUATION) if evaluate and found.evaluation else None
     graphs = [graph] if evaluation is None else [graph, evaluation]
     plan = place(graphs, cluster, generators=generators, slots=flags.slots, meshes=read_meshes(meshes))
     folder = RunFolder.create(path)
