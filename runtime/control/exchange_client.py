@@ -50,7 +50,10 @@ class ExchangeClient:
             number, part = self._hear(socket, handle, asked)
             start, length = asked.pop(number)
             if not block:
-                block, window = bytearray(handle.nbytes), WINDOW
+                try:
+                    block, window = bytearray(handle.nbytes), WINDOW
+                except (MemoryError, OverflowError, ValueError) as error:
+                    raise HandleError(f"{handle}: no memory for {handle.nbytes} bytes") from error
             block[start : start + length] = part
 
     def close(self) -> None:

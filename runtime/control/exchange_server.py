@@ -1,8 +1,8 @@
 """A rank's answers to ranks of other hosts: parts of the blocks that its store holds.
 
-A thread with a ROUTER socket of its own and its own reader of the store's segments, so that nobody waits for what the
-rank computes. CURVE with the host's keys: only keys of the run's hosts get as far as a frame. Nothing that is said
-here can change anything; a frame that is malformed, oversized or of somebody who is gone is counted by kind in
+A thread with a ROUTER socket of its own and its own reader of the store's segments, so that no reader waits for what
+the rank computes. CURVE with the host's keys: only keys of the run's hosts get as far as a frame. Nothing that is said
+here can change anything; a frame that is malformed, oversized or of a reader that is gone is counted by kind in
 `counts`, the first of each kind is described on stderr, and it goes no further.
 """
 
@@ -10,7 +10,9 @@ import os
 import select
 import sys
 import threading
+import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
@@ -24,7 +26,6 @@ from penstock.runtime.control.exchange import (
     MAX_QUESTION,
     QUESTION,
     WINDOW,
-    Ask,
     Part,
     Refused,
 )
@@ -45,10 +46,13 @@ questions under way never meets this bound, and one that does not read costs so 
 class ExchangeServer:
     """Answers until `close`. `endpoint` is where; `counts["served"]` are the parts given."""
 
-    def __init__(self, join: Join, owner: str, reader: Reader) -> None:
-        """`reader` is for this server's thread alone. Raises WireError for an address that cannot be listened on."""
+    def __init__(self, join: Join, owner: str, reader: Reader, died: Callable[[str], object]) -> None:
+        """`reader` is for this server's thread alone, which calls `died` with a traceback if it ends before `close`.
+
+        Raises WireError for an address that cannot be listened on.
+        """
         self.counts: Counter[str] = Counter()
-        self._owner, self._reader = owner, reader
+        self._owner, self._reader, self._died = owner, reader, died
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -79,40 +83,33 @@ class ExchangeServer:
         os.close(self._end)
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for one in (self._socket, self._gate.socket, self._end):
-            poller.register(one, select.POLLIN)
-        while self._end not in (ready := dict(poller.poll())):
-            if self._gate.socket in ready:
-                self._gate.answer()
-            if self._socket in ready:
-                with suppress(zmq.Again):
-                    self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+        try:
+            poller = zmq.Poller()
+            for one in (self._socket, self._gate.socket, self._end):
+                poller.register(one, select.POLLIN)
+            while self._end not in (ready := dict(poller.poll())):
+                if self._gate.socket in ready:
+                    self._gate.answer()
+                if self._socket in ready:
+                    with suppress(zmq.Again):
+                        self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+        # Readers would wait in vain from now on, and blame their own hosts: this rank has to say that it is the cause.
+        except BaseException:
+            self._died(traceback.format_exc())
 
     def _answer(self, frames: list[bytes]) -> None:
         try:
-            number, ask = _question(frames)
+            kind, answer = reply(frames[1:], self._owner, self._reader)
         except MessageError as error:
             self._drop("oversized" if len(frames[-1]) > MAX_QUESTION else "malformed", str(error))
             return
-        answer: list[bytes | bytearray]
-        try:
-            if ask.handle.owner != self._owner:
-                raise HandleError(f"{ask.handle}: asked of {self._owner}")
-            # A copy, not a view of the segment: the block may be freed while libzmq still sends it.
-            part = self._reader.part(ask.handle, ask.start, ask.length)
-            answer = [ANSWER.pack((EXCHANGE, number, Part())), part]
-            kind = "served"
-        except HandleError as error:
-            answer = [ANSWER.pack((EXCHANGE, number, Refused(str(error))))]
-            kind = "refused"
         try:
             self._socket.send_multipart([frames[0], *answer], zmq.NOBLOCK, copy=False)
             self.counts[kind] += 1
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._drop("gone" if error.errno == zmq.EHOSTUNREACH else "unread", f"an answer about {ask.handle}")
+            self._drop("gone" if error.errno == zmq.EHOSTUNREACH else "unread", "an answer")
 
     def _refuse(self, address: str) -> None:
         self._drop("stranger", f"a key that is not on the list, from {address}")
@@ -120,16 +117,26 @@ class ExchangeServer:
     def _drop(self, kind: str, text: str) -> None:
         self.counts[kind] += 1
         if self.counts[kind] == 1:
-            print(f"{self._owner}: dropped ({kind}): {text}", file=sys.stderr, flush=True)
+            print(f"{self._owner}: dropped ({kind}): {text!r:.400}", file=sys.stderr, flush=True)
 
 
-def _question(frames: list[bytes]) -> tuple[int, Ask]:
-    """Raises MessageError."""
-    if len(frames) != 2:
-        raise MessageError(f"given {len(frames) - 1} frames, needed 1")
-    if len(frames[1]) > MAX_QUESTION:
-        raise MessageError(f"given {len(frames[1])} bytes, needed at most {MAX_QUESTION}")
-    _, number, ask = QUESTION.unpack(frames[1])
+def reply(frames: Sequence[bytes], owner: str, reader: Reader) -> tuple[str, list[bytes | bytearray]]:
+    """The answer to a question, whatever its bytes are: "served" or "refused", and the answer's frames.
+
+    `frames` are the question's, without the asker's identity. Raises MessageError for what is no question.
+    """
+    if len(frames) != 1:
+        raise MessageError(f"given {len(frames)} frames, needed 1")
+    if len(frames[0]) > MAX_QUESTION:
+        raise MessageError(f"given {len(frames[0])} bytes, needed at most {MAX_QUESTION}")
+    _, number, ask = QUESTION.unpack(frames[0])
     if ask.length > CHUNK:
         raise MessageError(f"given {ask.length} bytes of a block to send at once, needed at most {CHUNK}")
-    return number, ask
+    try:
+        if ask.handle.owner != owner:
+            raise HandleError(f"{ask.handle}: asked of {owner}")
+        # A copy, not a view of the segment: the block may be freed while libzmq still sends it.
+        part = reader.part(ask.handle, ask.start, ask.length)
+    except HandleError as error:
+        return "refused", [ANSWER.pack((EXCHANGE, number, Refused(str(error))))]
+    return "served", [ANSWER.pack((EXCHANGE, number, Part())), part]

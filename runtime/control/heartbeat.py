@@ -12,7 +12,7 @@ from time import monotonic
 
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.keys import Join
-from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, Question
+from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, Note, Question
 
 INTERVAL = 1.0
 """Seconds from one heartbeat to the next."""
@@ -28,7 +28,7 @@ class Pulse:
         self.doing: Callable[[], str] = str
         self._client = Client(join, "heartbeat", replica, rank)
         self._numbers = count(1)
-        self._said: SimpleQueue[Question] = SimpleQueue()
+        self._said: SimpleQueue[Question | Note] = SimpleQueue()
         self._awaited: set[int] = set()
         self._found: dict[int, Mapping[str, str]] = {}
         self._heard = threading.Condition()
@@ -47,11 +47,11 @@ class Pulse:
         if not self._thread.is_alive():
             self._client.close()  # not before all have woken it
 
-    def say(self, question: Question) -> None:
+    def say(self, message: Question | Note) -> None:
         """Say what needs no answer; nothing once it has been stopped."""
         with self._heard:
             if not self._over.is_set():
-                self._said.put(question)
+                self._said.put(message)
                 self._client.wake()
 
     def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:

@@ -21,6 +21,7 @@ from penstock.runtime.control.ground import Ground
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.meeting import Meeting
+from penstock.runtime.control.messages import Note
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.weights import BridgeWays, channels_of, drained
 from penstock.runtime.control.wire import SILENCE
@@ -103,7 +104,13 @@ def make_rank(
     reader = Reader(join.run, host=place.host, far=client.block, folders=folders)
     server = None
     if setup.asked_from_afar:
-        server = ExchangeServer(join, owner, Reader(join.run, host=place.host, folders=folders))
+        name = config.plan.spelled(replica, index)
+
+        def died(text: str) -> None:
+            """By the heartbeat's thread: the main one may be at work for minutes."""
+            pulse.say(Note("error", f"{name}: the thread that answers readers of other hosts ended:\n{text}"))
+
+        server = ExchangeServer(join, owner, Reader(join.run, host=place.host, folders=folders), died)
     endpoint = server.endpoint if server is not None else ""
     store = Store(join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=notes.put)
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from urllib.parse import quote
 
 SHM = Path("/dev/shm")
 _PREFIX = "penstock-"
+_NAME = re.compile(r"penstock-[0-9A-Za-z]+-[\w.~%-]*-[0-9]+", re.ASCII)
+"""What `segment_name` makes: no zero byte, which `open` raises ValueError for, and no path."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOENT, errno.EACCES, errno.EROFS}
 
 
@@ -70,7 +73,7 @@ def create_segment(name: str, size: int, folders: Sequence[Path]) -> Segment:
 
 def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> Segment:
     """Map an existing segment, to be read or also written. It must be this user's alone."""
-    if not name.startswith(_PREFIX) or "/" in name:
+    if not _NAME.fullmatch(name):
         raise SegmentError(f"given {name!r}, needed a segment's name ({_PREFIX}<run>-<owner>-<k>)")
     for folder in folders:
         try:

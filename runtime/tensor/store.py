@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -39,6 +40,15 @@ _JSON = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps makes o
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class _Meta(msgspec.Struct, forbid_unknown_fields=True):
+    """A handle's `meta`. Readers of other hosts send it back: it is decoded by this type, which has no depth."""
+
+    serial: int
+
+
+_META = msgspec.json.Decoder(_Meta)
 
 
 class Usage(NamedTuple):
@@ -181,8 +191,9 @@ class Reader:
             return decode(cls, _tensors(block, meta), meta)
         except CodecError as error:
             raise HandleError(f"{handle}: {error}") from error
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise HandleError(f"{handle}: the block is damaged ({error!r})") from error
+        # All that bytes of another host can do to the decoders of JSON (RecursionError) and of tensors.
+        except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
+            raise HandleError(f"{handle}: the block is damaged ({error!r:.200})") from error
 
     def part(self, handle: Handle, start: int, length: int) -> bytearray:
         """A copy of so many bytes of a block of this host, beginning with byte `start` of it."""
@@ -234,6 +245,8 @@ def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _check_prefix(handle: Handle, memory: bytearray | memoryview, start: int) -> None:
+    if len(memory) < start + _PREFIX.size:
+        raise HandleError(f"{handle}: given {len(memory)} bytes, needed at least {_PREFIX.size}")
     magic, _, serial, nbytes = _PREFIX.unpack_from(memory, start)
     if (magic, serial, nbytes) != (_MAGIC, _serial(handle), handle.nbytes):
         raise HandleError(f"{handle}: the block is not in use for this value (freed?)")
@@ -270,8 +283,8 @@ def _count(shape: Sequence[int]) -> int:
 
 def _serial(handle: Handle) -> int:
     try:
-        return int(json.loads(handle.meta)["serial"])
-    except (ValueError, KeyError, TypeError) as error:
+        return _META.decode(handle.meta).serial
+    except msgspec.MsgspecError as error:
         raise HandleError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
 
 

@@ -1,12 +1,14 @@
 """Values of other hosts: equal bits, or an error that names the owner; and a server that nobody can upset."""
 
 import os
+import random
 import secrets
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
@@ -19,6 +21,7 @@ import zmq
 from msgspec import structs
 
 from penstock.graph.types import Prompts, Rewards
+from penstock.runtime.control.codec import MessageError
 from penstock.runtime.control.exchange import (
     ANSWER,
     CHUNK,
@@ -31,7 +34,7 @@ from penstock.runtime.control.exchange import (
     Refused,
 )
 from penstock.runtime.control.exchange_client import ExchangeClient
-from penstock.runtime.control.exchange_server import ExchangeServer
+from penstock.runtime.control.exchange_server import ExchangeServer, reply
 from penstock.runtime.control.keys import Join, Keys
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.tensor.handle import Handle, HandleError
@@ -55,7 +58,8 @@ class Hosts:
 
     def __post_init__(self) -> None:
         self.run = self.keys.door.run
-        self.server = ExchangeServer(self.join("a"), "generator.0", Reader(self.run, host="a"))
+        self.died: list[str] = []
+        self.server = self.new_server(Reader(self.run, host="a"))
         self.stack.callback(self.server.close)
         self.store = Store(self.run, "generator.0", host="a", endpoint=self.server.endpoint, segment_bytes=1 << 16)
         self.stack.callback(self.store.close)
@@ -64,6 +68,9 @@ class Hosts:
 
     def join(self, host: str) -> Join:
         return self.keys.join(host, TCP, self.folder)
+
+    def new_server(self, reader: Reader, owner: str = "generator.0") -> ExchangeServer:
+        return ExchangeServer(self.join("a"), owner, reader, self.died.append)
 
     def new_client(self, patience: float = PATIENCE_S) -> ExchangeClient:
         client = ExchangeClient(self.join("b"), patience)
@@ -236,6 +243,115 @@ def test_whatever_is_no_question_is_counted_and_dropped(hosts: Hosts) -> None:
     assert raw.poll(0) == 0
 
 
+CRUEL: list[dict[str, Any]] = [
+    {"segment": "penstock-RUN-generator.0-0\0"},
+    {"segment": "penstock-RUN-\0-0"},
+    {"segment": "penstock-RUN-" + "x" * 3000 + "-0"},
+    {"segment": "penstock-RUN-é😀-0"},
+    {"segment": "penstock-RUN-../../../etc/passwd-0"},
+    {"meta": '{"serial":1e999}'},
+    {"meta": '{"serial":-1e999}'},
+    {"meta": '{"serial":NaN}'},
+    {"meta": '{"serial":' + "[" * 3000},
+    {"meta": "[" * 3000},
+    {"meta": '{"x":' * 500},
+    {"meta": '{"serial":' + "9" * 3000 + "}"},
+    {"meta": '{"serial":null}'},
+    {"meta": ""},
+    {"offset": (1 << 63) - 1, "nbytes": (1 << 63) - 1},
+    {"offset": -(1 << 63)},
+]
+
+
+def cruel(handle: Handle, run: str) -> list[Handle]:
+    changes = [{k: v.replace("RUN", run) if isinstance(v, str) else v for k, v in one.items()} for one in CRUEL]
+    return [structs.replace(handle, **change) for change in changes]
+
+
+def test_no_question_ends_the_thread_that_answers(hosts: Hosts) -> None:
+    handle = hosts.store.put(rewards(3))
+    raw = hosts.raw()
+    asked = [Ask(one, 0, 64) for one in cruel(handle, hosts.run)]
+    asked += [Ask(handle, start, length) for start, length in [(1 << 62, 1), (-1, 1), (0, -(1 << 63)), (0, 0)]]
+    for number, ask in enumerate(asked):
+        raw.send(QUESTION.pack((EXCHANGE, number, ask)))
+    for number in range(len(asked)):
+        assert raw.poll(20_000)
+        _, given, answer = ANSWER.unpack(raw.recv_multipart()[0])
+        assert given == number
+        assert isinstance(answer, Refused)
+    assert torch.equal(hosts.reader.get(handle, Rewards).values_N, rewards(3).values_N)
+    assert hosts.died == []
+
+
+def mutated(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """Some frame with some of its bytes changed, cut out, repeated, or replaced by another frame's."""
+    data = bytearray(chance.choice(seeds))
+    for _ in range(int(1 / (chance.random() + 0.1))):
+        at, length = int(chance.random() * len(data)), int(1 / (chance.random() + 0.02))
+        match int(chance.random() * 4):
+            case 0:
+                data[at : at + length] = chance.randbytes(length)
+            case 1:
+                del data[at : at + length]
+            case 2:
+                data[at:at] = data[at : at + length] * length
+            case 3:
+                other = chance.choice(seeds)
+                data[at : at + length] = other[at : at + length]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("number", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_a_mutated_question_has_an_answer_or_is_no_question(hosts: Hosts, number: int) -> None:
+    """Nothing else comes of it: the thread that answers catches nothing but these."""
+    handle, chance, kinds = hosts.store.put(rewards(3)), random.Random(number), Counter[str]()
+    reader = hosts.new_reader("a")
+    seeds = [QUESTION.pack((EXCHANGE, 7, Ask(one, 0, 64))) for one in (handle, *cruel(handle, hosts.run))]
+    for _ in range(number):
+        try:
+            kinds[reply([mutated(chance, seeds)], "generator.0", reader)[0]] += 1
+        except MessageError:
+            kinds["dropped"] += 1
+    assert kinds.total() == number
+    assert min(kinds[kind] for kind in ("served", "refused", "dropped")) > 0
+
+
+def test_whatever_another_host_gives_for_a_block_is_a_value_or_an_error_that_names_it(hosts: Hosts) -> None:
+    prompts = Prompts((3,), ("1+1=",), ("2",))
+    near, chance, wrong = hosts.new_reader("a"), random.Random(3), list[str]()
+    given = bytearray()
+    reader = hosts.new_reader("b", lambda handle: given)
+    for value in (rewards(3), prompts):
+        handle = hosts.store.put(value)
+        block = bytes(near.part(handle, 0, handle.nbytes))
+        deep = block[:24] + b"[" * (handle.nbytes - 24)
+        seeds = [block, deep, block.replace(b"3", b"9" * 9), block.replace(b"3", b"[0,4611686018427387904]")]
+        for _ in range(5_000):
+            given[:] = block[:24] + mutated(chance, seeds)[24:]
+            try:
+                reader.get(handle, type(value))
+            except HandleError as error:
+                wrong.append(str(error))
+        assert wrong
+        assert all(text.startswith(str(handle)) for text in wrong)
+        wrong.clear()
+
+
+def test_a_server_whose_thread_ends_says_so_at_once(hosts: Hosts) -> None:
+    class Full(Reader):
+        def part(self, handle: Handle, start: int, length: int) -> bytearray:
+            raise MemoryError("no room for a part")
+
+    server = hosts.new_server(Full(hosts.run, host="a"))
+    handle = hosts.store.put(rewards(3))
+    raw = hosts.raw(owner=server.endpoint)
+    raw.send(QUESTION.pack((EXCHANGE, 1, Ask(handle, 0, 8))))
+    (said,) = until(lambda: hosts.died)
+    assert "MemoryError: no room for a part" in said
+    server.close()
+
+
 def test_a_key_of_another_run_is_refused(hosts: Hosts) -> None:
     handle = hosts.store.put(rewards(3))
     raw = hosts.raw(stranger(hosts.join("b")))
@@ -284,7 +400,7 @@ from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.keys import Join
 from penstock.runtime.tensor.store import Reader, Store
 join = Join.read(Path(sys.argv[1]))
-server = ExchangeServer(join, "owner", Reader(join.run, host="a"))
+server = ExchangeServer(join, "owner", Reader(join.run, host="a"), print)
 h = Store(join.run, "owner", host="a", endpoint=server.endpoint).put(Rewards(torch.ones(5)))
 print("\\n".join((h.segment, str(h.offset), str(h.nbytes), h.meta, h.owner, h.host, h.endpoint)), flush=True)
 time.sleep(100)
@@ -353,13 +469,13 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
 def test_an_address_that_this_machine_lacks_is_named_with_its_host(hosts: Hosts) -> None:
     join = replace(hosts.join("a"), address="192.0.2.1")
     with pytest.raises(WireError, match=r"generator\.0: cannot listen on tcp://192.0.2.1:0 .*no such address.*host a"):
-        ExchangeServer(join, "generator.0", Reader(hosts.run, host="a"))
+        ExchangeServer(join, "generator.0", Reader(hosts.run, host="a"), print)
 
 
 def test_a_closed_server_leaves_no_socket_and_no_thread(hosts: Hosts) -> None:
     """What a test before this one has left may end meanwhile."""
     files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
-    server = ExchangeServer(hosts.join("a"), "generator.1", Reader(hosts.run, host="a"))
+    server = hosts.new_server(Reader(hosts.run, host="a"), "generator.1")
     assert len(set(threading.enumerate()) - threads) == 1
     server.close()
     assert set(os.listdir("/proc/self/fd")) <= files

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.runtime.control import wire
 from penstock.runtime.control.heartbeat import Pulse
+from penstock.runtime.control.messages import Note
 
 from .sockets import bench, until
 
@@ -51,3 +52,12 @@ def test_a_pulse_that_has_seen_its_end_before_it_is_woken_may_be_woken_all_the_s
         monkeypatch.setattr(pulse._client, "wake", wake_late)
         pulse.stop()
         assert pulse._client._socket.closed
+
+
+def test_a_pulse_says_what_the_main_thread_has_no_time_for(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        pulse = Pulse(b.join(), "generator/0", 0, interval=60.0).start()
+        note = Note("error", "generator/0 rank 0: a thread ended")
+        pulse.say(note)
+        assert b.wait_for(1) == [("generator/0:0", note)]
+        pulse.stop()
