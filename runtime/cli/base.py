@@ -17,7 +17,7 @@ from penstock.runtime.control.launch import DONE
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import disk_fault
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, open_regular
 
 RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
 """The flags of `penstock run sft` beside the data; the rest is that program's own defaults."""
@@ -38,7 +38,7 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
         return place
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with (home / "lock").open("w") as lock:
+        with os.fdopen(open_regular(home / "lock", os.O_RDWR | os.O_CREAT)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not place.is_dir():
                 _build(data, home, place, tell)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import psutil
@@ -156,9 +157,8 @@ def _files() -> Iterator[Finding]:
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        probe = cache / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        with TemporaryFile(dir=cache):
+            pass
         free = shutil.disk_usage(cache).free
         yield _judge("cache", f"{cache} ({free / GIB:.1f} GiB free)", free > GIB / 4, "the disk is nearly full")
     except OSError as error:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import shutil
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -51,9 +50,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return go(folder, config, cluster, look, prepare)
     finally:
-        folder.unlock()
-        if not any((folder.path / mark).exists() for mark in MARKS):
-            shutil.rmtree(folder.path, ignore_errors=True)  # ours, and nothing has run in it
+        if any((folder.path / mark).exists() for mark in MARKS):
+            folder.unlock()
+        else:  # nothing has run in it
+            folder.discard()
 
 
 def _needs_base(traced: Traced) -> bool:

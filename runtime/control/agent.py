@@ -27,6 +27,7 @@ from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heart
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.ranks import Ended, Ranks
 from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.record.folder import make_folder
 from penstock.runtime.tensor.segments import SHM, sweep
 
 WORKER = ("-m", "penstock.runtime.control.worker")
@@ -44,8 +45,7 @@ class Agent:
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
         self._client = Client(join, "agent", join.host)
-        logs = Path(join.folder) / "logs"
-        logs.mkdir(mode=0o700, exist_ok=True)
+        logs = make_folder(Path(join.folder) / "logs")
         self._ranks = Ranks(worker, join.run, join.host, logs, self._client)
         self._joined = False
 

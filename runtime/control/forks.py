@@ -15,10 +15,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from time import sleep
 from typing import NoReturn, TypedDict
 
 from penstock.runtime.control.process import die_with_parent, take_name
+from penstock.runtime.record.folder import open_append
 
 PACKET_BYTES = 1 << 17
 """The most of an order."""
@@ -86,16 +88,15 @@ def _become(order: Order, between: int) -> None:
     while os.getppid() == between:  # which does nothing but end
         sleep(0.0005)
     die_with_parent()
-    _open_as(0, os.devnull, os.O_RDONLY)
-    _open_as(1, order["stdout"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    _open_as(2, order["stderr"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    _become_file(0, os.open(os.devnull, os.O_RDONLY))
+    _become_file(1, open_append(Path(order["stdout"])))
+    _become_file(2, open_append(Path(order["stderr"])))
     os.environ.update(order["environment"])
     take_name(order["name"])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # as in a process of its own; the standard library sees to itself
 
 
-def _open_as(descriptor: int, path: str, flags: int) -> None:
-    opened = os.open(path, flags, 0o666)
+def _become_file(descriptor: int, opened: int) -> None:
     os.dup2(opened, descriptor)
     os.close(opened)

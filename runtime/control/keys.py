@@ -18,6 +18,7 @@ import msgspec
 from penstock.runtime.control.endpoints import LOOPBACK
 from penstock.runtime.control.gate import new_pair
 from penstock.runtime.control.messages import Hello
+from penstock.runtime.record.folder import create_file, make_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,8 @@ class _Secrets:
 
     def write(self, path: Path) -> None:
         """Made with mode 0600 before the first byte is in it. Raises FileExistsError."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"format": 1, **asdict(self)}, file, indent=1)
+        make_folder(path.parent)
+        create_file(path, json.dumps({"format": 1, **asdict(self)}, indent=1).encode())
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -40,7 +40,7 @@ from penstock.runtime.control.stops import on_stop, unheard, while_heard
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import disk_fault
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, make_folder, open_append
 from penstock.runtime.tensor.segments import SHM, sweep
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
@@ -133,7 +133,7 @@ class Launcher:
             _clear(self.folder)
             try:
                 self.keys.door.write(self.folder / "keys" / "controller.json")
-                (self.folder / "logs").mkdir(mode=0o700, exist_ok=True)
+                make_folder(self.folder / "logs")
             except OSError as error:
                 raise disk_fault(self.folder, error) from error
             controller = _Controller(self._start(self.commands[0], "controller", str(self.folder), report=True))
@@ -161,7 +161,7 @@ class Launcher:
 
     def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
         pipe = subprocess.PIPE if report else subprocess.DEVNULL
-        with (self.folder / "logs" / f"{name}.err").open("ab") as log:
+        with os.fdopen(open_append(self.folder / "logs" / f"{name}.err"), "ab") as log:
             return start(
                 [*command, argument], self.run_id, environment=self.environment, stdin=pipe, stdout=pipe, stderr=log
             )

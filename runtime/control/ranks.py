@@ -13,6 +13,7 @@ from typing import NamedTuple
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.forks import PACKET_BYTES, Order
 from penstock.runtime.control.process import adopt_orphans, kill, kill_session, start, tail
+from penstock.runtime.record.folder import open_append
 
 LAST_S = 10.0
 """Seconds for the kernel to end what was killed."""
@@ -110,7 +111,7 @@ class Ranks:
 
     def _open(self) -> None:
         door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, self._log.open("ab") as stderr:
+        with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
             self._server = start(self._command, self._run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
         door.setblocking(False)
         self._client.watch(door.fileno())

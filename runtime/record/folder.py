@@ -1,17 +1,28 @@
-"""A run is a folder: where each thing of a run is, who may use it, and how its small files are written.
+"""A run is a folder: where each thing of a run is, who may use it, and how its files are opened.
 
-A file appears whole or not at all. While a run is alive its lock is held; processes that inherit `lock_fd` keep it
-held after the one that took it has died.
+While a run is alive its lock is held; processes that inherit `lock_fd` keep it held after the one that took it has
+died.
+
+Somebody else may have prepared a folder: links and hard links named like the files that a command is about to write,
+pipes that block it. So all of Penstock writes through the functions of this file. A file that is replaced is made under
+an unguessable name, exclusively, and renamed: it appears whole or not at all. A file that is appended to must be a
+regular file with one name. Neither follows a link below the folder, and `make_folder` accepts none.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import pwd
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, BinaryIO
 
 from penstock.runtime.record.faults import PLACE, RecordError, disk_fault
 
@@ -20,6 +31,8 @@ MARKS = ("config.json", "events.log", "metrics.jsonl")
 """A folder with one of these holds a run."""
 TRIES, TRY_S = 20, 0.01
 """How often a lock that is taken is tried for, and the seconds between two tries."""
+JSON_BYTES = 256 << 20
+"""The most of a JSON file that is read."""
 READABLE = 1 << 20
 """Characters up to which a JSON file is written with line breaks; a large one would take ten times as long."""
 
@@ -30,25 +43,65 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock_fd: int | None = None
+        self._undo = contextlib.ExitStack()
+        self._facts: os.stat_result | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> "RunFolder":
-        """A new run's folder, locked, readable by its owner only. Raises RecordError unless it is new or empty."""
+        """A new run's folder, locked, readable by its owner only.
+
+        Raises RecordError unless it is new, or empty and this user's. A path that is refused stays as it was.
+        """
         folder = cls(absolute(path))
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            os.chmod(folder.path, 0o700)
-            folder.lock()
-            present = sorted(p.name for p in folder.path.iterdir() if p.name != LOCK)
-            if present:
-                raise RecordError(f"{folder.path}: {_content(present)}; needed a new or empty folder (--out DIR)")
-            for name in ("logs", "checkpoints"):
-                (folder.path / name).mkdir(mode=0o700)
-        except FileExistsError:
-            raise RecordError(f"{folder.path}: given a file, needed a new or empty folder (--out DIR)") from None
-        except OSError as error:
-            raise disk_fault(folder.path, error, choice="--out DIR") from error
+            folder._create()
+        except BaseException as error:
+            folder.discard()
+            if isinstance(error, OSError):
+                raise disk_fault(folder.path, error, choice="--out DIR") from error
+            raise
         return folder
+
+    def _create(self) -> None:
+        """Each step leaves in `_undo` how it is taken back."""
+        for place in reversed([self.path, *self.path.parents]):
+            if not place.is_dir():
+                with contextlib.suppress(FileExistsError):  # another run makes the same parents
+                    place.mkdir(mode=0o700 if place == self.path else 0o777)
+                    self._undo.callback(_remove_empty, place)
+        self._facts = facts = self.path.stat()
+        if not stat.S_ISDIR(facts.st_mode):
+            raise RecordError(f"{self.path}: given a file, needed a new or empty folder (--out DIR)")
+        if facts.st_uid != os.geteuid():
+            given = f"given a folder of user {owner_name(facts.st_uid)}"
+            raise RecordError(f"{self.path}: {given}; needed a new folder, or an empty one of your own (--out DIR)")
+        locked = (self.path / LOCK).exists()
+        if locked:  # left by a run that came to nothing, or held by one that is alive
+            self.lock_fd = self._lock()
+        self._require_empty()
+        os.chmod(self.path, 0o700)
+        self._undo.callback(os.chmod, self.path, stat.S_IMODE(facts.st_mode))
+        if not locked:
+            self.lock_fd = self._lock(os.O_CREAT)  # raises where another run was faster
+            self._require_empty()
+        self._undo.callback(_empty, self.path)
+        self._sign()
+        for name in ("logs", "checkpoints"):
+            make_folder(self.path / name, fresh=True)
+
+    def _require_empty(self) -> None:
+        present = sorted(p.name for p in self.path.iterdir() if p.name != LOCK)
+        if present:
+            raise RecordError(f"{self.path}: {_content(present)}; needed a new or empty folder (--out DIR)")
+
+    def discard(self) -> None:
+        """Take back what `create` did: a folder that it made is removed, another one is as empty as it was. One that
+        has been moved away stays, and so does what is in its place."""
+        with contextlib.suppress(OSError):
+            if self._facts is not None and not os.path.samestat(self.path.stat(), self._facts):
+                self._undo.pop_all()
+            self._undo.close()
+        self.unlock()
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
@@ -86,8 +139,12 @@ class RunFolder:
 
     def lock(self) -> None:
         """Make this process the folder's user until `unlock` or its death. Raises RecordError if another one is."""
+        self.lock_fd = self._lock(os.O_CREAT)
+        self._sign()
+
+    def _lock(self, create: int = 0) -> int:
         try:
-            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_regular(self.path / LOCK, os.O_RDWR | create)
         except OSError as error:
             raise disk_fault(self.path / LOCK, error) from error
         if not _locked(fd):
@@ -95,10 +152,14 @@ class RunFolder:
             os.close(fd)
             owner = f"process {pid}" if pid else "another process"
             raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end")
-        os.ftruncate(fd, 0)
+        return fd
+
+    def _sign(self) -> None:
+        """Write this process's pid into the lock that it holds."""
+        assert self.lock_fd is not None
+        os.ftruncate(self.lock_fd, 0)
         with contextlib.suppress(OSError):  # on a full disk the lock is held all the same, and has no name in it
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self.lock_fd = fd
+            os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def unlock(self) -> None:
         if self.lock_fd is not None:
@@ -109,8 +170,8 @@ class RunFolder:
     def alive(self) -> bool:
         """Is a run alive there, one of its processes at least? Read access is all that is needed."""
         try:
-            fd = os.open(self.path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+            fd = open_regular(self.path / LOCK, os.O_RDONLY)
+        except (OSError, RecordError):
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -133,7 +194,7 @@ class RunFolder:
         """Raises RecordError for a file that is missing or no JSON, with the line."""
         path = self.path / name
         try:
-            return json.loads(path.read_bytes())
+            return json.loads(read_file(path, JSON_BYTES))
         except FileNotFoundError:
             raise RecordError(f"{path}: no such file; needed the folder of a run that was not changed") from None
         except ValueError as error:
@@ -171,20 +232,123 @@ def default_path(program: str, now: datetime) -> Path:
     return path
 
 
+def owner_name(uid: int) -> str:
+    """A user's name, or number where this machine knows no name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+# How files are opened --------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
+    """A descriptor of a regular file that is no link, never waiting for one. One that is to be written may have no
+    other name, by which it would be somebody's file elsewhere. Raises RecordError for anything else, and OSError."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link; a folder; a socket or an unread pipe
+            raise _odd(path, path.lstat()) from None
+        raise
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode) or (writes and facts.st_nlink > 1):
+        os.close(fd)
+        raise _odd(path, facts)
+    os.set_blocking(fd, True)
+    return fd
+
+
+def open_append(path: Path) -> int:
+    """A descriptor that appends to a file, making it if it is not there (mode 0600). Raises as `open_regular`."""
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The content of a regular file, of `limit` bytes at most. Raises RecordError for another one, and OSError."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise RecordError(f"{path}: given a file of {size} bytes; needed {limit} at most")
+        return file.read()
+
+
+def create_file(path: Path, content: bytes) -> None:
+    """A new file of mode 0600. Raises FileExistsError whatever has the name, a link among others, and OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def make_folder(path: Path, *, fresh: bool = False) -> Path:
+    """A folder in a run folder (mode 0700), which may be there already unless it has to be `fresh`. Raises RecordError
+    for a link or a file of that name, and OSError."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        facts = path.lstat()
+        if fresh or not stat.S_ISDIR(facts.st_mode):
+            raise _odd(path, facts, "no such file yet" if fresh else "a folder") from None
+    return path
+
+
 def write_atomic(path: Path, content: bytes, choice: str = PLACE) -> None:
     """Replace a file's content at once. Raises RecordError, and leaves the old file, if that cannot be done. `choice`
     is the flag that names the file or its folder, for the error."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with replacing(path, choice, len(content)) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, choice: str = PLACE, size: int = 0) -> Iterator[BinaryIO]:
+    """A new file that the body writes, and that takes the place of `path` after it, synced. A library that writes by
+    path is given its `name`. Where the body or a step after it fails, nothing is left of it, and `path` is as it was;
+    an OSError becomes a RecordError, for which `choice` and `size` (bytes, 0: unknown) are (see `disk_fault`)."""
+    beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
+    made = False
     try:
-        with beside.open("wb") as file:
-            file.write(content)
+        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
+            made = True
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise disk_fault(path, error, len(content), choice) from error
+    except BaseException as error:
+        if made:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+        if isinstance(error, OSError):
+            raise disk_fault(path, error, size, choice) from error
+        raise
+
+
+def _odd(path: Path, facts: os.stat_result, needed: str = "a regular file of one name") -> RecordError:
+    """The error for what has the name of a run's file and is none."""
+    kinds = {
+        stat.S_IFLNK: "a symbolic link, which is not followed here",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFREG: f"a file of {facts.st_nlink} names" if facts.st_nlink > 1 else "a file",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return RecordError(f"{path}: given {kinds.get(stat.S_IFMT(facts.st_mode), 'a device')}; needed {needed}")
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder unless something is in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a folder."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _content(present: list[str]) -> str:

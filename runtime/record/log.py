@@ -22,11 +22,14 @@ from typing import Any, NamedTuple
 from msgspec import msgpack
 
 from penstock.runtime.record.faults import RecordError, disk_fault
+from penstock.runtime.record.folder import open_append, read_file
 
 MAGIC = b"penstock events 1\n"
 CHAIN, CHECK = 16, 4
 LENGTH = Struct("<I")
 HEAD = LENGTH.size + CHECK
+LOG_BYTES = 4 << 30
+"""The most of a log that is read."""
 FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
 
 Encode = Callable[[Any], bytes]
@@ -89,7 +92,7 @@ class LogWriter:
         self._flushed = 0.0
         try:
             self.records, self._chain, size = _walk(path) if path.exists() else (0, _first(), 0)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = open_append(path)
             os.ftruncate(self._fd, size)
         except OSError as error:
             raise disk_fault(path, error) from error
@@ -220,7 +223,7 @@ def _kind(data: bytes) -> str:
 def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes, int]]:
     """Payload, chain and end of each frame; half a frame at the end of the file is left out."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, LOG_BYTES)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):

@@ -16,10 +16,12 @@ from typing import Any
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
 from penstock.runtime.record.faults import RecordError, disk_fault
-from penstock.runtime.record.folder import write_atomic
+from penstock.runtime.record.folder import open_append, read_file, write_atomic
 
 Row = dict[str, Any]
 
+METRICS_BYTES = 1 << 30
+"""The most of a file of rows that is read."""
 SUMMED = frozenset({"tokens", "prompt_tokens"})
 """Figures that are counts: an update has the sum of its groups', not the mean."""
 
@@ -175,7 +177,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = open_append(path)
         except OSError as error:
             raise disk_fault(path, error) from error
 
@@ -207,7 +209,7 @@ def read_rows(path: Path) -> list[Row]:
 def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
     """The rows up to the first damage, and what that is."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_file(path, METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
         return [], None
     except OSError as error:

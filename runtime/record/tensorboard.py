@@ -1,10 +1,12 @@
 """Metrics in TensorBoard, the extra `track`: the same rows as `metrics.jsonl`, as scalars by update."""
 
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import make_folder
 from penstock.runtime.record.metrics import Row, scalars
 
 
@@ -30,10 +32,10 @@ def open_board(folder: Path, *, required: bool, keep: Iterable[Row] = ()) -> Boa
             needed = "the extra `track`: pip install 'penstock[track]'"
             raise RecordError(f"--tensorboard: the package tensorboard is not installed; needed {needed}") from None
         return None
-    path = folder / "tensorboard"
+    path = make_folder(folder / "tensorboard")
     for old in path.glob("events.out.tfevents.*"):
         old.unlink()
-    board = _Board(EventFileWriter(str(path)), Event, Summary)
+    board = _Board(EventFileWriter(str(path), filename_suffix=f".{secrets.token_hex(8)}"), Event, Summary)
     for row in keep:
         board.write(row)
     return board

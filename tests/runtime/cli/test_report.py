@@ -1,6 +1,7 @@
 """`penstock report DIR`: whole folders, and what is left of broken ones."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -40,6 +41,16 @@ def test_it_writes_the_page_into_the_folder_and_says_where(folder: Path, capsys:
     assert "bounds this run" in said
     assert str(folder / "report.html") in said
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_links_that_somebody_planted_in_a_folder_are_not_written_through(folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "authorized_keys"
+    mine.write_text("mine\n")
+    for name in ("report.html", f".report.html.{os.getpid()}"):
+        (folder / name).symlink_to(mine)
+    assert report.main([str(folder)]) == 0
+    assert mine.read_text() == "mine\n"
+    assert not (folder / "report.html").is_symlink()
 
 
 def test_out_names_another_file(folder: Path, tmp_path: Path) -> None:

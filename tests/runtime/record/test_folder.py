@@ -1,8 +1,11 @@
+import ast
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 from penstock.runtime.record import folder as module
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder, absolute, default_path
+from penstock.runtime.record.log import LogWriter
+from penstock.runtime.record.metrics import MetricsFile
 from tests.runtime.control.sockets import until
 
 
@@ -153,3 +158,149 @@ def test_a_path_is_shown_without_dots_and_keeps_its_links(tmp_path: Path, monkey
 def test_a_disk_fault_names_what_each_verb_calls_its_folder(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"cannot be written: .*needed a folder .*\(run --out DIR, resume DIR\)"):
         RunFolder(tmp_path / "none").write_json("summary.json", {})
+
+
+def state_of(folder: Path) -> object:
+    """All of a folder that a refusal could have changed."""
+    files = {p: (p.lstat().st_mode, p.lstat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in folder.rglob("*")}
+    return folder.stat().st_mode, folder.stat().st_mtime_ns, files
+
+
+def test_a_refused_folder_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, strange, stale, empty = (tmp_path / name for name in ("full", "strange", "stale", "empty"))
+    for folder in (full, strange, stale, empty):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    (full / "thesis.tex").write_text("all of it")
+    (stale / "lock").write_text("77\n")
+    (stale / "thesis.tex").write_text("all of it")
+    before = state_of(tmp_path)
+    for folder in (full, stale):
+        with pytest.raises(RecordError, match="holds files already"):
+            RunFolder.create(folder)
+        with pytest.raises(RecordError, match="part of the path is a file"):
+            RunFolder.create(folder / "thesis.tex" / "run")
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with pytest.raises(RecordError, match="given a folder of user"):
+        RunFolder.create(strange)
+    assert state_of(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_made_whole_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir(mode=0o755)
+
+    def refuse(path: Path, *, fresh: bool = False) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "make_folder", refuse)
+    for path in (tmp_path / "empty", tmp_path / "new" / "run"):
+        with pytest.raises(RecordError, match="the disk is full"):
+            RunFolder.create(path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
+    assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_run_that_comes_to_nothing_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir(mode=0o755)
+    for path in (tmp_path / "empty", tmp_path / "new" / "run"):
+        folder = RunFolder.create(path)
+        (folder.logs / "controller.err").write_text("")
+        folder.write_json("graph.json", {})
+        folder.discard()
+    assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
+    assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_that_took_the_place_of_a_run_is_not_touched_by_it(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.path.rename(tmp_path / "moved")
+    folder.path.mkdir(mode=0o755)
+    (folder.path / "thesis.tex").write_text("all of it")
+    before = state_of(folder.path)
+    folder.discard()
+    assert state_of(folder.path) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "pipe", "folder"])
+def test_what_is_planted_in_a_folder_is_not_written_through(tmp_path: Path, kind: str) -> None:
+    victim, planted = tmp_path / "authorized_keys", tmp_path / "planted"
+    if kind != "dangling":
+        victim.write_text("mine\n")
+    if kind in ("link", "dangling"):
+        planted.symlink_to(victim)
+    elif kind == "hard link":
+        planted.hardlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(planted)
+    else:
+        planted.mkdir()
+    ways: list[Callable[[Path], object]] = [
+        module.open_append,
+        MetricsFile,
+        lambda path: LogWriter(path, lambda record: b""),
+        lambda path: module.open_regular(path, os.O_RDWR | os.O_CREAT),
+    ]
+    for way in ways:
+        with pytest.raises(RecordError, match="planted"):
+            way(planted)
+    with pytest.raises(FileExistsError):
+        module.create_file(planted, b"theirs\n")
+    if kind != "folder":
+        with pytest.raises(RecordError, match="needed a folder"):
+            module.make_folder(planted)
+        module.write_atomic(planted, b"theirs\n")  # which takes its place
+        assert planted.read_bytes() == b"theirs\n"
+        assert not planted.is_symlink()
+    assert victim.exists() == (kind != "dangling")
+    assert kind == "dangling" or victim.read_text() == "mine\n"
+
+
+def test_a_new_files_name_cannot_be_guessed(tmp_path: Path) -> None:
+    names = set()
+    for _ in range(2):
+        with module.replacing(tmp_path / "report.html") as file:
+            names.add(file.name)
+    assert len(names) == 2
+    assert all(len(Path(name).suffix) >= 17 and not Path(name).exists() for name in names)
+
+
+def test_a_folder_that_is_a_link_is_no_part_of_a_run(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("logs", "keys", "tensorboard"):
+        (tmp_path / name).symlink_to(elsewhere)
+    for name in ("logs", "keys", "tensorboard"):
+        with pytest.raises(RecordError, match="symbolic link"):
+            module.make_folder(tmp_path / name)
+
+
+RUNTIME = Path(__file__).resolve().parents[3] / "runtime"
+OPENERS = {
+    "record/folder.py": "it is the place",
+    "tensor/segments.py": "shared memory, exclusively and without links",
+    "cli/main.py": "/dev/null",
+}
+"""Files that open files for writing themselves, and why they may."""
+
+
+def writes(call: ast.Call) -> bool:
+    """Does a call make or open a file for writing, by what it is called and its literal arguments?"""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ("write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile", "copyfile", "copy", "copy2"):
+        return name not in ("copy",) or ast.unparse(call.func).startswith("shutil.")
+    if name == "open":
+        words = [a.value for a in [*call.args, *(k.value for k in call.keywords)] if isinstance(a, ast.Constant)]
+        flags = any(f in ast.unparse(call) for f in ("O_WRONLY", "O_RDWR", "O_CREAT"))
+        return flags or any(isinstance(w, str) and re.fullmatch(r"(?=.*[wax+])[rwaxbt+]{1,3}", w) for w in words)
+    return False
+
+
+def test_only_one_place_opens_files_for_writing() -> None:
+    found = [
+        f"{path.relative_to(RUNTIME)}:{node.lineno}"
+        for path in sorted(RUNTIME.rglob("*.py"))
+        if str(path.relative_to(RUNTIME)) not in OPENERS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and writes(node)
+    ]
+    assert found == []
