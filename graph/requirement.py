@@ -19,7 +19,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 def requires(*checks: Check[Any]) -> Callable[[M], M]:
-    """Have each check called before a run starts, where nothing is lost yet but a second.
+    """Have each check called by `penstock check`, and before a run starts or a source is opened.
 
     Above a maker, it gets the maker's context. It looks at options, directories and files, and makes nothing: the maker
     is called later, once in each process.

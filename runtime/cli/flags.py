@@ -42,7 +42,7 @@ SECONDS = ("deadline", "startup_deadline")
 def check_numbers(flags: object) -> None:
     """Raises ValueError with all numbers of a verb's flags that cannot be meant; `check` tells them with all other
     faults."""
-    numbers = () if isinstance(flags, CheckFlags) else (*LEAST, *SECONDS)
+    numbers = ("max_tokens",) if isinstance(flags, CheckFlags) else (*LEAST, *SECONDS)
     given = {name: value for name, value in vars(flags).items() if name in numbers and value is not None}
     needed = {name: what for name, value in given.items() if (what := _needed(name, value))}
     if needed:
@@ -168,6 +168,14 @@ class CheckFlags:
 
     batch: int = 32
     """Prompt groups per update that the program is to run with."""
+    max_tokens: int = 16
+    """Longest response that it is to run with, in tokens."""
+    model: Annotated[str, _text("DIR", "a small base model")] = ""
+    """Model directory that it is to run with."""
+    data: Annotated[str, _text("FILE", "arithmetic")] = ""
+    """Problems that it is to run with."""
+    eval_data: Annotated[str, _text("FILE", "problems of --data that training never sees")] = ""
+    """Problems that it is to be measured on."""
     config: Annotated[str, _text("FILE", "none")] = ""
     """Flags from a TOML file; those on the command line win."""
     json: bool = False

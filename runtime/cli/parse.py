@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 import tyro
 
 from penstock.graph.build import Flag, Program
-from penstock.graph.faults import nearest
+from penstock.graph.faults import Fault, GraphError, nearest
 from penstock.graph.interface import REQUIRED
 from penstock.graph.paths import path_of
 from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers
@@ -28,13 +28,16 @@ class UsageError(ValueError):
 
 
 def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """The program's options and the verb's flags. `name` is what the user called the program."""
+    """The program's options and the verb's flags. `name` is what the user called the program.
+
+    Raises GraphError for options that have the name of a flag of the verb. `check` tells these of `run` among the
+    faults (see `clashes`), so here it leaves them at their defaults.
+    """
     defaults = _verb_defaults(program, verb)
-    taken = {field.name for field in dataclasses.fields(defaults)}
-    own = [_Own(flag) for flag in program.flags]
-    for option in own:
-        if option.flag.name in taken:
-            raise UsageError(f"{program.where}: option {option.flag.name!r} is a flag of `penstock {verb}`; rename it")
+    taken = clashes(program, "run" if verb == "check" else verb)
+    if taken and verb != "check":
+        raise GraphError(*taken.values())
+    own = [_Own(flag) for flag in program.flags if flag.name not in taken]
     options = dataclasses.make_dataclass(program.name, [option.field for option in own], kw_only=True, frozen=True)
     options.__doc__ = f"Keyword arguments of {program.path}"
     title = program.name if program.name not in VERBS else "program"
@@ -59,6 +62,21 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     except ValueError as error:
         raise UsageError(str(error)) from None
     return {o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags
+
+
+def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:
+    """The program's options that have the name of a flag of the verb, each with what is wrong."""
+    names = {field.name for field in dataclasses.fields(VERBS[verb])}
+    return {
+        flag.name: Fault(
+            f"{program.name}: option {flag.name!r}",
+            f"the name of a flag of `penstock {verb}`, --{flag.name.replace('_', '-')}",
+            "another name for the program's option",
+            program.where,
+        )
+        for flag in program.flags
+        if flag.name in names
+    }
 
 
 def verb_help(verb: str, programs: Mapping[str, str]) -> None:

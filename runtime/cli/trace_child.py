@@ -14,12 +14,13 @@ from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.build import trace_evaluation
-from penstock.graph.faults import Fault
+from penstock.graph.check import by_place
+from penstock.graph.faults import Fault, defined
 from penstock.graph.ir import Graph
-from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.flags import CheckFlags, RunFlags
 from penstock.runtime.cli.own_frames import own_frames
-from penstock.runtime.cli.parse import UsageError, parse
-from penstock.runtime.cli.try_inputs import try_inputs
+from penstock.runtime.cli.parse import UsageError, clashes, parse
+from penstock.runtime.cli.try_inputs import try_inputs, unmet
 from penstock.runtime.control.config import EVALUATION
 
 RAISED = (Exception, SystemExit)
@@ -46,6 +47,9 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"name": program.name, "path": program.path, "flags": dataclasses.asdict(flags)}
     try:
         graphs, faults = _trace(program, options, flags)
+        if verb == "check":
+            faults += [*clashes(program, "run").values(), *_lacks(program, list(graphs.values()), flags)]
+            faults.sort(key=by_place)
     except RAISED:
         return _error(own_frames())
     found["faults"] = [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)]
@@ -78,6 +82,30 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     except GraphError as error:
         faults += error.faults
     return graphs, faults
+
+
+def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlags) -> list[Fault]:
+    """What makers require and a run with these flags would not have."""
+    fields = {field.name for field in dataclasses.fields(RunFlags)}
+    own = {name: value for name, value in program.defaults.items() if name in fields}
+    asked = RunFlags(**(own | {name: value for name, value in vars(flags).items() if name in fields - {"config"}}))
+    faults: list[Fault] = []
+    made: list[Graph] = []
+    for graph in graphs:
+        arguments = []
+        for argument in graph.arguments:
+            try:
+                load(argument.maker)
+                arguments.append(argument)
+            except GraphError as error:
+                what = f"{argument.kind} {argument.name!r}: maker"
+                known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
+                faults += (dataclasses.replace(fault, what=what, where=argument.where) for fault in known)
+        made.append(graph.replace(arguments=tuple(arguments)))
+    for argument, required, error in unmet(made, asked.control(asked.model)):
+        needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
+        faults.append(Fault(f"{argument.kind} {argument.name!r}", str(error), needed, argument.where))
+    return faults
 
 
 def _tried(found: dict[str, Any], graphs: Sequence[Graph], flags: RunFlags) -> dict[str, Any]:

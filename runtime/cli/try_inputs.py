@@ -9,12 +9,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 
 from penstock.graph import check, load
 from penstock.graph.faults import Fault
-from penstock.graph.ir import Graph, Node
+from penstock.graph.ir import Argument, Graph, Node
 from penstock.graph.paths import reach, resolve
 from penstock.graph.protocols import Source
 from penstock.graph.requirement import Check, requirements
@@ -26,31 +26,53 @@ from penstock.runtime.control.config import EVALUATION, Flags
 
 
 def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]:
-    """(the device chosen, what nodes lack in view of the run). Reads a little of what the program reads, and looks at
-    what the makers of the other values require. Raises ValueError for what is wrong with them."""
+    """(the device chosen, what nodes lack in view of the run). Looks at what makers require, and reads a little of what
+    the program reads. Raises ValueError for what is wrong with them."""
     sources: dict[str, Source] = {}
-    checks: dict[Check[Context], Context] = {}
     for graph in graphs:
         reach(graph.op)
     for graph in graphs:
         for argument in graph.arguments:
-            maker, context = load(argument.maker), _context(argument.name, graph, flags)
-            if argument.kind == "source":
-                sources[argument.name] = maker(context)
-                sources[argument.name].read(0)
-            for required in requirements(maker):
-                checks.setdefault(required, context)
+            load(argument.maker)
         for node in graph.nodes:
             _import(node)
     device = choose_device(flags.device)  # not before what may bring a torch is imported
-    for required, context in checks.items():
-        required(context)
+    for _, _, error in unmet(graphs, flags):
+        raise error
+    for graph in graphs:
+        for argument in graph.sources:  # not before its requirements are met: it may open what they look for
+            sources[argument.name] = load(argument.maker)(_context(argument.name, graph, flags))
+            sources[argument.name].read(0)
     check_meshes(graphs, flags)
     faults: list[Fault] = []
     for graph in graphs:
         contexts = {node.name: _context(node.name, graph, flags) for node in graph.nodes}
         faults += check(graph, sources=sources, contexts=contexts)
     return device, list(dict.fromkeys(faults))
+
+
+def unmet(graphs: Sequence[Graph], flags: Flags) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
+    """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
+
+    A check is called once for the values that are made from the same facts.
+    """
+    named: set[str] = set()
+    asked: list[tuple[Check[Context], Context]] = []
+    for graph in graphs:
+        for argument in graph.arguments:
+            if argument.name in named:  # the program's own value, which is made as the program says
+                continue
+            named.add(argument.name)
+            context = _context(argument.name, graph, flags)
+            for required in requirements(load(argument.maker)):
+                facts = required, replace(context, node="")
+                if facts in asked:
+                    continue
+                asked.append(facts)
+                try:
+                    required(context)
+                except ValueError as error:
+                    yield argument, required, error
 
 
 def require_inputs_of(graphs: Sequence[Graph], flags: Flags) -> None:

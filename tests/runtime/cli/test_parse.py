@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 import pytest
 
-from penstock.graph import Policy, Program, program
+from penstock.graph import GraphError, Policy, Program, program
 from penstock.nodes.score import math_answer
 from penstock.runtime.cli.parse import UsageError, parse
 
@@ -171,12 +171,17 @@ def test_a_bad_value_in_a_config_file_says_where_it_came_from(
 
 def test_an_option_may_not_take_a_flags_name() -> None:
     @program
-    def clashing(policy: Policy, *, updates: int = 3) -> Policy:
+    def clashing(policy: Policy, *, updates: int = 3, batch: int = 1, other: int = 0) -> Policy:
         return policy
 
-    with pytest.raises(UsageError, match=r"test_parse.py:\d+: option 'updates' is a flag of `penstock run`"):
+    with pytest.raises(GraphError) as error:
         read(of=clashing)
-    assert read(of=clashing, verb="show")[0] == {"updates": 3}
+    assert [(fault.what, fault.where) for fault in error.value.faults] == [
+        ("clashing: option 'updates'", clashing.where),
+        ("clashing: option 'batch'", clashing.where),
+    ]
+    assert read(of=clashing, verb="show")[0] == {"updates": 3, "batch": 1, "other": 0}
+    assert read("--batch", "8", of=clashing, verb="check")[1].batch == 8  # the flag's: `check` tells of the option
 
 
 def test_defaults_for_a_flag_that_is_none_are_an_error() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.graph.faults import Fault
 from penstock.graph.ir import Graph
 from penstock.nodes.base import initial_model
 from penstock.nodes.model import Llama, save_model
@@ -232,6 +233,76 @@ def test_what_a_maker_of_ones_own_requires_is_looked_at_once_and_nothing_is_made
     found = answer("run", f"{tmp_path}/own.py:mine", ["--shelf", "none"])
     assert found["error"] == "shelf: given 'none', needed one that is there: first"
     assert "error" not in answer("run", f"{tmp_path}/own.py:mine", ["--shelf", "there"])
+
+
+CLOSED = """
+from penstock.graph import broadcast, program, requires
+from penstock.graph.types import Prompts
+from penstock.nodes.fake import FakePolicy, fake_generate, fake_score, fake_update, open_prompts
+
+def look(context):
+    if not context.data:
+        raise ValueError("data: given none, needed a file")
+
+@requires(look)
+def open_file(context):
+    open(context.data).close()
+    return open_prompts(context)
+
+class Filed(Prompts):
+    maker = f"{__file__}:open_file"
+
+class Lost(Prompts):
+    maker = f"{__file__}:open_fiel"
+
+def body(policy, prompts):
+    rollouts = fake_generate(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+@program
+def closed(policy: FakePolicy, prompts: Filed):
+    return body(policy, prompts)
+
+@program
+def clashing(policy: FakePolicy, prompts: Filed, *, updates: int = 3, batch: int = 2, eval_groups: int = 1):
+    return body(policy, prompts)
+
+@program
+def lost(policy: FakePolicy, prompts: Lost):
+    return body(policy, prompts)
+"""
+
+
+def test_a_source_is_not_opened_before_what_its_maker_requires_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "closed.py").write_text(CLOSED)
+    name = f"{tmp_path}/closed.py:closed"
+    assert answer("run", name, [])["error"] == "data: given none, needed a file"
+    assert answer("run", name, ["--data", f"{tmp_path}/closed.py"])["faults"] == []
+
+
+def test_check_tells_what_run_refuses_of_makers_and_of_options_that_are_flags(tmp_path: Path) -> None:
+    (tmp_path / "closed.py").write_text(CLOSED)
+    file = f"{tmp_path}/closed.py"
+    (fault,) = answer("check", f"{file}:closed", [])["faults"]
+    assert (fault["what"], fault["given"]) == ("source 'prompts'", "data: given none, needed a file")
+    assert answer("check", f"{file}:closed", ["--data", file])["faults"] == []
+    found = answer("check", f"{file}:clashing", ["--data", file, "--batch", "8"])
+    assert [fault["what"] for fault in found["faults"]] == [
+        f"clashing: option '{name}'" for name in ("updates", "batch", "eval_groups")
+    ]
+    refused = answer("run", f"{file}:clashing", ["--data", file])
+    assert refused["error"] == "\n".join(str(Fault(**fault)) for fault in found["faults"])
+    assert refused["usage"]
+    (fault,) = answer("check", f"{file}:lost", [])["faults"]
+    assert (fault["what"], "open_file" in fault["needed"]) == ("source 'prompts': maker", True)
+    assert answer("run", f"{file}:lost", [])["error"].endswith(fault["needed"])
+
+
+@pytest.mark.parametrize("words", [["distill"], ["rlhf"]])
+def test_check_tells_of_a_directory_that_a_model_lacks(words: list[str]) -> None:
+    (fault,) = answer("check", words[0], words[1:])["faults"]
+    assert fault["what"].startswith("carried ")
+    assert "given no directory" in fault["given"]
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", "cpu:"])
