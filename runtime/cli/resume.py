@@ -1,6 +1,7 @@
 """`penstock resume DIR`: go on with a run exactly where its last checkpoint is."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import read_meshes, spelled
 from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import segment_seconds
 from penstock.runtime.tensor.part_file import part_path, read_facts, refusal
@@ -25,7 +27,8 @@ from penstock.runtime.tensor.part_file import part_path, read_facts, refusal
 DESCRIPTION = """Go on with a run exactly where its last complete checkpoint is.
 
 The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
-The data, the model and the program's file must be where they were, and the data unchanged.
+The data, the model and the program's file must be where they were, and the data unchanged. A resume runs the code
+that the folder names, with your rights: where other users have made the folder, it asks first.
 
 Examples:
   penstock resume runs/aipo-20250304-050607
@@ -46,6 +49,8 @@ class ResumeFlags:
     """Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."""
     in_process: bool = False
     """Everything in one process and one thread, for a debugger."""
+    trust: bool = False
+    """Run the code that the folder names even if other users have made the folder, without being asked."""
     plain: bool = False
     """Plain lines instead of the live display."""
     json: bool = False
@@ -57,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     config_ = (tyro.conf.FlagCreatePairsOff,)
     flags = tyro.cli(ResumeFlags, prog="penstock resume", description=DESCRIPTION, args=argv, config=config_)
     folder = RunFolder.open(flags.dir)
+    if not flags.trust:
+        _require_own(folder)
     folder.lock()
     try:
         config, asked = RunConfig.load(folder), folder.read_json("config.json")["asked"]
@@ -79,6 +86,20 @@ def main(argv: Sequence[str]) -> int:
         return status
     finally:
         folder.unlock()
+
+
+def _require_own(folder: RunFolder) -> None:
+    """Asks whether to go on with a folder that others have made, since its graph names the code that a resume runs.
+    Raises CommandError for another answer than yes, and where no terminal is there to ask."""
+    if not (foreign := folder.foreign()):
+        return
+    given = f"{foreign}, and a resume runs the code that the folder names, with your rights"
+    needed = "needed a run of your own, or --trust"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise CommandError(f"{given}; {needed}")
+    print(visible(f"penstock resume: {given}. Go on? [y/N] "), end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CommandError(f"given no yes; {needed}")
 
 
 def _earlier_seconds(folder: RunFolder) -> float:

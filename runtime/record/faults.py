@@ -1,12 +1,29 @@
 """What goes wrong with files, in words a user can act on."""
 
 import errno
+import re
 import shutil
 from pathlib import Path
 
 
 class RecordError(ValueError):
     """A run's folder or one of its files cannot be used: which, what was found, what is needed."""
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with escapes such as \\x1b for control characters, for marks that turn the direction of writing, and for
+    bytes that are no UTF-8: a terminal shows them and obeys none. Line breaks and tabs stay."""
+    return _CONTROL.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:
+        code -= 0xDC00  # the byte of a path that Python has kept so
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 REASONS = {

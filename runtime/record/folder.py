@@ -181,6 +181,18 @@ class RunFolder:
             os.close(fd)
         return False
 
+    def foreign(self) -> str:
+        """What in the folder another user has made or may change, in words; "" if that is nothing."""
+        places = [self.path, *(Path(top, name) for top, dirs, files in os.walk(self.path) for name in (*dirs, *files))]
+        entered = self.path.stat().st_mode & stat.S_IXOTH
+        for place in places:
+            facts = place.stat() if place == self.path else place.lstat()
+            if facts.st_uid != os.geteuid():
+                return f"{place} belongs to user {owner_name(facts.st_uid)}"
+            if entered and facts.st_mode & stat.S_IWOTH and not stat.S_ISLNK(facts.st_mode):
+                return f"every user may change {place}"
+        return ""
+
     # Small files -------------------------------------------------------------------------------------------
 
     def write_json(self, name: str, value: Any) -> None:

@@ -1,8 +1,11 @@
 """What run and resume do before and after the processes."""
 
 import importlib.util
+import io
 import json
+import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +229,37 @@ def test_a_finished_run_goes_on_with_more_updates(finished: RunFolder, processes
     assert resume.main([str(finished.path), "--updates", "9", "--plain"]) == 0
     assert [config.flags.updates for config in processes.configs] == [5, 9]
     assert processes.configs[0].graph == processes.configs[1].graph
+
+
+def test_a_folder_of_another_user_is_not_resumed_unasked(
+    finished: RunFolder, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [str(finished.path), "--updates", "9", "--plain"]
+    (finished.path / "graph.json").chmod(0o666)
+    assert finished.foreign() == ""  # since nobody else can enter the folder
+    finished.path.chmod(0o755)
+    assert "every user may change" in finished.foreign()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4321)
+        before = sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*"))
+        with pytest.raises(CommandError, match=r"belongs to user .*--trust"):
+            resume.main(argv)
+        for typed in ("n\n", "", "why?\n"):
+            patch.setattr(sys, "stdin", Terminal(typed))
+            patch.setattr(sys, "stderr", Terminal())
+            with pytest.raises(CommandError, match="no yes"):
+                resume.main(argv)
+        assert sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*")) == before
+        assert len(processes.configs) == 1
+        patch.setattr(sys, "stdin", Terminal("yes\n"))
+        assert resume.main(argv) == 0
+    assert resume.main([*argv[:2], "12", "--plain", "--trust"]) == 0
+    assert len(processes.configs) == 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_the_wall_time_is_that_of_all_lives(finished: RunFolder, processes: Processes) -> None:
