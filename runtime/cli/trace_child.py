@@ -102,9 +102,9 @@ def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlag
                 known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
                 faults += (dataclasses.replace(fault, what=what, where=argument.where) for fault in known)
         made.append(graph.replace(arguments=tuple(arguments)))
-    for argument, required, error in unmet(made, asked.control(asked.model)):
+    for argument, required, lack in unmet(made, asked.control(asked.model)):
         needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
-        faults.append(Fault(f"{argument.kind} {argument.name!r}", str(error), needed, argument.where))
+        faults.append(Fault(f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where))
     return faults
 
 
