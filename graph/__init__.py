@@ -18,7 +18,7 @@ from penstock.graph.definition import NodeDef, node
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.paths import load
-from penstock.graph.requirement import requires
+from penstock.graph.requirement import opens, requires
 from penstock.graph.types import Advantages, Context, Logprobs, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "keep",
     "load",
     "node",
+    "opens",
     "program",
     "requires",
     "trace",

@@ -1,10 +1,11 @@
 """A node's call, for those who require something of it: its options, its inputs, and where these come from."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.graph.faults import Fault, GraphError
-from penstock.graph.ir import Json, Node, Ref
+from penstock.graph.ir import Argument, Json, Node, Ref
 from penstock.graph.paths import path_of
 from penstock.graph.protocols import Source
 from penstock.graph.types import Rollouts
@@ -36,9 +37,10 @@ class Call:
             item.name for item in node.inputs
         }
 
-    def lack(self, given: str, needed: str, option: str = "") -> GraphError:
-        """What to raise, at the line of the call; `option` is the option that it is about."""
-        return GraphError(self._fault(given, needed, option))
+    def lack(self, given: str, needed: str, option: str = "", *, input: str = "") -> GraphError:
+        """What to raise, at the line of the call; `option` or `input` is what it is about."""
+        fault = self._fault(given, needed, option)
+        return GraphError(replace(fault, what=f"{self.what}: input {input!r}") if input else fault)
 
     def numbers(self, needed: str, fit: Callable[[float], bool], *options: str) -> None:
         """Raises for options that are no numbers, or do not fit, with all of them; None, and what was not bound to the
@@ -75,6 +77,14 @@ class Call:
                 behind += [(i.ref.node, counted or type(count) is int) for i in node.inputs if not i.back]
             elif argument is not None and argument.kind == "source" and not counted:
                 yield None  # whatever it has
+
+    def weights_of(self, name: str) -> Argument | None:
+        """The carried value that an input is the weights of; None for any other input."""
+        ref = self._inputs.get(name)
+        way = self.view.nodes.get(ref.node) if ref is not None else None
+        if way is None or way.construct != "broadcast" or not way.inputs:
+            return None
+        return self.view.arguments.get(way.inputs[0].ref.node)
 
     def first(self, name: str) -> Any:
         """The first value of the source that an input is, where `source` knows it."""

@@ -8,7 +8,8 @@ from penstock.graph.call import Call
 from penstock.graph.definition import NodeDef
 from penstock.graph.faults import Fault, GraphError, defined
 from penstock.graph.ir import Json
-from penstock.graph.paths import imported, names_function, short
+from penstock.graph.paths import imported, load, names_function, short
+from penstock.graph.types import Context
 from penstock.graph.view import View
 
 S = TypeVar("S")
@@ -40,6 +41,31 @@ def requires(*checks: Check[Any]) -> Callable[[M], M]:
         return made
 
     return mark
+
+
+def opens(spec: Callable[[Context], Any], *, words: bool = True) -> Callable[[M], M]:
+    """Say of a maker which model it opens: `spec(context)` gives what is known of it before any weights are read.
+
+    A node that computes with the weights of a carried value, such as `generate`, takes the shape and the tokenizer from
+    the spec of that value's maker, which is called with the context that the maker is given. For the nodes of this
+    package a spec is a `penstock.nodes.base.ModelSpec`. `words` is False for a model whose head gives a number.
+
+        @opens(judge_spec)
+        def open_judge(context: Context) -> Carried: ...
+    """
+
+    def mark(made: M) -> M:
+        made.opens = spec, words  # type: ignore[attr-defined]
+        return made
+
+    return mark
+
+
+def opened(maker: str) -> tuple[Callable[[Context], Any], bool] | None:
+    """The spec that the maker of this import path was given by `opens`, and whether its model says words; None for a
+    maker that says nothing of a model."""
+    found: tuple[Callable[[Context], Any], bool] | None = getattr(load(maker), "opens", None)
+    return found
 
 
 def requirements(made: Callable[..., Any] | None) -> tuple[Check[Any], ...]:

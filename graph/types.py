@@ -29,6 +29,8 @@ class Context:
 
     `mesh` names the axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; ()
     for one rank. `rank` is this one's place. With more than one, torch.distributed's default group has them all.
+
+    `weights` says for each input of the node that is weights which carried value they are of.
     """
 
     node: str = ""
@@ -46,6 +48,7 @@ class Context:
     mesh: Axes = ()
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    weights: "dict[str, Origin]" = field(default_factory=dict)
 
     def key(self, *parts: str | int) -> int:
         """A 63-bit key for this node's randomness: a pure function of seed, node and `parts`."""
@@ -54,6 +57,15 @@ class Context:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The carried value that weights are of: the import path of its maker, and the context that the maker is given,
+    but for where it runs."""
+
+    maker: str
+    context: Context
 
 
 class Model:
@@ -92,6 +104,17 @@ class Teacher(Reference):
 
     maker: ClassVar[str] = "penstock.nodes.distillation:open_teacher"
     pool: ClassVar[str] = "teacher"
+
+
+class FrozenModel(Model):
+    """A language model that never changes, with words of its own: a judge, or somebody to talk with (`nodes.policy`).
+
+    It is read from the directory that the program's option `NAME_model` names, where NAME is the argument's name; it
+    is the model that the run starts from where there is no such option, or it is None.
+    """
+
+    maker: ClassVar[str] = "penstock.nodes.policy:open_frozen"
+    pool: ClassVar[str] = "frozen"
 
 
 class Critic(Model):

@@ -4,11 +4,11 @@ from typing import ClassVar
 
 import torch
 
-from penstock.graph import node, requires
+from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Average, Context, Metrics, Policy
 from penstock.nodes import numbers
-from penstock.nodes.base import open_model, require_model
+from penstock.nodes.base import open_model, require_model, run_spec
 from penstock.nodes.mastered import Mastered
 from penstock.nodes.model import Llama
 from penstock.nodes.policy import LanguageModel, language_policy
@@ -20,6 +20,7 @@ class FollowingPolicy(LanguageModel, Mastered[Llama], Average):
     called: ClassVar[str] = "average"
 
 
+@opens(run_spec)
 @requires(require_model)
 def make_average(context: Context) -> Carried:
     """The first policy itself: what it follows has not moved yet."""

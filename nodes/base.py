@@ -1,12 +1,26 @@
-"""The model that a run starts from: an HF directory, or a small untrained one made from the seed."""
+"""The model that a run starts from, an HF directory or a small untrained one made from the seed; and what is known of
+the model of a carried value before its weights are there."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from penstock.graph.call import Call
+from penstock.graph.faults import GraphError
+from penstock.graph.paths import short
+from penstock.graph.requirement import opened
 from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Context
-from penstock.nodes.model import Llama, ModelConfig, Scorer, grow_scorer, load_model, read_config, torch_dtype
+from penstock.nodes.model import (
+    Llama,
+    ModelConfig,
+    ModelError,
+    Scorer,
+    grow_scorer,
+    load_model,
+    read_config,
+    torch_dtype,
+)
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 ALPHABET = "0123456789+-=:"
@@ -53,14 +67,73 @@ def require_scorer(context: Context) -> None:
     open_scorer(replace(context, device="meta"), context.dtype)
 
 
-def model_config(context: Context) -> ModelConfig:
-    """The shape of the model that both open."""
-    return read_config(context.model) if context.model else initial_model(context.data)[0]
+@dataclass(frozen=True)
+class ModelSpec:
+    """What is known of a model before its weights are read: its shape, and the tokenizer of its words."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
 
 
-def model_tokenizer(model: str, data: str) -> Tokenizer:
-    """The tokenizer of that model."""
-    return load_tokenizer(model) if model else initial_model(data)[1]
+def run_spec(context: Context) -> ModelSpec:
+    """The model that `open_model` and `open_scorer` open: that of `--model`."""
+    return directory_spec(context.model) if context.model else ModelSpec(*initial_model(context.data))
+
+
+def directory_spec(folder: str) -> ModelSpec:
+    """The model of a directory. Raises ModelError or TokenizerError where that cannot be read."""
+    return ModelSpec(read_config(folder), load_tokenizer(folder))
+
+
+def weights_spec(context: Context, name: str = "behaviour") -> ModelSpec:
+    """The model whose weights the input `name` of a node is, as the maker of that carried value says it (`opens`).
+
+    Without a graph, where the context says nothing of weights, it is the run's own. Raises ModelError for a maker that
+    does not say which model it opens, or opens one that says no words.
+    """
+    origin = context.weights.get(name)
+    if origin is None:
+        return run_spec(context)
+    if lack := _spec_lack(origin.maker, origin.context.node):
+        raise ModelError(f"{context.node}: input {name!r}: given {lack[0]}, needed {lack[1]}")
+    found = opened(origin.maker)
+    assert found is not None
+    spec = found[0](origin.context)
+    if not isinstance(spec, ModelSpec):
+        given = f"the weights of {origin.context.node!r}, of which {origin.maker} says a {type(spec).__name__}"
+        raise ModelError(f"{context.node}: input {name!r}: given {given}, needed a penstock.nodes.base.ModelSpec")
+    return spec
+
+
+def spec_of(call: Call, name: str) -> ModelSpec | None:
+    """The same before a run: of an input of a call. None where the call is not looked at for a run.
+
+    Raises GraphError, at the line of the call, for the weights of a value whose maker does not say which model it
+    opens, or opens one that says no words.
+    """
+    argument, origin = call.weights_of(name), None if call.context is None else call.context.weights.get(name)
+    # A value of two graphs is made as the first of them says, which the run's context knows.
+    maker, value = (argument.maker, argument.name) if argument is not None else ("", "")
+    maker, value = (origin.maker, origin.context.node) if origin is not None else (maker, value)
+    if maker and (lack := _spec_lack(maker, value)):
+        raise call.lack(*lack, input=name)
+    return None if call.context is None else weights_spec(call.context, name)
+
+
+def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:
+    """What is given and what is needed, where nothing can decode with the weights of a carried value; None if all is
+    well."""
+    try:
+        found = opened(maker)
+    except GraphError:
+        return None  # there is no such maker, which is told of the value itself
+    if found is None:
+        given = f"the weights of {value!r}, of which its maker {maker} does not say which model it opens"
+        needed = f"@opens(spec) above {short(maker)}: spec(context) returns the ModelSpec (shape and tokenizer)"
+        return given, f"{needed} that these weights are of, such as penstock.nodes.base.run_spec for that of --model"
+    if not found[1]:
+        return f"the weights of {value!r}, a model whose head gives a number", "those of a model that says words"
+    return None
 
 
 def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.graph import node, requires
+from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import (
     Context,
@@ -24,7 +24,7 @@ from penstock.graph.types import (
     TokenAdvantages,
     Values,
 )
-from penstock.nodes.base import open_scorer, require_scorer
+from penstock.nodes.base import open_scorer, require_scorer, run_spec
 from penstock.nodes.learn.advantages import whiten
 from penstock.nodes.learn.batch import per_response, per_token
 from penstock.nodes.learn.behaviour import behaviour_logprobs
@@ -49,6 +49,7 @@ class LanguageCritic(Learner[Scorer], Critic):
         return self.workers.map(packed_values, micro_batches)
 
 
+@opens(run_spec, words=False)
 @requires(require_scorer)
 def make_critic(context: Context) -> Carried:
     """A critic on the decoder of `context.model`; its head is zero, so that it expects nothing before it learns."""

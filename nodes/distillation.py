@@ -6,11 +6,11 @@ Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabu
 import torch
 from torch import Tensor
 
-from penstock.graph import node, requires
+from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.sharding import STAGE, num_ranks
 from penstock.graph.types import Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
-from penstock.nodes.base import initial_model
+from penstock.nodes.base import ModelSpec, directory_spec, run_spec
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
@@ -33,6 +33,12 @@ def require_teacher(context: Context) -> None:
     _open(context, "meta")
 
 
+def teacher_spec(context: Context) -> ModelSpec:
+    """Its shape and its tokenizer. Raises ModelError without a directory."""
+    return directory_spec(_directory(context))
+
+
+@opens(teacher_spec)
 @requires(require_teacher)
 def open_teacher(context: Context) -> Carried:
     """The model of the directory that the program's option `teacher_model` names, in the run's dtype.
@@ -43,14 +49,19 @@ def open_teacher(context: Context) -> Carried:
     return FrozenTeacher(model.requires_grad_(False), tokenizer, context)
 
 
-def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
+def _directory(context: Context) -> str:
     folder = str(context.options.get("teacher_model") or "")
     if not folder:
         needed = "a model directory with the policy's tokenizer: --teacher-model DIR"
         raise ModelError(f"teacher_model: given no directory, needed {needed}")
+    return folder
+
+
+def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
+    folder = _directory(context)
     unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
     model, tokenizer = load_model(folder, context.dtype, device, unread=unread), load_tokenizer(folder)
-    own = load_tokenizer(context.model) if context.model else initial_model(context.data)[1]
+    own = run_spec(context).tokenizer
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
     if theirs != ours:
         given, needed = f"a tokenizer of {len(theirs)} tokens", f"the policy's own tokenizer, which has {len(ours)}"

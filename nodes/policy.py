@@ -1,15 +1,16 @@
 """A language model as a carried value: the policy that learns, or one that never changes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.graph import requires
+from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context, Policy, Reference
-from penstock.nodes.base import open_model, require_model
+from penstock.graph.types import Context, FrozenModel, Policy, Reference
+from penstock.nodes.base import ModelSpec, open_model, require_model, run_spec
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learner import Learner, Step
@@ -17,6 +18,7 @@ from penstock.nodes.model import Llama
 from penstock.nodes.sequence_model import Frozen, SequenceModel
 
 __all__ = [
+    "FrozenLanguageModel",
     "FrozenPolicy",
     "LanguageModel",
     "LanguagePolicy",
@@ -26,6 +28,7 @@ __all__ = [
     "language_policy",
     "make_policy",
     "make_reference",
+    "open_frozen",
 ]
 
 Figures = TypeVar("Figures")
@@ -68,17 +71,46 @@ class FrozenPolicy(LanguageModel, Frozen[Llama], Reference):
     """A policy that never changes."""
 
 
+class FrozenLanguageModel(LanguageModel, Frozen[Llama], FrozenModel):
+    """A language model of any directory."""
+
+
+@opens(run_spec)
 @requires(require_model)
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
     return LanguagePolicy(*open_model(context, "float32"), context)
 
 
+@opens(run_spec)
 @requires(require_model)
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""
     model, tokenizer = open_model(context)
     return FrozenPolicy(model.requires_grad_(False), tokenizer, context)
+
+
+def frozen_spec(context: Context) -> ModelSpec:
+    """The shape and the tokenizer of the directory that `open_frozen` reads."""
+    return run_spec(_own(context))
+
+
+def require_frozen(context: Context) -> None:
+    """Raises ModelError for a directory that holds no language model; its weights are not read."""
+    require_model(_own(context))
+
+
+@opens(frozen_spec)
+@requires(require_frozen)
+def open_frozen(context: Context) -> Carried:
+    """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the carried
+    value's. It is the run's own model where there is no such option."""
+    model, tokenizer = open_model(_own(context))
+    return FrozenLanguageModel(model.requires_grad_(False), tokenizer, context)
+
+
+def _own(context: Context) -> Context:
+    return replace(context, model=str(context.options.get(f"{context.node}_model") or context.model))
 
 
 def language_policy(policy: Policy) -> LanguagePolicy:

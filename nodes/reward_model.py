@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.graph import node, requires
+from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
-from penstock.nodes.base import open_scorer, require_scorer
+from penstock.nodes.base import ModelSpec, directory_spec, open_scorer, require_scorer, run_spec
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.preference import bradley_terry_accuracy, bradley_terry_loss
 from penstock.nodes.learn.scores import pack_ends, packed_values, sequence_scores
@@ -39,6 +39,11 @@ def require_reward_model(context: Context) -> None:
     load_scorer(_directory(context), context.dtype, "meta")
 
 
+def reward_model_spec(context: Context) -> ModelSpec:
+    """Its shape and its tokenizer. Raises ModelError without a directory."""
+    return directory_spec(_directory(context))
+
+
 def _directory(context: Context) -> str:
     folder = str(context.options.get("reward_model") or "")
     if not folder:
@@ -47,6 +52,7 @@ def _directory(context: Context) -> str:
     return folder
 
 
+@opens(reward_model_spec, words=False)
 @requires(require_reward_model)
 def open_reward_model(context: Context) -> Carried:
     """The reward model of the directory that the program's option `reward_model` names, in the run's dtype.
@@ -59,6 +65,7 @@ def open_reward_model(context: Context) -> Carried:
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
+@opens(run_spec, words=False)
 @requires(require_scorer)
 def make_preference_model(context: Context) -> Carried:
     """A reward model on the decoder of `context.model`, whose head is zero: it has no preference yet."""

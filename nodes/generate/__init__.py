@@ -4,29 +4,25 @@ from typing import Any
 
 from penstock.graph import node, requires
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.base import initial_model
+from penstock.nodes.base import weights_spec
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.length import room
 from penstock.nodes.generate.sampling import Sampler
-from penstock.nodes.model import Llama, ModelConfig, read_config, torch_dtype
+from penstock.nodes.model import Llama, ModelConfig, torch_dtype
 from penstock.nodes.model.part import LlamaPart
 from penstock.nodes.numbers import count, not_negative, positive, share
 from penstock.nodes.parallel.fits import check_decoding
 from penstock.nodes.parallel.ranks import Ranks
-from penstock.nodes.tokenizer import load_tokenizer
 
 
 def make_engine(
     context: Context, *, samples: int = 8, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Engine:
-    """An engine for the run's model. It reads no weights: they come with `behaviour`."""
+    """An engine for the model whose weights `behaviour` is. It reads none of them: they come with the firings."""
     if samples < 1 or context.slots < 1:
         raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
-    if context.model:
-        config, tokenizer = read_config(context.model), load_tokenizer(context.model)
-    else:
-        config, tokenizer = initial_model(context.data)
-    return Engine(_model(config, context), tokenizer, context, Sampler(temperature, top_k, top_p), samples)
+    spec = weights_spec(context)
+    return Engine(_model(spec.config, context), spec.tokenizer, context, Sampler(temperature, top_k, top_p), samples)
 
 
 def _model(config: ModelConfig, context: Context) -> Llama:
@@ -52,6 +48,8 @@ def generate(
     top_p: float = 1.0,
 ) -> tuple[Engine, Rollouts, Metrics]:
     """`samples` responses to each prompt, sampled token by token with the live weights.
+
+    The model is that of the carried value whose weights `behaviour` is: its shape, and its tokenizer.
 
     The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`): at another
     temperature than 1 they are not the policy's own. A response ends with a stop token, or after `max_tokens`.

@@ -1,13 +1,12 @@
 """How long prompts and responses may be: a slot's room, and what is looked at before a run starts."""
 
 from collections.abc import Iterable
-from functools import lru_cache
 from heapq import nlargest
 
 from penstock.graph.call import Call
 from penstock.graph.faults import Fault, GraphError
 from penstock.graph.types import Context, Prompts
-from penstock.nodes.base import model_config, model_tokenizer
+from penstock.nodes.base import spec_of
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.tokenizer import Tokenizer
 
@@ -37,19 +36,21 @@ def needed_prompt(length: int, context: Context) -> str:
 
 
 def room(call: Call) -> None:
-    """What sampling requires of a run: a model with room for a response, and prompts with room for one after them.
+    """What sampling requires: weights of a model that is known and says words, with room for a response, and prompts
+    with room for one after them.
 
     All prompts of a file are looked at, as far as `MOST_LOOKED_AT` goes, and of another source the first.
     """
-    if call.context is None:
+    spec = spec_of(call, "behaviour")
+    if call.context is None or spec is None:
         return
-    length = cache_length(model_config(call.context).max_position_embeddings, call.context)
+    length = cache_length(spec.config.max_position_embeddings, call.context)
     source, most = call.source("prompts"), length - call.context.max_tokens
     if isinstance(source, FilePrompts):
-        found = _too_long(source, call.context.model, call.context.data, most)
+        found = _too_long(source, spec.tokenizer, most)
     elif isinstance(first := call.first("prompts"), Prompts):
         texts = [(f"group {ordinal}", text) for ordinal, text in zip(first.ordinals, first.texts, strict=True)]
-        found = _measured(model_tokenizer(call.context.model, call.context.data), texts, most)
+        found = _measured(spec.tokenizer, texts, most)
     else:
         return
     if found:
@@ -59,10 +60,8 @@ def room(call: Call) -> None:
         raise GraphError(*(Fault("a prompt", f"a prompt of {n} tokens{more}", needed, place) for place, n in told))
 
 
-@lru_cache(maxsize=4)
-def _too_long(source: FilePrompts, model: str, data: str, most: int) -> list[tuple[str, int]]:
+def _too_long(source: FilePrompts, tokenizer: Tokenizer, most: int) -> list[tuple[str, int]]:
     """The file's prompts that have more tokens, with their places, in the file's order."""
-    tokenizer = model_tokenizer(model, data)
     suspects = [(place, text) for place, text in source.texts() if tokenizer.bound(text) > most]
     longest = {place for place, _ in nlargest(MOST_LOOKED_AT, suspects, key=lambda suspect: len(suspect[1]))}
     found = _measured(tokenizer, (suspect for suspect in suspects if suspect[0] in longest), most)

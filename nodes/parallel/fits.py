@@ -1,19 +1,17 @@
 """Whether a model can be cut as a mesh wants it, told from shapes alone, before any rank is there."""
 
 from penstock.graph.sharding import STAGE, TENSOR, Axes
-from penstock.graph.types import Context
-from penstock.nodes.base import model_config
+from penstock.nodes.base import ModelSpec
 from penstock.nodes.model import ModelConfig, ModelError
 from penstock.nodes.model.parallel import check_tensor_parallel, part_config, pipeline_stages
 from penstock.nodes.parallel.ranks import Ranks
 
 
-def check_mesh(context: Context, *, decodes: bool = False) -> None:
-    """Raises ModelError, with what was given and is needed, for a `context.mesh` on which its model does not fit:
-    to be decoded with, or else to be held by ranks that train or read it."""
-    config = model_config(context)
+def check_mesh(spec: ModelSpec, mesh: Axes, *, decodes: bool = False) -> None:
+    """Raises ModelError, with what was given and is needed, for a mesh on which a model does not fit: to be decoded
+    with, or else to be held by ranks that train or read it."""
     check = check_decoding if decodes else check_shards
-    check(config, Ranks(context.mesh).mesh)
+    check(spec.config, Ranks(mesh).mesh)
 
 
 def check_shards(config: ModelConfig, mesh: Axes) -> None:

@@ -3,59 +3,44 @@
 Needs torch, so the command line asks a child (see `try_inputs`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from penstock.graph import load
-from penstock.graph.ir import Argument, Graph
+from penstock.graph.ir import Graph
+from penstock.graph.requirement import opened
 from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Context
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.config import Flags, context_of
 from penstock.runtime.plan.cluster import ClusterError
 from penstock.runtime.plan.meshes import read_meshes, spelled
 
 CHECK_MESH = "penstock.nodes.parallel.fits:check_mesh"
-GENERATE = "penstock.nodes.generate:generate"
-MODELS: Mapping[str, str] = {
-    "penstock.nodes.policy:make_policy": "",
-    "penstock.nodes.policy:make_reference": "",
-    "penstock.nodes.average:make_average": "",
-    "penstock.nodes.critic:make_critic": "",
-    "penstock.nodes.reward_model:make_preference_model": "",
-    "penstock.nodes.reward_model:open_reward_model": "reward_model",
-    "penstock.nodes.distillation:open_teacher": "teacher_model",
-}
-"""Who makes models that several ranks may hold, and of which option's directory; "" for that of `--model`."""
 
 
 def check_meshes(graphs: Sequence[Graph], flags: Flags) -> None:
     """Raises ClusterError for a pool's mesh on which a model of that pool does not fit, with given and needed.
 
-    A user's own models are not looked at: their ranks say what they lack.
+    A model is known where its maker says which it opens (`opens`). Of others, their ranks say what they lack.
     """
     meshes = {pool: axes for pool, axes in read_meshes(flags.mesh).items() if num_ranks(axes) > 1}
-    for graph in graphs if meshes else ():
-        for pool, context, decodes in _held(graph, flags):
-            if pool not in meshes:
+    for pool, spec, decodes in _models(graphs, flags, meshes):
+        try:
+            load(CHECK_MESH)(spec, meshes[pool], decodes=decodes)
+        except ValueError as error:
+            raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
+
+
+def _models(graphs: Sequence[Graph], flags: Flags, pools: Collection[str]) -> Iterator[tuple[str, Any, bool]]:
+    """The pool, of those given, and the spec of each model that is known, and whether it decodes there: the carried
+    values, and what streams compute with the weights of."""
+    for graph in graphs:
+        for argument in graph.carried:
+            if argument.pool in pools and (found := opened(argument.maker)):
+                yield argument.pool, found[0](context_of(argument.name, graphs, flags, Context())), False
+        for node in graph.nodes:
+            if not node.stream or node.pool not in pools:
                 continue
-            try:
-                load(CHECK_MESH)(replace(context, mesh=meshes[pool]), decodes=decodes)
-            except ValueError as error:
-                raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
-
-
-def _held(graph: Graph, flags: Flags) -> Iterator[tuple[str, Context, bool]]:
-    """The pool of each model that is known here, what it is opened with, and whether it decodes there."""
-    base = Context(model=flags.model, data=flags.data)
-    for argument in graph.carried:
-        context = replace(base, model=_folder(argument, graph, flags))
-        if argument.maker in MODELS and (context.model or not MODELS[argument.maker]):
-            yield argument.pool, context, False
-    for node in graph.nodes:
-        if node.op == GENERATE:
-            yield node.pool, base, True
-
-
-def _folder(argument: Argument, graph: Graph, flags: Flags) -> str:
-    option = MODELS.get(argument.maker)
-    return str(dict(graph.options).get(option) or "") if option else flags.model
+            for origin in context_of(node.name, graphs, flags, Context()).weights.values():
+                if found := opened(origin.maker):
+                    yield node.pool, found[0](origin.context), True

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from penstock.graph import check, load
 from penstock.graph.faults import Fault
@@ -22,7 +22,7 @@ from penstock.graph.types import Context
 from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.own_frames import own_frames
 from penstock.runtime.cli.traced import DEADLINE, CommandError, faults_text
-from penstock.runtime.control.config import EVALUATION, Flags
+from penstock.runtime.control.config import Flags, context_of
 
 
 def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]:
@@ -41,12 +41,12 @@ def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]
         raise error
     for graph in graphs:
         for argument in graph.sources:  # not before its requirements are met: it may open what they look for
-            sources[argument.name] = load(argument.maker)(_context(argument.name, graph, flags))
+            sources[argument.name] = load(argument.maker)(context_of(argument.name, graphs, flags, Context()))
             sources[argument.name].read(0)
     check_meshes(graphs, flags)
     faults: list[Fault] = []
     for graph in graphs:
-        contexts = {node.name: _context(node.name, graph, flags) for node in graph.nodes}
+        contexts = {node.name: context_of(node.name, graphs, flags, Context()) for node in graph.nodes}
         faults += check(graph, sources=sources, contexts=contexts)
     return device, list(dict.fromkeys(faults))
 
@@ -54,25 +54,23 @@ def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]
 def unmet(graphs: Sequence[Graph], flags: Flags) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
     """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
 
-    A check is called once for the values that are made from the same facts.
+    What several values lack is told of the first of them.
     """
     named: set[str] = set()
-    asked: list[tuple[Check[Context], Context]] = []
+    told: set[tuple[Check[Context], str]] = set()
     for graph in graphs:
         for argument in graph.arguments:
             if argument.name in named:  # the program's own value, which is made as the program says
                 continue
             named.add(argument.name)
-            context = _context(argument.name, graph, flags)
+            context = context_of(argument.name, graphs, flags, Context())
             for required in requirements(load(argument.maker)):
-                facts = required, replace(context, node="")
-                if facts in asked:
-                    continue
-                asked.append(facts)
                 try:
                     required(context)
                 except ValueError as error:
-                    yield argument, required, error
+                    if (required, str(error)) not in told:
+                        yield argument, required, error
+                    told.add((required, str(error)))
 
 
 def require_inputs_of(graphs: Sequence[Graph], flags: Flags) -> None:
@@ -107,24 +105,6 @@ def _import(node: Node) -> None:
         load(node.op)
     for _, option in node.options:
         resolve(option)
-
-
-def _context(name: str, graph: Graph, flags: Flags) -> Context:
-    """What a node or an argument is made with, but for where it runs."""
-    held_out = name.startswith(EVALUATION)
-    return Context(
-        node=name,
-        seed=flags.seed,
-        model=flags.model,
-        data=flags.eval_data or flags.data if held_out else flags.data,
-        dtype=flags.dtype,
-        max_tokens=flags.max_tokens,
-        batch=flags.batch,
-        updates=flags.updates,
-        slots=flags.slots,
-        split="evaluate" if held_out else "train",
-        options=dict(graph.options),
-    )
 
 
 def wrong(graphs: Sequence[Graph], flags: Flags) -> str:

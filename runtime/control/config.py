@@ -1,12 +1,12 @@
 """What a run is, as its folder's `config.json` says it: flags, graphs, plan, and how they become contexts and rules."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from penstock import __version__
 from penstock.graph.ir import Graph
-from penstock.graph.types import Context
+from penstock.graph.types import Context, Origin
 from penstock.runtime.plan.plan import Plan, Replica
 from penstock.runtime.plan.turns import why_no_turns
 from penstock.runtime.record.faults import RecordError
@@ -129,25 +129,36 @@ class RunConfig:
     def contexts(self, replica: Replica, index: int) -> dict[str, Context]:
         """A context for each node and argument that a replica's pool holds, on the device and threads of a rank."""
         f, rank = self.flags, replica.ranks[index]
-        base = Context(
-            seed=f.seed,
-            model=f.model,
-            data=f.data,
-            dtype=f.dtype,
-            device=rank.device,
-            max_tokens=f.max_tokens,
-            batch=f.batch,
-            updates=f.updates,
-            slots=f.slots,
-            threads=rank.threads,
-            mesh=replica.mesh,
-            rank=index,
-        )
+        base = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index)
         holds = next(p.holds for p in self.plan.pools if replica in p.replicas)
-        contexts = {}
-        for name in holds:
-            held_out = name.startswith(EVALUATION)
-            split: dict[str, Any] = {"split": "evaluate", "data": f.eval_data or f.data} if held_out else {}
-            graph = self.evaluation if held_out and self.evaluation is not None else self.graph
-            contexts[name] = replace(base, node=name, options=dict(graph.options), **split)
-        return contexts
+        return {name: context_of(name, self.graphs, f, base) for name in holds}
+
+
+def context_of(name: str, graphs: Sequence[Graph], flags: Flags, place: Context) -> Context:
+    """What a node or an argument is made with, in a run of `graphs`, the one to train and any to evaluate with, where
+    `place` says on which device and mesh."""
+    held_out = name.startswith(EVALUATION)
+    graph = graphs[-1] if held_out else graphs[0]
+    weights = {}
+    for item in graph[name].inputs if name in graph else ():
+        if item.ref.node in graph and graph[item.ref.node].construct == "broadcast":
+            carried = graph[item.ref.node].inputs[0].ref.node
+            # Of one name in two graphs there is one value, which is made as the first of them says.
+            made = next((a for g in graphs for a in g.carried if a.name == carried), None)
+            if made is not None:
+                weights[item.name] = Origin(made.maker, context_of(carried, graphs, flags, Context()))
+    return replace(
+        place,
+        node=name,
+        seed=flags.seed,
+        model=flags.model,
+        data=flags.eval_data or flags.data if held_out else flags.data,
+        dtype=flags.dtype,
+        max_tokens=flags.max_tokens,
+        batch=flags.batch,
+        updates=flags.updates,
+        slots=flags.slots,
+        split="evaluate" if held_out else "train",
+        options=dict(graph.options),
+        weights=weights,
+    )

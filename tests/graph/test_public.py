@@ -34,6 +34,7 @@ def test_the_public_names_are_counted() -> None:
         "keep",
         "load",
         "node",
+        "opens",
         "program",
         "requires",
         "trace",

@@ -6,13 +6,27 @@ from typing import Any
 
 import pytest
 
-from penstock.graph import Graph, Program, load, trace
-from penstock.runtime.cli.mesh_check import MODELS, check_meshes
+from penstock.graph import Graph, Policy, Program, Prompts, broadcast, load, program, trace, types
+from penstock.graph.requirement import opened
+from penstock.graph.types import Model, Teacher
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.score import math_answer, score
+from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
 from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import ClusterError
+
+
+@program
+def taught(policy: Policy, teacher: Teacher, prompts: Prompts, *, teacher_model: str = "") -> dict[str, object]:
+    """The teacher writes, and the policy learns it."""
+    rollouts = generate(prompts, broadcast(teacher), samples=2)
+    learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
+    return {"policy": learnt, "teacher": teacher}
 
 
 def graph(name: str, **options: Any) -> Graph:
@@ -22,7 +36,7 @@ def graph(name: str, **options: Any) -> Graph:
 
 
 def model_dir(folder: Path, **facts: Any) -> str:
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    shape = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **heads, **facts}))
@@ -63,15 +77,27 @@ def test_the_shape_is_that_of_the_model_directory(tmp_path: Path) -> None:
 
 def test_a_teachers_own_shape_decides_for_its_pool(tmp_path: Path) -> None:
     found = graph("distill", teacher_model=model_dir(tmp_path / "m"))
-    pool = next(a.pool for a in found.carried if MODELS.get(a.maker) == "teacher_model")
+    pool = next(a.pool for a in found.carried if a.name == "teacher")
     check_meshes([found], Flags(mesh=(f"{pool}=tp3",)))
     with pytest.raises(ClusterError, match=f"{pool}=tp2: .*given 3 key-value heads"):
         check_meshes([found], Flags(mesh=(f"{pool}=tp2",)))
 
 
-def test_the_makers_that_are_known_are_there() -> None:
-    for maker in MODELS:
-        assert callable(load(maker))
+def test_a_generator_is_as_large_as_the_value_whose_weights_it_is_given(tmp_path: Path) -> None:
+    found = trace(taught, {"teacher_model": model_dir(tmp_path / "m")})
+    check_meshes([found], Flags(mesh=("generator=tp3",)))
+    with pytest.raises(ClusterError, match=r"generator=tp2: .*given 3 key-value heads"):
+        check_meshes([found], Flags(mesh=("generator=tp2",)))
+
+
+def test_every_model_of_the_package_says_which_it_opens() -> None:
+    makers = {
+        vars(type_)["maker"]
+        for type_ in vars(types).values()
+        if isinstance(type_, type) and issubclass(type_, Model) and "maker" in vars(type_)
+    }
+    assert len(makers) > 6
+    assert not [maker for maker in makers if opened(maker) is None]
 
 
 def test_a_run_says_it_before_anything_starts() -> None:

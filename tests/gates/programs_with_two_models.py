@@ -1,0 +1,125 @@
+"""Programs with a second model, of another shape and with another tokenizer, as a user's file would hold them."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, Rollouts, broadcast, node, opens, program
+from penstock.graph.protocols import Carried
+from penstock.graph.types import FrozenModel, RewardModel
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.base import ModelSpec
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.policy import make_policy
+from penstock.nodes.score import math_answer, score
+from penstock.nodes.tokenizer import byte_tokenizer
+
+
+def judge_spec(context: Context | None = None) -> ModelSpec:
+    """Three layers, 48 wide, and every byte a token: nothing like the small model of a run without any."""
+    tokenizer = byte_tokenizer()
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        initializer_range=0.08,
+        max_position_embeddings=256,
+        eos_token_ids=tokenizer.stops,
+        pad_token_id=tokenizer.pad,
+    )
+    return ModelSpec(config, tokenizer)
+
+
+def write_judge(folder: Path) -> str:
+    """A model directory of this shape."""
+    spec = judge_spec()
+    model = Llama(spec.config, torch.float32, "cpu")
+    model.init_weights(1)
+    save_model(model, folder)
+    spec.tokenizer.save(folder)
+    return str(folder)
+
+
+@node(pool="scorer")
+def ask(rollouts: Rollouts) -> Prompts:
+    """One question about each response."""
+    said = zip(rollouts.prompts, rollouts.texts, strict=True)
+    return Prompts(rollouts.ordinals, tuple(f"Is {prompt} {text}?" for prompt, text in said), rollouts.answers)
+
+
+@node(pool="scorer")
+def verdict(rollouts: Rollouts, said: Rollouts) -> tuple[Rewards, Metrics]:
+    """A number that depends on all that the judge said. Raises ValueError for questions that it did not read as such,
+    byte by byte."""
+    if len(said) != len(rollouts):
+        raise ValueError(f"given {len(said)} verdicts, needed {len(rollouts)}")
+    for row, question in enumerate(said.prompts):
+        length = int(said.prompt_lengths_N[row])
+        if bytes(said.tokens_NS[row, :length].tolist()) != question.encode():
+            raise ValueError(f"given the tokens {said.tokens_NS[row, :length].tolist()}, needed those of {question!r}")
+    rewards = Rewards(torch.tensor([sum(text.encode()) % 7 / 7 for text in said.texts]))
+    return rewards, {"verdict": float(rewards.values_N.mean())}
+
+
+@program
+def judged(
+    policy: Policy,
+    judge: FrozenModel,
+    prompts: Prompts,
+    *,
+    judge_model: Path | None = None,
+    samples: int = 4,
+    lag: int = 0,
+) -> dict[str, object]:
+    """AIPO on what a judge says of each response."""
+    rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
+    said = generate(ask(rollouts), broadcast(judge), samples=1)
+    return {"policy": aipo_update(policy, rollouts, group_advantage(verdict(rollouts, said))), "judge": judge}
+
+
+class Silent(Policy):
+    """A policy whose maker does not say which model it opens."""
+
+    maker: ClassVar[str] = f"{__file__}:make_silent"
+
+
+class Wide(Policy):
+    """One whose maker says it."""
+
+    maker: ClassVar[str] = f"{__file__}:make_wide"
+
+
+def make_silent(context: Context) -> Carried:
+    return make_policy(context)
+
+
+@opens(judge_spec)
+def make_wide(context: Context) -> Carried:
+    return make_policy(context)
+
+
+@program
+def silent(policy: Policy, other: Silent, prompts: Prompts) -> dict[str, object]:
+    rollouts = generate(prompts, broadcast(other), samples=2)
+    return {"policy": aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer))), "other": other}
+
+
+@program
+def wide(policy: Policy, other: Wide, prompts: Prompts) -> dict[str, object]:
+    rollouts = generate(prompts, broadcast(other), samples=2)
+    return {"policy": aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer))), "other": other}
+
+
+@program
+def numbers(policy: Policy, reward_model: RewardModel, prompts: Prompts) -> dict[str, object]:
+    """A reward model is asked to speak."""
+    rollouts = generate(prompts, broadcast(reward_model), samples=2)
+    learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
+    return {"policy": learnt, "reward_model": reward_model}
