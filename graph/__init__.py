@@ -19,7 +19,18 @@ from penstock.graph.faults import Fault, GraphError
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.paths import load
 from penstock.graph.requirement import opens, requires
-from penstock.graph.types import Advantages, Context, Logprobs, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.types import (
+    Advantages,
+    Context,
+    Logprobs,
+    Metrics,
+    NodeWarning,
+    Policy,
+    Prompts,
+    Rewards,
+    Rollouts,
+    Weights,
+)
 
 __all__ = [
     "Advantages",
@@ -31,6 +42,7 @@ __all__ = [
     "Logprobs",
     "Metrics",
     "NodeDef",
+    "NodeWarning",
     "Policy",
     "Program",
     "Prompts",

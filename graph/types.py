@@ -20,6 +20,13 @@ Metrics = dict[str, float]
 """Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
 
 
+class NodeWarning(UserWarning):
+    """What a node has to tell the user of a run: `warnings.warn("…", NodeWarning)`.
+
+    A run shows it in the terminal, in `summary.json` and in the report, once for each text.
+    """
+
+
 @dataclass(frozen=True)
 class Context:
     """What a run's flags say, as every `maker` and `init` sees it. JSON-able.

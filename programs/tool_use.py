@@ -3,15 +3,12 @@
     prompts → generate ⇄ python_tool → score → group_advantage → aipo_update → policy
       policy ⇢ generate: weights, at most `lag` updates old
 
-AIPO (Wu et al. 2025, arXiv 2505.24034) on turns as in ReTool (Feng et al. 2025, arXiv 2504.11536), which masks the
-tool's output from the loss, too. Left out: ReTool's PPO with a critic, and state that lives from call to call.
-
-The base is made first, by `penstock run tool_sft`: the policy in that run's last checkpoint is this one's `--model`. It
-seldom calls, and half of what it reckons in its head is wrong; what is learnt here is to call.
+AIPO (Wu et al. 2025, arXiv 2505.24034) on turns as in ReTool (Feng et al. 2025, arXiv 2504.11536), which keeps the
+tool's output out of the loss. Left out: its PPO with a critic, state that lives from call to call. The base (`--model`)
+is the policy that `penstock run tool_sft` leaves: it seldom calls.
 """
 
-from penstock.graph import broadcast, program
-from penstock.graph.types import Policy
+from penstock.graph import Policy, broadcast, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.calculator import Calculations
 from penstock.nodes.environments.python_tool import python_tool
@@ -21,10 +18,13 @@ from penstock.nodes.score import accuracy, math_answer, score
 
 
 @program
-def calculate(policy: Policy, prompts: Calculations, *, turns: int = 3, max_prompt: int = 96) -> Policy:
+def calculate(
+    policy: Policy, prompts: Calculations, *, turns: int = 3, max_prompt: int = 96, sandbox: bool = True
+) -> Policy:
     """The share of held-out problems that the policy solves greedily, with the tool at hand."""
-    behaviour = broadcast(policy)
-    rollouts, _ = converse(prompts, behaviour, environment=python_tool, turns=turns, samples=1, temperature=0.0)
+    rollouts, _ = converse(
+        prompts, broadcast(policy), environment=python_tool, turns=turns, samples=1, temperature=0.0, sandbox=sandbox
+    )
     accuracy(score(rollouts, by=math_answer))
     return policy
 
@@ -40,6 +40,7 @@ def tool_use(
     lag: int = 1,
     rho: float = 4.0,
     lr: float = 3e-4,
+    sandbox: bool = True,
 ) -> Policy:
     """AIPO (arXiv 2505.24034, section 6) on conversations; the tool's output is context and never learnt from.
 
@@ -50,9 +51,10 @@ def tool_use(
         lag: updates that the generator's weights may be old; 0 is synchronous.
         rho: upper bound of a token's importance ratio.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
+        sandbox: isolate the model's code by bubblewrap; without, it runs with your rights.
     """
-    behaviour = broadcast(policy, lag=lag)
-    rollouts, _ = converse(prompts, behaviour, environment=python_tool, samples=samples, turns=turns)
-    rewards = score(rollouts, by=math_answer)  # of the last turn alone: what the tool has said earns nothing
-    advantage = group_advantage(rewards)
+    rollouts, _ = converse(
+        prompts, broadcast(policy, lag=lag), environment=python_tool, samples=samples, turns=turns, sandbox=sandbox
+    )
+    advantage = group_advantage(score(rollouts, by=math_answer))  # of the last turn: the tool's words earn nothing
     return aipo_update(policy, rollouts, advantage, rho=rho, lr=lr)

@@ -7,6 +7,7 @@ The standard library is there, nothing else; a call knows nothing of earlier one
 """
 
 import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from threading import BoundedSemaphore, Lock
@@ -15,9 +16,10 @@ from typing import Literal
 import torch
 
 from penstock.graph import requires
-from penstock.graph.types import Metrics, Replies, Rollouts
+from penstock.graph.call import Call
+from penstock.graph.types import Metrics, NodeWarning, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
-from penstock.nodes.environments.sandbox import Answer, Limits, isolation, run_python
+from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, isolation, run_python
 from penstock.nodes.numbers import count, positive
 
 DEADLINE_S = 500.0
@@ -36,7 +38,16 @@ def find_call(text: str) -> str | None:
     return calls[-1] if calls else None
 
 
-@requires(positive("seconds"), count(1, "cpu_seconds", "max_output", "workers"), count(32, "memory_mib"))
+def isolated(call: Call) -> None:
+    """What the tool requires of a run: bubblewrap where the run is started, unless it may go without."""
+    if call.context is not None and call.options["sandbox"]:
+        try:
+            isolation()
+        except SandboxError as error:
+            raise call.lack(error.given, error.needed, "sandbox") from None
+
+
+@requires(isolated, positive("seconds"), count(1, "cpu_seconds", "max_output", "workers"), count(32, "memory_mib"))
 @environment(deadline=DEADLINE_S)
 def python_tool(
     rollouts: Rollouts,
@@ -47,18 +58,22 @@ def python_tool(
     max_output: int = 1000,
     workers: int = 4,
     on_timeout: Literal["reply", "fail"] = "reply",
+    sandbox: bool = True,
 ) -> tuple[Replies, Metrics]:
     """The output of the call in each row's newest turn (the module says how calls are written).
 
     A row without a call is done, and so is one whose turn did not end by itself. `workers` calls run at once, of all
     groups together, each in a process with the limits of `Limits`; code that several rows call is run once. A call that
     has no end after `seconds` is killed: its reply says so, or with on_timeout="fail" the firing raises ToolTimeout
-    with group and code. Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
+    with group and code. Where bubblewrap does not work, the run is refused, or SandboxError is raised;
+    sandbox=False runs code without it, with your rights (see `sandbox.py`).
+
+    Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
     """
     limits = Limits(seconds, cpu_seconds, memory_mib, max_output)
     finished = rollouts.finished_N.tolist()
     calls = [find_call(text) if ended else None for text, ended in zip(rollouts.texts, finished, strict=True)]
-    answers = _run_all([call for call in calls if call is not None], limits, workers)
+    answers = _run_all([call for call in calls if call is not None], limits, workers, sandbox)
     late = [row for row, call in enumerate(calls) if call is not None and answers[call].late]
     if late and on_timeout == "fail":
         given = f"given no end of the call within {seconds:g} s, needed one; its code was {calls[late[0]]!r}"
@@ -72,17 +87,21 @@ def python_tool(
     return Replies(texts, ("tool",) * len(texts), done_N), metrics
 
 
-def _run_all(codes: list[str], limits: Limits, workers: int) -> dict[str, Answer]:
+def _run_all(codes: list[str], limits: Limits, workers: int, sandbox: bool) -> dict[str, Answer]:
     """The answer to each piece of code; equal ones are run once."""
     if not codes:
         return {}
-    with _LOOKING:
-        isolation()  # found, and spoken of, once
+    with _LOOKING:  # found once
+        if sandbox:
+            isolation()
+        else:
+            text = "python_tool: code that the model writes runs without a sandbox, with your rights"
+            warnings.warn(text, NodeWarning, stacklevel=2)
     distinct, places = list(dict.fromkeys(codes)), _places(workers)
 
     def run(code: str) -> Answer:
         with places:
-            return run_python(code, limits)
+            return run_python(code, limits, sandbox=sandbox)
 
     with ThreadPoolExecutor(min(workers, len(distinct)), "tool") as pool:
         return dict(zip(distinct, pool.map(run, distinct), strict=True))

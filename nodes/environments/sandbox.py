@@ -1,20 +1,25 @@
-"""Runs a piece of Python in a short-lived process with hard limits, and leaves no process behind.
+"""Runs a piece of Python that a model wrote in a short-lived process, isolated by bubblewrap (`bwrap`).
 
-Where bubblewrap (`bwrap`) works, the process has no network, no files but the interpreter's own (read-only), and
-processes of its own that end with it. Elsewhere it has resource limits, `python -I`, an empty folder that nothing can
-be written to, and an audit hook that refuses processes, network and files: that stops accidents, not an attacker.
-Linux only.
+The process has no network, no files but the interpreter's own (read-only), and no other process in sight. It is one
+task: it can start neither processes nor threads, so that its memory limit is that of the whole call. A filter of system
+calls refuses memory that belongs to no process (shared memory, message queues, memfd) and what only an attack needs.
+`isolation` tries all of this once before any code runs, and refuses where it does not hold. Linux only.
+
+sandbox=False runs without: resource limits, `python -I`, an empty folder, and an audit hook that refuses processes,
+network and files. That stops accidents, not an attacker: one line of code removes the hook.
 """
 
 import math
 import os
+import platform
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
-import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,10 +31,27 @@ _PASSED_ON = ("PENSTOCK_RUN",)
 """Environment variables that the process gets: the run's mark, by which what a killed run left behind is found."""
 _SYSTEM = ("/usr", "/lib", "/lib64")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
+_OVERFLOW_USER = 65534
+"""Who a call is where this process is root ("nobody"): the kernel exempts root from the limit on processes."""
+_PROBE = """
+import os, socket
+try:
+    os.fork()
+except OSError:
+    seen = [path for path in ("/home", "/root/.ssh", "/etc/passwd", "/proc/1") if os.path.exists(path)]
+    nets = [name for _, name in socket.if_nameindex() if name != "lo"]
+    print("isolated" if not (seen or nets or os.getuid() == 0) else f"sees {seen + nets} as user {os.getuid()}")
+else:
+    print("can start processes")
+"""
 
 
-class SandboxWarning(UserWarning):
-    """Code of a model runs with less isolation than there could be."""
+class SandboxError(RuntimeError):
+    """Code of a model cannot be isolated on this machine: why (`given`), and what to do (`needed`)."""
+
+    def __init__(self, given: str, needed: str) -> None:
+        super().__init__(f"code that a model writes cannot be isolated: given {given}, needed {needed}")
+        self.given, self.needed = given, needed
 
 
 @dataclass(frozen=True)
@@ -57,9 +79,16 @@ class Answer:
     late: bool = False
 
 
-def run_python(code: str, limits: Limits) -> Answer:
-    """Run `code`; returns within `limits.seconds` and the time that a kill takes. Can be called from many threads."""
-    process = _start(code, limits)
+def run_python(code: str, limits: Limits, *, sandbox: bool = True) -> Answer:
+    """Run `code`; returns within `limits.seconds` and the time that a kill takes. Can be called from many threads.
+
+    Raises SandboxError where code cannot be isolated, unless it may run without a `sandbox`.
+    """
+    return _run(code, limits, isolation() if sandbox else ())
+
+
+def _run(code: str, limits: Limits, wrapper: Sequence[str]) -> Answer:
+    process = _start(code, limits, wrapper)
     try:
         output, late = _listen(process, monotonic() + limits.seconds, limits.max_output)
     finally:
@@ -83,43 +112,98 @@ def _killed_by(number: signal.Signals, status: int) -> bool:
     return status in (-number, 128 + number)  # the second is bubblewrap's way of saying it
 
 
-@lru_cache(maxsize=1)
 def isolation() -> tuple[str, ...]:
-    """The command that isolates a process; empty where there is none, and then it is said once per process."""
+    """The command that isolates a process. Raises SandboxError where there is none; both are found out once."""
+    command, reason = _find_isolation()
+    if reason:
+        works = "bubblewrap that works (apt install bubblewrap; a container must allow it user namespaces)"
+        raise SandboxError(reason, f"{works}, or sandbox=False (--no-sandbox), which lets that code do what you can do")
+    return command
+
+
+@lru_cache(maxsize=1)
+def _find_isolation() -> tuple[tuple[str, ...], str]:
+    """(the command, ""), or ((), why there is none)."""
     path = shutil.which("bwrap")
     if path is None:
-        return _without("bubblewrap (bwrap) is not installed")
+        return (), "no bubblewrap (bwrap) on the PATH"
+    if platform.machine() not in _ARCHITECTURES:
+        return (), f"a processor ({platform.machine()}) whose system calls are not known here"
+    # Root needs no user namespace, and can become another user inside: root's own processes know no limit.
+    namespaces = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+    rights = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    kind = (*namespaces, *rights) if os.getuid() == 0 else ("--unshare-all",)
     binds = [word for folder in _SYSTEM if Path(folder).exists() for word in ("--ro-bind", folder, folder)]
+    for above in reversed(Path(sys.base_prefix).parents[:-1]):  # by themselves, only root could enter them
+        binds += ["--perms", "0755", "--dir", str(above)]
     binds += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    command = (path, "--unshare-all", "--die-with-parent", *binds, "--remount-ro", "/", "--chdir", "/", "--")
-    try:
-        tried = subprocess.run([*command, _python(), "-I", "-S", "-c", ""], capture_output=True, timeout=10, cwd="/")
-    except subprocess.TimeoutExpired:
-        return _without("bubblewrap (bwrap) does not answer")
-    return (
-        command if tried.returncode == 0 else _without(f"bubblewrap: {tried.stderr.decode(errors='replace').strip()}")
-    )
+    command = (path, *kind, "--die-with-parent", "--new-session", *binds, "--remount-ro", "/", "--chdir", "/")
+    tried = _run(_PROBE, Limits(20.0, 10, 256, 1000), command)
+    if tried.late:
+        return (), "bubblewrap that does not answer"
+    return (command, "") if tried.output == "isolated" else ((), f"bubblewrap that says: {tried.output}")
 
 
-def _without(reason: str) -> tuple[str, ...]:
-    message = f"{reason}: code of a model runs with resource limits only, which stop accidents and no attacker"
-    warnings.warn(message, SandboxWarning, stacklevel=3)
-    return ()
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""AUDIT_ARCH of linux/audit.h by machine."""
+_REFUSED_CALLS = {  # name: its number on x86_64, aarch64; -1 where there is none
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "io_uring_setup": (425, 425),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+}
+
+
+def _call_filter() -> bytes:
+    """A seccomp program: system calls of another architecture and `_REFUSED_CALLS` fail with EPERM, others are free.
+
+    An instruction is (code, jump if true, jump if false, constant); see seccomp(2) and linux/bpf_common.h.
+    """
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1
+    arch = _ARCHITECTURES[platform.machine()]
+    column = list(_ARCHITECTURES).index(platform.machine())
+    calls = [numbers[column] for numbers in _REFUSED_CALLS.values() if numbers[column] >= 0]
+    count = len(calls)
+    program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]
+    program += [(equal, count - index, 0, call) for index, call in enumerate(calls)]
+    program += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
 def _python() -> str:
     return os.path.realpath(sys.executable)
 
 
-def _start(code: str, limits: Limits) -> "subprocess.Popen[bytes]":
+def _start(code: str, limits: Limits, wrapper: Sequence[str]) -> "subprocess.Popen[bytes]":
     """In a session of its own, so that all of it can be killed."""
-    wrapper = isolation()
     # One second more than the deadline: it is for a process whose parent has died.
-    numbers = (limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, int(not wrapper))
-    command = [*wrapper, _python(), "-I", "-S", "-c", _CHILD.read_text(), *map(str, numbers)]
-    with tempfile.TemporaryFile() as source:
+    user = _OVERFLOW_USER if wrapper and os.getuid() == 0 else -1
+    numbers = (limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, user, int(not wrapper))
+    child = [_python(), "-I", "-S", "-c", _CHILD.read_text(), *map(str, numbers)]
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as calls:
         source.write(code.encode(errors="replace"))
         source.seek(0)
+        command = child
+        if wrapper:
+            calls.write(_call_filter())
+            calls.seek(0)
+            command = [*wrapper, "--seccomp", str(calls.fileno()), "--", *child]
         # The folder is removed when the process has entered it: nothing is left, and nothing can be written there.
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             return subprocess.Popen(
@@ -130,6 +214,7 @@ def _start(code: str, limits: Limits) -> "subprocess.Popen[bytes]":
                 cwd="/" if wrapper else folder,
                 env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
                 start_new_session=True,
+                pass_fds=(calls.fileno(),) if wrapper else (),
             )
 
 
@@ -167,3 +252,9 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     assert process.stdout is not None
     process.stdout.close()
     return process.wait()
+
+
+if __name__ == "__main__":  # what `penstock doctor` asks, which imports no node
+    _, _reason = _find_isolation()
+    print(_reason or f"bubblewrap ({shutil.which('bwrap')}) isolates code: no network, files, processes")
+    sys.exit(bool(_reason))

@@ -1,8 +1,8 @@
 """What runs in the process of a tool: limits first, then code that somebody else has written. Never imported.
 
-Started as `python -I -S -c THIS CPU_SECONDS MEMORY_MIB ALARM_SECONDS GUARD`, with the code as standard input. GUARD is
-1 where no kernel namespace keeps files, network and processes away: then an audit hook refuses them. It stops
-accidents, not somebody who means to break out.
+Started as `python -I -S -c THIS CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD`, with the code as standard input. USER
+is whom root becomes (-1: the process stays who it is). GUARD is 1 where no kernel namespace keeps files, network and
+processes away: then an audit hook refuses them. It stops accidents, not somebody who means to break out.
 """
 
 import ast
@@ -17,8 +17,8 @@ READS = ("open", "os.listdir", "os.scandir")
 MODULES = ("ctypes", "_ctypes", "_posixsubprocess", "multiprocessing")
 
 
-def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int) -> None:
-    """Hard limits of this process. The alarm ends it even if nobody is left who would kill it."""
+def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> None:
+    """Hard limits of this process. The alarm ends it even if no process is left that would kill it."""
     size = memory_mib << 20
     for kind, bounds in (
         (resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1)),
@@ -26,8 +26,14 @@ def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int) -> None:
         (resource.RLIMIT_FSIZE, (0, 0)),
         (resource.RLIMIT_CORE, (0, 0)),
         (resource.RLIMIT_NPROC, (0, 0)),
+        (resource.RLIMIT_NOFILE, (64, 64)),  # pipes and sockets have memory of their own
+        (resource.RLIMIT_MEMLOCK, (0, 0)),
     ):
         resource.setrlimit(kind, bounds)
+    if user >= 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     signal.alarm(alarm_seconds)
 
 
@@ -71,9 +77,9 @@ def run(code: str) -> int:
 
 
 if __name__ == "__main__":
-    _cpu, _memory, _alarm, _guarded = map(int, sys.argv[1:])
+    _cpu, _memory, _alarm, _user, _guarded = map(int, sys.argv[1:])
     _code = sys.stdin.buffer.read().decode()
-    limit(_cpu, _memory, _alarm)
+    limit(_cpu, _memory, _alarm, _user)
     if _guarded:
         guard()
     sys.exit(run(_code))

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
+from penstock.graph.types import Context, Metrics, NodeWarning, Prompts, Rollouts, Weights
 from penstock.nodes.generate.cache import Prefix
 from penstock.nodes.generate.group import Group
 from penstock.nodes.generate.length import cache_length, needed_prompt
@@ -270,5 +270,5 @@ class Engine:
         return needed_prompt(self.length, self.context)
 
 
-class OutgrownWarning(UserWarning):
+class OutgrownWarning(NodeWarning):
     """A conversation has no room for another turn."""

@@ -150,6 +150,15 @@ def _sockets() -> Iterator[Finding]:
     )
 
 
+def _sandbox() -> Iterator[Finding]:
+    """Code that a model writes runs isolated or, unless asked for, not at all."""
+    command = [sys.executable, "-m", "penstock.nodes.environments.sandbox"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_DEADLINE, check=False)
+    found = (done.stdout.strip() or done.stderr.strip().rpartition("\n")[2])[:200]
+    follows = "tools that run a model's code are refused without --no-sandbox: apt install bubblewrap"
+    yield _judge("sandbox", found, done.returncode == 0, follows)
+
+
 def _files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     follows = f"many replicas will fail: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
@@ -187,4 +196,4 @@ def _cgroup_cores() -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _torch, _cores, _memory, _sockets, _files)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _torch, _cores, _memory, _sockets, _sandbox, _files)

@@ -22,7 +22,7 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.status import Say
+from penstock.runtime.control.status import Say, tell_node_warnings
 from penstock.runtime.control.stops import on_stop, unheard
 from penstock.runtime.control.values import Key
 from penstock.runtime.control.weights import LocalWays, channels_of
@@ -126,6 +126,14 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     config = replace(config, flags=replace(config.flags, deadline=inf))
     recorder = RunRecorder(folder, config, say, monotonic(), cut, config.flags.tensorboard)
     session = Session(config, recorder, cut.cut if cut else None)
+    told: list[str] = []
+    recorder.warnings = told
+
+    def tell(text: str) -> None:
+        told.append(text)
+        say({"kind": "note", "level": "warning", "text": text})
+
+    stop_telling = tell_node_warnings(tell)
     try:
         driver = InProcess(config, session, folder.path, cut.folder if cut else None)
         folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
@@ -135,6 +143,7 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         session.abort("stopped at once by the user, without a checkpoint", monotonic())
         raise
     finally:
+        stop_telling()
         (folder.path / "processes.json").unlink(missing_ok=True)
     if status == "failed":
         say({"kind": "error", "text": session.error})

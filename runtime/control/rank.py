@@ -23,6 +23,7 @@ from penstock.runtime.control.keys import Join
 from penstock.runtime.control.meeting import Meeting
 from penstock.runtime.control.messages import Note
 from penstock.runtime.control.setup import Setup
+from penstock.runtime.control.status import tell_node_warnings
 from penstock.runtime.control.weights import BridgeWays, channels_of, drained
 from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.tensor.segments import SHM
@@ -36,7 +37,7 @@ PATIENCE = 0.75
 @dataclass(frozen=True)
 class Rank:
     """`server` answers readers on other hosts; None where there are none: then nothing listens. `notes` are what the
-    user should know: values and weights that go a slower way."""
+    user should know: values and weights that go a slower way, and warnings of nodes."""
 
     executor: Executor
     store: Store
@@ -78,6 +79,7 @@ def make_rank(
     if place.device != "cpu":
         torch.cuda.set_device(place.device)  # where libraries put what names no device
     notes: SimpleQueue[str] = SimpleQueue()
+    tell_node_warnings(notes.put)
     ground = _ground(config, join, Meeting(pulse), wake, notes)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:

@@ -1,7 +1,10 @@
 """What the pools of a run are at, for a display: said when there is news, and not too often."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from penstock.graph.types import NodeWarning
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -9,6 +12,22 @@ EVERY = 0.2
 """Seconds between two statuses for the display."""
 QUIET = 1.0
 """Seconds after which a run without news says its status again."""
+
+
+def tell_node_warnings(tell: Callable[[str], None]) -> Callable[[], None]:
+    """From now on `tell` gets the text of each `NodeWarning` that Python shows; until what is returned is called."""
+    show = warnings.showwarning
+
+    def show_and_tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        show(message, category, *where, **more)
+        if issubclass(category, NodeWarning):
+            tell(str(message))
+
+    def stop() -> None:
+        warnings.showwarning = show
+
+    warnings.showwarning = show_and_tell
+    return stop
 
 
 class Status:

@@ -51,6 +51,7 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         verdict=report.verdict,
         facts=_head(report),
         notes=facts.notes,
+        warnings=[str(text) for text in (facts.summary or {}).get("warnings") or ()],
         error=(facts.summary or {}).get("error", ""),
         contents=contents + [(group.anchor, group.title) for group in charts],
         graph=_graph(report, nodes),

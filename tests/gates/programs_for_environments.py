@@ -2,12 +2,13 @@
 
 import os
 import time
+import warnings
 from pathlib import Path
 
 import torch
 
 from penstock.graph import alternate, broadcast, node, program
-from penstock.graph.types import Metrics, Replies, Rewards, Rollouts
+from penstock.graph.types import Metrics, NodeWarning, Replies, Rewards, Rollouts
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 
@@ -101,3 +102,16 @@ def uneven(policy: FakePolicy, prompts: FakePrompts, *, ms: float = 0.0, lag: in
     behaviour = broadcast(policy, lag=lag)
     rollouts, _ = alternate(fake_generate, fake_environment, prompts, behaviour, turns=3, samples=3, jitter_ms=ms)
     return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+@node(pool="scorer")
+def wary(rewards: Rewards) -> Rewards:
+    """Warns at each firing, of which the first is shown."""
+    warnings.warn("these rewards are <made up>", NodeWarning, stacklevel=1)
+    return rewards
+
+
+@program
+def warned(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, wary(fake_score(rollouts)))

@@ -1,11 +1,14 @@
 """Environments in whole runs: a slow one stalls nothing within the lag, one that hangs gives its group its fate."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.graph import NodeWarning
 from penstock.graph.ir import Firing
+from penstock.runtime.cli import report
 from penstock.runtime.control.config import Flags
 from penstock.runtime.control.records import read_record
 from penstock.runtime.record.log import read_log
@@ -121,3 +124,20 @@ def test_replies_that_come_in_any_order_make_the_same_bits(tmp_path: Path, proce
     quick = prepared(tmp_path, "q", "uneven", {"lag": 2}, versions="pinned")
     slow = prepared(tmp_path, "s", "uneven", {"lag": 2, "ms": 30.0}, versions="pinned")
     assert_equal_bits(final_state(run_here(quick), UPDATES), final_state(run(slow, processes), UPDATES))
+
+
+@PROCESSES
+def test_a_warning_of_a_node_is_told_once_in_the_terminal_the_summary_and_the_report(
+    tmp_path: Path, processes: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    folder = prepared(tmp_path, "r", "warned", {})
+    if processes:
+        run_to_end(folder)
+    else:
+        warnings.simplefilter("default", NodeWarning)
+        _, lines = status_here(folder)
+        told = [line["text"] for line in lines if line["kind"] == "note"]
+        assert told == ["these rewards are <made up>"]
+    assert summary(folder)["warnings"] == ["these rewards are <made up>"]
+    assert report.main([str(folder)]) == 0
+    assert "<li>these rewards are &lt;made up&gt;</li>" in (folder / "report.html").read_text()
