@@ -42,7 +42,8 @@ class ResumeFlags:
     dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The run folder."""
     updates: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: as it was)")] = 0
-    """Updates all in all; more than the run was to have goes on with a finished one."""
+    """Updates all in all; more than the run was to have goes on with a finished one. With a lag, that is not what a
+    longer run would have been: the next groups are sampled with the last version, none with older ones."""
     mesh: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="(default: as it was)")
     ] = ()

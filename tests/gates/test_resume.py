@@ -107,6 +107,18 @@ def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) ->
     replayed(parted)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_that_had_ended_and_is_extended_is_a_longer_one_at_lag_zero_only(tmp_path: Path, lag: int) -> None:
+    """With a lag its last checkpoint has no older weights, so the next groups are sampled with the newest ones."""
+    flags = Flags(updates=4, batch=BATCH, slots=16, versions="pinned")
+    folder = make_run(tmp_path / "r", "toy", {"lag": lag, "generate_ms": 0.0, "update_ms": 0.0}, flags)
+    run_here(with_updates(folder, 2))
+    run_here(with_updates(folder, 4))
+    assert [row["lag_max"] for row in rows(folder)] == ([0, 0, 0, 0] if lag == 0 else [0, 1, 0, 1])
+    if lag == 0:
+        assert_equal_bits(final_state(folder, 4), toy_loop(4, BATCH, lag=0))
+
+
 def figures(folder: Path) -> list[dict[str, Any]]:
     """The rows without what is a time."""
     times = {"time_s", "seconds", "update_s", "sync_s", "generate_tokens_per_s", "train_tokens_per_s", "pools"}
