@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from penstock.graph.faults import defined, fault
 from penstock.graph.protocols import Stream
@@ -17,11 +17,16 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output. Only an optional input (`x: X | None = None`) may be left out of a call."""
+    """An input or output. Only an optional input (`x: X | None = None`) may be left out of a call.
+
+    `variable` is the name of the TypeVar that it is annotated with, `type` that one's bound: an output is of the type
+    of the value that the call passes as the input with the same variable.
+    """
 
     name: str
     type: Any
     optional: bool = False
+    variable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ def type_of(annotation: Any, what: str, where: str) -> Any:
     """The class that an annotation names (or `Any`): edges are typed by classes."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
+    if isinstance(annotation, TypeVar):
+        annotation = annotation.__bound__ or Any
     found = get_origin(annotation) or annotation
     if found is Any or (isinstance(found, type) and found not in (inspect.Parameter.empty, UnionType)):
         return found
@@ -102,7 +109,8 @@ def _input(parameter: inspect.Parameter, what: str, function: Callable[..., Any]
     if default is not None and default is not parameter.empty:
         needed = "no default, or None, for an input; options stand after `*`"
         raise fault(what, f"the default {default!r}", needed, defined(function))
-    return Port(parameter.name, type_of(annotation, what, defined(function)), optional=default is None)
+    optional, type_ = default is None, type_of(annotation, what, defined(function))
+    return Port(parameter.name, type_, optional, _variable(annotation))
 
 
 def _outputs(
@@ -121,7 +129,9 @@ def _outputs(
     if len(parts) == 1 and get_origin(parts[0]) is tuple:
         parts = list(get_args(parts[0]))
     if len(parts) != 1:
-        ports = tuple(Port(str(i), type_of(part, what, where)) for i, part in enumerate(parts))
+        ports = tuple(
+            Port(str(i), type_of(part, what, where), variable=_variable(part)) for i, part in enumerate(parts)
+        )
         return ports, _tuple, metrics
     if parts[0] in (None, NoneType):
         return (), _tuple, metrics
@@ -129,7 +139,11 @@ def _outputs(
     if fields is not None:
         hints = inspect.get_annotations(parts[0], eval_str=True)
         return tuple(Port(f, type_of(hints.get(f), what, where)) for f in fields), parts[0], metrics
-    return (Port("out", type_of(parts[0], what, where)),), _single, metrics
+    return (Port("out", type_of(parts[0], what, where), variable=_variable(parts[0])),), _single, metrics
+
+
+def _variable(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, TypeVar) else ""
 
 
 def _tuple(*values: Any) -> Any:

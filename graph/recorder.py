@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from penstock.graph.faults import Fault, GraphError, caller, fault, nearest
-from penstock.graph.interface import REQUIRED, Interface
+from penstock.graph.interface import REQUIRED, Interface, Port
 from penstock.graph.ir import Input, Json, Node, Output, Ref
 from penstock.graph.paths import encode, path_of, short
 from penstock.graph.types import Weights
@@ -104,7 +104,7 @@ class Recorder:
             name=self._name(definition.__name__),
             op="" if faults else definition.path,
             inputs=(*inputs, *self._strays(interface, kwargs)),
-            outputs=tuple(Output(port.name, self.declare(port.type)) for port in interface.outputs),
+            outputs=tuple(Output(port.name, self._made(port, interface, inputs)) for port in interface.outputs),
             options=options,
             pool=definition.pool,
             clock=definition.clock,
@@ -114,6 +114,13 @@ class Recorder:
             where=caller(),
             given=(*_by_keyword(definition, inputs), *(key for key in kwargs if key in interface.options)),
         )
+
+    def _made(self, port: Port, interface: Interface, inputs: Sequence[Input]) -> str:
+        """The type of an output: what it declares, or where that is a TypeVar, what the call passes for it."""
+        same = {p.name for p in interface.inputs if port.variable and p.variable == port.variable}
+        given = (self._type(item.ref) for item in inputs if item.name in same)
+        fit = (path for path in given if path in self.types and issubclass(self.types[path], port.type))
+        return next(fit, None) or self.declare(port.type)
 
     def _strays(self, interface: Interface, kwargs: Mapping[str, Any]) -> Iterator[Input]:
         """Values that were passed under names which the node does not know: they have a reader all the same."""

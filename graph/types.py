@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from penstock.graph.arrays import Array, Vector, joined
 from penstock.graph.sharding import Axes
@@ -143,6 +143,20 @@ class PreferenceModel(Model):
 
     maker: ClassVar[str] = "penstock.nodes.reward_model:make_preference_model"
     pool: ClassVar[str] = "trainer"
+
+
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
+AnyAverage = TypeVar("AnyAverage", bound=Average)
+AnyCritic = TypeVar("AnyCritic", bound=Critic)
+AnyPreferenceModel = TypeVar("AnyPreferenceModel", bound=PreferenceModel)
+"""What an update gives back of what it is given: a program's `Solver(Policy)` stays a `Solver`."""
+
+
+@dataclass
+class LearningRate:
+    """The learning rate of one update, which a node has computed."""
+
+    value: float
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 
 from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Average, Context, Metrics, Policy
+from penstock.graph.types import AnyAverage, Average, Context, Metrics, Policy
 from penstock.nodes import numbers
 from penstock.nodes.base import open_model, require_model, run_spec
 from penstock.nodes.mastered import Mastered
@@ -30,7 +30,7 @@ def make_average(context: Context) -> Carried:
 
 @requires(numbers.decay("decay"))
 @node(pool="trainer", clock="update")
-def ema(average: Average, policy: Policy, *, decay: float = 0.9) -> tuple[Average, Metrics]:
+def ema(average: AnyAverage, policy: Policy, *, decay: float = 0.9) -> tuple[AnyAverage, Metrics]:
     """average ← decay · average + (1 − decay) · policy, in float32: Polyak and Juditsky 1992, with a fixed decay.
 
     `policy` is the one after its update. Figure: `average_distance`, the 2-norm of the difference before this step, as
@@ -40,7 +40,7 @@ def ema(average: Average, policy: Policy, *, decay: float = 0.9) -> tuple[Averag
 
 
 @node(pool="trainer", clock="update")
-def refresh(average: Average, policy: Policy) -> tuple[Average, Metrics]:
+def refresh(average: AnyAverage, policy: Policy) -> tuple[AnyAverage, Metrics]:
     """average ← policy, as it is after its update. Figure: `average_distance`, as of `ema`."""
     return average, _follow(average, policy, 0.0)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import (
+    AnyCritic,
     Context,
     Critic,
     Logprobs,
@@ -30,6 +31,7 @@ from penstock.nodes.learn.batch import per_response, per_token
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
 from penstock.nodes.learn.packing import Packed, sampled_lengths, sampled_mask
+from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.learn.scores import packed_values
 from penstock.nodes.learn.update import penalty
 from penstock.nodes.learn.values import explained_variance, generalized_advantages, terminal_rewards, value_loss
@@ -119,20 +121,20 @@ def gae(
 @requires(bound("clip"), *ADAMW)
 @node(pool="critic", clock="update")
 def critic_update(
-    critic: Critic,
+    critic: AnyCritic,
     rollouts: Rollouts,
     values: Values,
     returns: Returns,
     *,
     clip: float | None = 0.2,
-    lr: float = 1e-4,
+    lr: float | Schedule = 1e-4,
     epochs: int = 1,
     minibatches: int = 1,
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
     micro_tokens: int | None = None,
-) -> tuple[Critic, Metrics]:
+) -> tuple[AnyCritic, Metrics]:
     """`epochs` times `minibatches` AdamW steps on the clipped value loss, averaged over sampled tokens.
 
     `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way). Raises
@@ -140,7 +142,8 @@ def critic_update(
     """
     per_token("critic_update: given values", values.values_NT, rollouts)
     per_token("critic_update: given returns", returns.returns_NT, rollouts)
-    learner, step = language_critic(critic), Step(lr, clip_norm, betas, weight_decay)
+    learner = language_critic(critic)
+    step = Step(learner.rate(lr), clip_norm, betas, weight_decay)
     shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
     losses, norms = [], []
     for number, (_, rows) in enumerate(shares, 1):
@@ -148,7 +151,8 @@ def critic_update(
         total, tokens = _backward(learner, *part, clip, micro_tokens)
         norms.append(learner.apply(step, normaliser=tokens, last=number == len(shares)))
         losses.append(total / tokens)
-    return critic, {"critic_loss": sum(losses) / len(losses), "critic_grad_norm": sum(norms) / len(norms)}
+    figures = {"critic_loss": sum(losses) / len(losses), "critic_grad_norm": sum(norms) / len(norms)}
+    return critic, {**figures, "critic_lr": learner.rate(lr)}
 
 
 def _backward(

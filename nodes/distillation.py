@@ -9,13 +9,14 @@ from torch import Tensor
 from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.sharding import STAGE, num_ranks
-from penstock.graph.types import Context, Logprobs, Metrics, Policy, Rollouts, Teacher, TokenAdvantages
+from penstock.graph.types import AnyPolicy, Context, Logprobs, Metrics, Rollouts, Teacher, TokenAdvantages
 from penstock.nodes.base import ModelSpec, directory_spec, run_spec
 from penstock.nodes.learn.behaviour import behaviour_logprobs
 from penstock.nodes.learn.distillation import distillation_advantages
 from penstock.nodes.learn.divergences import reverse_kl
 from penstock.nodes.learn.packing import Packed, sampled_lengths, sampled_mask
 from penstock.nodes.learn.sampled import reads
+from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.model import Llama, ModelError, load_model
 from penstock.nodes.numbers import ADAMW
 from penstock.nodes.policy import LanguageModel, Step, language_model, language_policy
@@ -85,16 +86,16 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
 @requires(*ADAMW)
 @node(pool="trainer", clock="update")
 def distill_update(
-    policy: Policy,
+    policy: AnyPolicy,
     teacher: Teacher,
     rollouts: Rollouts,
     *,
-    lr: float = 1e-4,
+    lr: float | Schedule = 1e-4,
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
     micro_tokens: int | None = None,
-) -> tuple[Policy, Metrics]:
+) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on KL(π ‖ π_T) over the whole vocabulary, averaged over sampled tokens (GKD, arXiv 2306.13649).
 
     Whoever sampled, π weighs the words; μ still says after which words. Policy and teacher are in one pool, and memory
@@ -112,9 +113,10 @@ def distill_update(
 
     tokens = int(sampled_lengths(rollouts).sum())
     sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
-    grad_norm = learner.apply(Step(lr, clip_norm, betas, weight_decay), normaliser=tokens)
+    rate = learner.rate(lr)
+    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
     mean = float(torch.stack(sums).sum()) / tokens
-    return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens)}
+    return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens), "lr": rate}
 
 
 def _all_logprobs(model: Llama, packed: Packed) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.graph.types import Context
 from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.mastered import MASTER, Mastered
 from penstock.nodes.sequence_model import Model
 from penstock.nodes.tokenizer import Tokenizer
@@ -55,6 +56,14 @@ class Learner(Mastered[Model]):
             master = self.masters[name]
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         return found
+
+    def rate(self, lr: float | Schedule) -> float:
+        """The learning rate of the update under way. Raises ValueError for one that is negative or not finite."""
+        rate = float(lr(self.version, self.updates)) if callable(lr) else lr
+        if not 0 <= rate < math.inf:
+            where = f"update {self.version} of {self.updates}"
+            raise ValueError(f"{where}: given a learning rate of {rate}, needed a finite number of at least 0")
+        return rate
 
     def apply(self, step: Step, *, normaliser: float, last: bool = True) -> float:
         """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping.

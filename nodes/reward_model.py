@@ -11,10 +11,11 @@ from torch import Tensor
 from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.sharding import num_ranks
-from penstock.graph.types import Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
+from penstock.graph.types import AnyPreferenceModel, Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
 from penstock.nodes.base import ModelSpec, directory_spec, open_scorer, require_scorer, run_spec
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.preference import bradley_terry_accuracy, bradley_terry_loss
+from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.learn.scores import pack_ends, packed_values, sequence_scores
 from penstock.nodes.learner import Learner, Step
 from penstock.nodes.model import ModelError, Scorer, load_scorer
@@ -91,15 +92,15 @@ def reward_scores(
 @requires(*ADAMW)
 @node(pool="trainer", clock="update")
 def preference_update(
-    reward_model: PreferenceModel,
+    reward_model: AnyPreferenceModel,
     pairs: Pairs,
     *,
-    lr: float = 3e-4,
+    lr: float | Schedule = 3e-4,
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
     micro_tokens: int | None = None,
-) -> tuple[PreferenceModel, Metrics]:
+) -> tuple[AnyPreferenceModel, Metrics]:
     """One AdamW step on the Bradley-Terry loss, averaged over the pairs (InstructGPT, arXiv 2203.02155, equation 1).
 
     The two responses of a pair may be in different micro-batches: scores are computed first, without a gradient, and
@@ -120,11 +121,13 @@ def preference_update(
         return (weights_N[packed.sequence_P] * packed_values(model, packed)).sum(), None
 
     reward_model.backward(micro_batches, loss)
-    grad_norm = reward_model.apply(Step(lr, clip_norm, betas, weight_decay), normaliser=count)
+    rate = reward_model.rate(lr)
+    grad_norm = reward_model.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=count)
     chosen_N, rejected_N = scores_N.detach().chunk(2)
     return reward_model, {
         "loss": float(losses_N.detach().mean()),
         "accuracy": float(bradley_terry_accuracy(chosen_N, rejected_N).mean()),
         "margin": float((chosen_N - rejected_N).mean()),
         "grad_norm": grad_norm,
+        "lr": rate,
     }

@@ -22,7 +22,7 @@ from penstock.graph import (
 )
 from penstock.graph.call import Call
 from penstock.graph.protocols import Source
-from penstock.graph.types import Critic, Reference, RewardModel
+from penstock.graph.types import Critic, LearningRate, Reference, RewardModel
 from penstock.nodes.advantage import greedy_advantage, group_advantage, leave_one_out_advantage
 from penstock.nodes.critic import critic_update, critic_values, gae
 from penstock.nodes.environments.python_tool import python_tool
@@ -33,6 +33,7 @@ from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.objectives import aipo, importance_weighted, ppo, reinforce, tis
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
 from penstock.nodes.learn.sampled import Loss, Sampled, reads
+from penstock.nodes.learn.schedules import cosine, linear
 from penstock.nodes.learn.update import aipo_update, policy_update
 from penstock.nodes.measure import measure
 from penstock.nodes.replay import replay
@@ -81,6 +82,33 @@ def alone_and_learnt(policy: Policy, reward: RewardModel, prompts: Prompts) -> d
     rollouts = generate(prompts, broadcast(policy), samples=1)
     advantage = group_advantage(reward_scores(reward, rollouts))  # alone_and_learnt
     return {"policy": aipo_update(policy, rollouts, advantage), "reward": reward}
+
+
+@program
+def without_a_peak(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    return policy_update(policy, rollouts, advantage, loss=ppo, lr=cosine)  # type: ignore[arg-type]  # without_a_peak
+
+
+@program
+def below_nothing(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage, lr = group_advantage(score(rollouts, by=math_answer)), partial(linear, peak=1e-4, warmup=-1)
+    return policy_update(policy, rollouts, advantage, loss=ppo, lr=lr)  # below_nothing
+
+
+@node(pool="trainer", clock="update")
+def slower(rewards: Rewards) -> LearningRate:
+    return LearningRate(1e-4)
+
+
+@program
+def two_rates(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    rewards = score(rollouts, by=math_answer)
+    advantage, rate = group_advantage(rewards), slower(rewards)
+    return policy_update(policy, rollouts, advantage, rate=rate, loss=ppo, lr=1e-4)  # two_rates
 
 
 def well(call: Call) -> None:

@@ -34,6 +34,9 @@ MISUSE = {
     "penalised_by_nothing": ("policy_update: option 'kl'", "0.1 without a reference", "see reference_logprobs"),
     "expected_by_nothing": ("gae: option 'kl'", "0.1 without a reference", "see reference_logprobs"),
     "without_old": ("policy_update: loss tis", "no proximal_P for it", "see policy_logprobs"),
+    "without_a_peak": ("policy_update: option 'lr'", "cosine without peak", "partial(cosine, peak=…)"),
+    "below_nothing": ("policy_update: lr linear: option 'warmup'", "-1", "a whole number of at least 0"),
+    "two_rates": ("policy_update: option 'lr'", "a learning rate beside the input `rate`", "one of the two"),
     "own": ("policy_update: loss own_loss", "no reference_P for it", "see reference_logprobs"),
     "empty_exam": ("measure: option 'problems'", "0", "a whole number of at least 1"),
 }
@@ -60,8 +63,8 @@ FACTORS = "a finite number of at least 0"
     ("program", "options", "what", "needed"),
     [
         ("aipo", {"rho": 0.0}, "aipo_update: option 'rho'", "a number above 0"),
-        ("aipo", {"lr": -1.0}, "aipo_update: option 'lr'", FACTORS),
-        ("aipo", {"lr": float("inf")}, "aipo_update: option 'lr'", FACTORS),
+        ("aipo", {"lr": -1.0}, "aipo_update: option 'lr'", f"{FACTORS}, or a schedule"),
+        ("aipo", {"lr": float("inf")}, "aipo_update: option 'lr'", f"{FACTORS}, or a schedule"),
         ("grpo", {"clip": -0.2}, "policy_update: loss ppo: option 'clip_low'", "a number of at least 0"),
         ("cispo", {"clip_high": -4.0}, "policy_update: loss cispo: option 'clip_high'", "a number of at least 0"),
         ("tis", {"cap": 0.0}, "policy_update: loss tis: option 'cap'", "a number above 0"),

@@ -29,6 +29,9 @@ RUN = {
     "by_width": "unseen",
     "second_chance": "loss",
     "often": "replayed",
+    "chase": "aipo_update_2.loss",
+    "warmed": "lr",
+    "careful": "lr",
 }
 """The programs without a fault, each with a figure that its last update has."""
 OPTIONS: dict[str, dict[str, Any]] = {"anchored": {"move": 2, "look": 2}}

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.call import Call
-from penstock.graph.types import Logprobs, Metrics, Policy, Rewards, Rollouts
+from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
 from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.preference import best_and_worst, dpo_loss
+from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.numbers import ADAMW, positive
 from penstock.nodes.policy import LanguagePolicy, Step, language_policy
 
@@ -32,18 +33,18 @@ def pairs(call: Call) -> None:
 @requires(pairs, positive("beta"), *ADAMW)
 @node(pool="trainer", clock="update")
 def dpo_update(
-    policy: Policy,
+    policy: AnyPolicy,
     rollouts: Rollouts,
     rewards: Rewards,
     reference: Logprobs,
     *,
     beta: float = 0.1,
-    lr: float = 1e-4,
+    lr: float | Schedule = 1e-4,
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
     micro_tokens: int | None = None,
-) -> tuple[Policy, Metrics]:
+) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on the DPO loss of each prompt's best and worst response, averaged over the pairs.
 
     DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
@@ -57,8 +58,9 @@ def dpo_update(
     if pairs:
         chosen, others = take_rows(rollouts, rows_N), take_rows(reference, rows_N)
         figures |= _backward(learner, chosen, others.logprobs_NT.to(learner.device), beta, micro_tokens)
-    grad_norm = learner.apply(Step(lr, clip_norm, betas, weight_decay), normaliser=max(1, pairs))
-    return policy, {**figures, "grad_norm": grad_norm}
+    rate = learner.rate(lr)
+    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=max(1, pairs))
+    return policy, {**figures, "grad_norm": grad_norm, "lr": rate}
 
 
 def _pairs(ordinals: Sequence[int], rewards_N: Tensor) -> list[int]:

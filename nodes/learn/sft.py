@@ -1,15 +1,14 @@
 """Imitation of demonstrations, which makes the base model that RL starts from."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
-from penstock.graph.types import Metrics, Policy
+from penstock.graph.types import AnyPolicy, Metrics
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.losses import sft_loss
 from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.schedules import cosine
 from penstock.nodes.numbers import ADAMW, count, not_negative
 from penstock.nodes.policy import Step, language_policy
 
@@ -17,7 +16,7 @@ from penstock.nodes.policy import Step, language_policy
 @requires(count(0, "warmup"), not_negative("final"), *ADAMW)
 @node(pool="trainer", clock="update")
 def sft_update(
-    policy: Policy,
+    policy: AnyPolicy,
     demonstrations: Demonstrations,
     *,
     lr: float = 2e-3,
@@ -27,7 +26,7 @@ def sft_update(
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.01,
     micro_tokens: int | None = None,
-) -> tuple[Policy, Metrics]:
+) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on the cross-entropy of the demonstrated responses, averaged over their tokens.
 
     The learning rate rises over `warmup` updates to `lr`, and falls along a cosine to `final` · `lr` at the run's end.
@@ -40,14 +39,7 @@ def sft_update(
 
     micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, micro_tokens)
     losses = learner.accumulate(micro_batches, loss)
-    rate = lr * _schedule(learner.version, learner.updates, warmup, final)
+    rate = cosine(learner.version, learner.updates, peak=lr, warmup=warmup, final=final)
     grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
     mean = float(torch.stack(losses).sum()) / tokens
     return policy, {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
-
-
-def _schedule(update: int, updates: int, warmup: int, final: float) -> float:
-    """The share of the highest learning rate: a line up, then half a cosine down to `final`."""
-    rise = min(1.0, (update + 1) / (warmup + 1))
-    fall = 0.5 * (1 + math.cos(math.pi * min(1.0, update / max(1, updates))))
-    return rise * (final + (1 - final) * fall)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.call import Call
-from penstock.graph.types import Advantages, Logprobs, Metrics, Policy, Rollouts
+from penstock.graph.types import Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.aggregation import Aggregation, normaliser, token_weights
 from penstock.nodes.learn.batch import Batch
 from penstock.nodes.learn.figures import Taken, add_up, token_sums, update_figures
@@ -23,6 +23,7 @@ from penstock.nodes.learn.minibatches import optimizer_steps
 from penstock.nodes.learn.objectives import aipo
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.sampled import NEEDED, Loss, Sampled, reads
+from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.numbers import ADAMW, not_negative, positive
 from penstock.nodes.policy import LanguagePolicy, Step, language_policy
 
@@ -33,32 +34,40 @@ def penalty(call: Call) -> None:
         raise call.lack(f"{call.options['kl']} without a reference", NEEDED["reference"], "kl")
 
 
-@requires(penalty, not_negative("kl"), *ADAMW)
+def one_rate(call: Call) -> None:
+    """What the learning rate requires: to be said once."""
+    if "rate" not in call.left_out and "lr" in call.node.given:
+        raise call.lack("a learning rate beside the input `rate`", "one of the two", "lr")
+
+
+@requires(penalty, not_negative("kl"), one_rate, *ADAMW)
 @node(pool="trainer", clock="update")
 def policy_update(
-    policy: Policy,
+    policy: AnyPolicy,
     rollouts: Rollouts,
     advantage: Advantages,
     reference: Logprobs | None = None,
     proximal: Logprobs | None = None,
+    rate: LearningRate | None = None,
     *,
     loss: Loss,
     average: Aggregation = "token_mean",
     kl: float = 0.0,
     epochs: int = 1,
     minibatches: int = 1,
-    lr: float = 1e-4,
+    lr: float | Schedule = 1e-4,
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
     micro_tokens: int | None = None,
-) -> tuple[Policy, Metrics]:
+) -> tuple[AnyPolicy, Metrics]:
     """The next version of the policy: `epochs` · `minibatches` AdamW steps on a loss of single tokens.
 
     `loss` is a function of log π and `Sampled`, such as those of `objectives`; its own options are bound with
     functools.partial. `average` says how token losses become one (see `aggregation.normaliser`); "constant" takes the
     run's `max_tokens` as the longest response. `kl` times the divergence from the `reference` is added to each token's
-    loss. `clip_norm` bounds the 2-norm of each step's gradient.
+    loss. `lr` is a number or a schedule (see `schedules`); a `rate` that a node has computed takes its place.
+    `clip_norm` bounds the 2-norm of each step's gradient.
 
     A batch is cut into minibatches by whole prompt groups, in an order keyed by the run's seed, the version and the
     epoch; where their number does not divide, as replay may have it, some have one group more than others. However many
@@ -68,29 +77,29 @@ def policy_update(
     learner = language_policy(policy)
     objective = _Objective(loss, average, kl)
     batch = Batch.of(rollouts, advantage, learner.device, reference=reference, proximal=proximal)
-    step = Step(lr, clip_norm, betas, weight_decay)
+    step = Step(learner.rate(lr if rate is None else rate.value), clip_norm, betas, weight_decay)
     shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
     taken = [
         _take_step(learner, batch.take(rows), objective, step, epoch, micro_tokens, last=number == len(shares))
         for number, (epoch, rows) in enumerate(shares, 1)
     ]
-    return policy, update_figures(taken)
+    return policy, {**update_figures(taken), "lr": step.lr}
 
 
 @requires(reads("behaviour"), positive("rho"), *ADAMW)
 @node(pool="trainer", clock="update")
 def aipo_update(
-    policy: Policy,
+    policy: AnyPolicy,
     rollouts: Rollouts,
     advantage: Advantages,
     *,
     rho: float = 4.0,
-    lr: float = 1e-4,
+    lr: float | Schedule = 1e-4,
     clip_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
     micro_tokens: int | None = None,
-) -> tuple[Policy, Metrics]:
+) -> tuple[AnyPolicy, Metrics]:
     """`policy_update` with AIPO's loss, averaged over tokens (LlamaRL, arXiv 2505.24034, section 6).
 
     `rho` bounds each token's importance ratio π / μ from above, `clip_norm` the gradient's 2-norm.

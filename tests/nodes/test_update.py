@@ -4,12 +4,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import assert_type
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.graph import Policy, Prompts, broadcast, check, program, trace
 from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.generate import generate
 from penstock.nodes.learn.minibatches import minibatch_rows, optimizer_steps, take_rows
 from penstock.nodes.learn.objectives import (
     aipo,
@@ -25,6 +29,7 @@ from penstock.nodes.learn.rescore import reference_logprobs
 from penstock.nodes.learn.sampled import Loss, Sampled
 from penstock.nodes.learn.update import aipo_update, policy_update
 from penstock.nodes.policy import make_reference
+from penstock.nodes.score import math_answer, score
 
 from .updating import (
     CONTEXT,
@@ -403,3 +408,44 @@ def summed(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
 def test_a_loss_that_sums_over_tokens_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"loss summed: given a result of shape \[\], needed a loss for each token"):
         policy_update.fn(policy(), *batch(), loss=summed)
+
+
+# A policy of one's own type -----------------------------------------------------------------------------------
+
+
+class Proposer(Policy):
+    """One of two policies of a program."""
+
+
+class Solver(Policy):
+    """The other one."""
+
+
+@program
+def two_players(proposer: Proposer, solver: Solver, prompts: Prompts) -> dict[str, Policy]:
+    """Each learns from its own responses to the same prompts."""
+    proposed = generate(prompts, broadcast(proposer), samples=2)
+    solved = generate(prompts, broadcast(solver), samples=2)
+    proposing = policy_update(proposer, proposed, group_advantage(score(proposed, by=math_answer)), loss=aipo)
+    solving = aipo_update(solver, solved, group_advantage(score(solved, by=math_answer)))
+    return {"proposer": assert_type(proposing, Proposer), "solver": assert_type(solving, Solver)}
+
+
+@program
+def swapped(proposer: Proposer, solver: Solver, prompts: Prompts) -> dict[str, Policy]:
+    made = two_players.fn(proposer, solver, prompts)
+    return {"proposer": made["solver"], "solver": made["proposer"]}
+
+
+def test_an_update_of_a_users_own_policy_is_of_that_type() -> None:
+    graph = trace(two_players)
+    assert not check(graph, batch=2)
+    types = {name: graph[ref.node].outputs[0].type.rpartition(":")[2] for name, ref in graph.results}
+    assert types == {"proposer": "Proposer", "solver": "Solver"}
+
+
+def test_one_policy_is_not_taken_for_the_other() -> None:
+    assert {(f.what, f.needed) for f in check(trace(swapped)) if f.what.startswith("the next")} == {
+        ("the next 'proposer'", "Proposer"),
+        ("the next 'solver'", "Solver"),
+    }
