@@ -110,14 +110,18 @@ def go(
     """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display;
     `earlier` are the wall seconds of the run before this command."""
     name, updates = config.graph.name, config.flags.updates
+    folder.hold()
     with open_display(name, updates, relative(folder.path), plain=look.plain or look.in_process) as display:
         if prepare is not None:
             prepare(display)
         with on_stop(carry_on):
             status = launch_here(folder) if look.in_process else launch(folder, cluster, display.tell)
             errors = display.progress.errors
+            if (moved := folder.follow()) and status != DONE and moved not in errors:
+                errors.append(moved)
             summary = finish(folder, status, errors, monotonic() - look.began, earlier)
     drawn = draw(folder, summary)
+    folder.release()
     with suppress(OSError):  # nobody reads it any more, and `main` sees to the exit status
         for error in errors:
             print(f"penstock: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ from penstock.runtime.control.keys import Door
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.control.messages import (
+    TOLD,
     AgentReady,
     Exited,
     Goodbye,
@@ -116,7 +117,7 @@ class Controller:
                 self.server.send(agent_peer(host), Launch(replica, index, rank.device, rank.threads))
 
     def _set_up(self, peer: str) -> None:
-        restore = self.cut.folder.name if self.cut else ""
+        restore = (self.cut.written, self.cut.folder.name) if self.cut else ()
         self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
 
     def _welcome(self, ready: Ready) -> None:
@@ -175,14 +176,15 @@ class Controller:
                     raise PeerFault(text)
                 self.warnings += [text] if level == "warning" else []
                 say({"kind": "note", "level": level, "text": text})
-            case Exited(replica=replica, rank=rank, reason=reason, signal=signal, tail=tail):
+            case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
                 self.alive.discard(rank_peer(replica, rank))
                 moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
                 fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
-                if signal or tail:
+                if signal or (tail and status != TOLD):
                     self.server.forget(rank_peer(replica, rank))
                     raise PeerFault(fault)
-                self._complaint = Complaint(fault, monotonic())  # it has said why itself, on a connection of its own
+                # It has said why itself, on a connection of its own: that may be heard later.
+                self._complaint = Complaint(fault, monotonic())
             case _:
                 self.server.counts["unexpected"] += 1
 

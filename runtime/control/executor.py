@@ -65,6 +65,7 @@ class Executor:
         self.held = Holdings(setup)
         self.submitted: dict[Firing, float] = {}
         self.doing = ""
+        self._checkpoint = ""
         self.restored: list[tuple[Firing, str, Handle]] = []
         if setup.restore is not None:
             self.restored = part.restore(setup.restore, self.held, self.values)
@@ -73,6 +74,7 @@ class Executor:
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
         """Carry out one command after the other; the answers to each that are there at once."""
         handles = {(firing, output): handle for firing, output, handle in order.handles}
+        self._checkpoint = order.checkpoint
         for command in order.commands:
             self.doing = str(command.firing) if isinstance(command, Fire) else type(command).__name__
             yield self.do(command, handles)
@@ -101,7 +103,7 @@ class Executor:
                     self.resting.settle()
                 except OffloadError as error:
                     return [Result(Abort(str(error)))]
-                part.save(update, firings, self.held, self.values)
+                part.save(self._checkpoint, update, firings, self.held, self.values)
                 return [Result(Saved(update, replica, rank))]
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
 

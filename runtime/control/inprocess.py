@@ -19,6 +19,7 @@ import torch
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.raised import told
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.setup import Setup
@@ -26,7 +27,8 @@ from penstock.runtime.control.status import Say, tell_node_warnings
 from penstock.runtime.control.stops import on_stop, unheard
 from penstock.runtime.control.values import Key
 from penstock.runtime.control.weights import LocalWays, channels_of
-from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.checkpoint import latest_checkpoint, sweep_cuts
+from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 
 ONE_SIGNAL_S = 0.5
@@ -121,16 +123,17 @@ def _take_threads(executor: Executor) -> None:
 
 def run_in_process(folder: RunFolder, say: Say) -> str:
     """Run, or go on with, what the folder says, in this process; the status. `say` gets the lines for a display."""
+    sweep_cuts(folder)
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
     # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.
     config = replace(config, flags=replace(config.flags, deadline=inf))
     recorder = RunRecorder(folder, config, say, monotonic(), cut, config.flags.tensorboard)
     session = Session(config, recorder, cut.cut if cut else None)
-    told: list[str] = []
-    recorder.warnings = told
+    warned: list[str] = []
+    recorder.warnings = warned
 
     def tell(text: str) -> None:
-        told.append(text)
+        warned.append(text)
         say({"kind": "note", "level": "warning", "text": text})
 
     stop_telling = tell_node_warnings(tell)
@@ -142,9 +145,16 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     except KeyboardInterrupt:
         session.abort("stopped at once by the user, without a checkpoint", monotonic())
         raise
+    except RecordError:  # of the folder, which takes no summary either
+        raise
+    except Exception as error:  # none of a node, which fails its firing alone
+        session.abort(told(error).rstrip(), monotonic())
+        status = session.status
     finally:
         stop_telling()
-        (folder.path / "processes.json").unlink(missing_ok=True)
+        (folder.held / "processes.json").unlink(missing_ok=True)
+        sweep_cuts(RunFolder(folder.held))
+        folder.release()
     if status == "failed":
         say({"kind": "error", "text": session.error})
     return status

@@ -38,7 +38,7 @@ from penstock.runtime.control.process import (
 )
 from penstock.runtime.control.stops import on_stop, unheard, while_heard
 from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.checkpoint import latest_checkpoint, sweep_cuts
 from penstock.runtime.record.faults import disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append
 from penstock.runtime.tensor.segments import SHM, sweep
@@ -128,6 +128,8 @@ class Launcher:
             os.close(self._signal)
 
     def _run(self) -> int:
+        held = RunFolder(self.folder)
+        held.hold()
         try:
             sweep(None, (SHM, self.folder))  # of runs whose launcher could not do it
             _clear(self.folder)
@@ -143,8 +145,9 @@ class Launcher:
             finally:
                 self._end(controller)
         finally:
-            if left := _sweep(self.folder, self.run_id, self.keys.door.endpoint):
+            if left := _sweep(held, self.run_id, self.keys.door.endpoint):
                 self.tell({"kind": "error", "text": f"still alive, and not to be killed: pids {left}"})
+            held.release()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.interrupts:
@@ -280,17 +283,19 @@ def _doing(last: Line) -> str:
     return "; ".join([f", last heard of in stage {last['stage']!r}{update}", *pools])
 
 
-def _sweep(folder: Path, run: str, endpoint: str) -> list[int]:
-    """Remove every process, segment, socket and key of a run from this host; the pids that would not go."""
+def _sweep(folder: RunFolder, run: str, endpoint: str) -> list[int]:
+    """Remove every process, segment, socket and key of a run from this host; the pids that would not go. The folder may
+    have been moved, and another one be in its place, of which nothing is removed."""
     left = sweep_processes(run)
-    sweep(run, (SHM, folder))
+    sweep(run, (SHM, folder.held))
     if (file := socket_file(endpoint)) is not None:
-        file.unlink(missing_ok=True)
-    _clear(folder)
+        (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
+    _clear(folder.held)
     return left
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run keeps in its folder only while it is alive."""
+    """Remove what a run keeps in its folder only while it is alive, and the cuts that it did not complete."""
     shutil.rmtree(folder / "keys", ignore_errors=True)
     (folder / "processes.json").unlink(missing_ok=True)
+    sweep_cuts(RunFolder(folder))

@@ -21,9 +21,19 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.handle import Handle
 
-PROTOCOL: Literal[3] = 3
+PROTOCOL: Literal[4] = 4
 
-__all__ = ["MAX_BYTES", "PROTOCOL", "TO_CONTROLLER", "Message", "MessageError", "pack", "unpack", "unpack_frame"]
+__all__ = [
+    "MAX_BYTES",
+    "PROTOCOL",
+    "TOLD",
+    "TO_CONTROLLER",
+    "Message",
+    "MessageError",
+    "pack",
+    "unpack",
+    "unpack_frame",
+]
 
 
 # To the controller ----------------------------------------------------------------------------------------
@@ -146,18 +156,22 @@ class Look(Packable, frozen=True):
 
 class Setup(Packable, frozen=True):
     """All that a rank needs to know before it makes what it holds: the run's configuration as JSON text, and the
-    name of the checkpoint that it goes on from ("" for none), in the run folder of its host.
+    names that the checkpoint which it goes on from may have in the run folder of its host, the likelier one last; none
+    for a start from the beginning.
     """
 
     config: str
-    restore: str
+    restore: tuple[str, ...]
 
 
 class Order(Packable, frozen=True):
-    """What to do, in order, and where the values are that it needs: (firing, output, handle)."""
+    """What to do, in order, and where the values are that it needs: (firing, output, handle). `checkpoint` names the
+    folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes.
+    """
 
     commands: tuple[Command, ...]
     handles: tuple[tuple[Firing, str, Handle], ...] = ()
+    checkpoint: str = ""
 
 
 class Found(Packable, frozen=True):
@@ -200,7 +214,10 @@ Message = ToController | Setup | Order | Found | Goodbye | Launch | Kill
 TO_CONTROLLER: tuple[type, ...] = get_args(ToController)
 """What a controller may hear."""
 
-_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[3], int, Message], "frame")
+TOLD = 3
+"""The exit status of a rank that has said in a `Note` why it ends."""
+
+_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[4], int, Message], "frame")
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:

@@ -6,14 +6,16 @@ from pathlib import Path
 from penstock.graph.ir import Firing
 from penstock.runtime.control.holdings import Holdings
 from penstock.runtime.control.values import Values
+from penstock.runtime.record.checkpoint import update_of
 from penstock.runtime.tensor.checkpoint import layout_of, read_part, value_name, write_part
 from penstock.runtime.tensor.handle import Handle
 
 
-def save(update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:
-    """Write this rank's part of the cut before `update`: carried values, states, and the outputs of `firings`."""
+def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:
+    """Write this rank's part of the cut before `update`: carried values, states, and the outputs of `firings`. `name`
+    is that of the folder of all parts of this cut."""
     setup = holdings.setup
-    folder = setup.folder / "checkpoints" / f"{update:08d}"
+    folder = setup.folder / "checkpoints" / name
     states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
     earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
     ranks = len(setup.plan.replica(setup.replica).ranks)
@@ -23,7 +25,7 @@ def save(update: int, firings: Iterable[Firing], holdings: Holdings, values: Val
 
 def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
-    setup, update = holdings.setup, int(folder.name)
+    setup, update = holdings.setup, update_of(folder.name)
     part = read_part(folder, setup.replica, setup.rank, setup.run)
     for name, value in holdings.carried.items():
         value.restore(*part.carried(name, layout_of(value)))

@@ -5,7 +5,7 @@ When it closes, it prints one line of JSON with what its store, its exchange and
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -69,9 +69,15 @@ class Rank:
 
 
 def make_rank(
-    config: RunConfig, replica: str, index: int, restore: str, join: Join, pulse: Pulse, wake: Callable[[], None]
+    config: RunConfig,
+    replica: str,
+    index: int,
+    restore: Sequence[str],
+    join: Join,
+    pulse: Pulse,
+    wake: Callable[[], None],
 ) -> Rank:
-    """Make all that rank `index` of `replica` holds; from the checkpoint named `restore`, unless that is "" ."""
+    """Make all that rank `index` of `replica` holds; from the first checkpoint named in `restore` that is there."""
     folder = Path(join.folder)
     own = config.plan.replica(replica)
     place = own.ranks[index]
@@ -86,7 +92,8 @@ def make_rank(
         world = ground.meet(f"ranks of {replica}")
         open_world(world, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
     contexts = config.contexts(own, index)
-    cut = folder / "checkpoints" / restore if restore else None
+    cuts = [folder / "checkpoints" / name for name in restore]
+    cut = next((path for path in cuts if path.is_dir()), cuts[-1] if cuts else None)
     setup = Setup(
         config.graphs,
         config.plan,

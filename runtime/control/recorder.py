@@ -12,7 +12,7 @@ from penstock.runtime.control.config import EVALUATION, RunConfig
 from penstock.runtime.control.messages import Result
 from penstock.runtime.control.records import record_bytes
 from penstock.runtime.control.status import QUIET, Say, Status
-from penstock.runtime.record.checkpoint import Checkpoint, write_cut
+from penstock.runtime.record.checkpoint import Checkpoint, open_cut, write_cut
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import MetricsFile, Row, Rows, keep_rows, prefixes
@@ -21,6 +21,9 @@ from penstock.runtime.record.timeline import Idle
 from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.tables import compile_tables
+
+LOOK_S = 0.5
+"""Seconds between two looks whether the run folder is still there."""
 
 
 class RunRecorder:
@@ -39,6 +42,8 @@ class RunRecorder:
         tensorboard: bool = False,
     ) -> None:
         self.folder, self.config, self.say = folder, config, say
+        folder.hold()
+        self._looked = now
         self.log = LogWriter(folder.events, record_bytes)
         start = cut.update if cut else 0
         self.log.segment(start if cut else None, {"run": config.run})
@@ -63,6 +68,7 @@ class RunRecorder:
         self.version = start
         self.dropped_frames: Mapping[str, int] = {}
         self.warnings: Sequence[str] = ()
+        self._cut = ""
         self._evaluated: list[dict[str, float]] = []
 
     # What the session tells -------------------------------------------------------------------------------
@@ -133,11 +139,18 @@ class RunRecorder:
             self.board.write(self.row)
         self.say({"kind": "row", "row": self.row})
 
+    def open_cut(self, update: int) -> str:
+        """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
+        self.folder.require()
+        self._cut = open_cut(self.folder, self.config.run, update)
+        return self._cut
+
     def commit(self, commit: Commit) -> None:
         """A cut is complete: only now does the folder say so, and not before the log tells how it came to be."""
-        self.log.flush()
+        self.folder.require()
+        self.log.sync()
         cut = json.loads(commit.cut)
-        write_cut(self.folder, commit.update, cut, self.accuracy, self.rows.to_json(cut))
+        write_cut(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
 
     def state(self, now: float, replica: str, state: str) -> None:
         self.idle.change(now, replica, state)
@@ -155,13 +168,18 @@ class RunRecorder:
             self.groups = dict(fates)
 
     def tick(self, now: float) -> None:
-        """Time passes: what is buffered is written, the display hears of a quiet run too."""
+        """Time passes: what is buffered is written, the display hears of a quiet run too. Raises RecordError when the
+        run folder is gone."""
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            self.folder.require()
         self.log.tick(now - self.began)
         if self.status.due(now, QUIET):
             self._status(now)
 
     def finish(self, now: float, status: str, error: str) -> None:
-        """The end, whatever it was."""
+        """The end, whatever it was. Raises RecordError where the folder does not take it."""
+        self.folder.require()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
         if self.board is not None:

@@ -69,8 +69,7 @@ class Session:
         self.stopping, self.why = now, why or self.why
         if self.stage is not None and self.stage.name == "save":
             return {}  # the cut that is being written is the one wanted
-        saved = self.cut is not None and self.stage is not None and self.stage.scheduler.update == self.start
-        if self.stage is None or self.stage.name != "train" or saved:  # what was restored is not written again
+        if self.stage is None or self.stage.name != "train":
             return self._finish(now, "stopped", self.why)
         return self._after(self.stage.feed(Checkpoint(final=True), now), now)
 
@@ -133,7 +132,9 @@ class Session:
             return self._finish(now, "done", "")
         name = self._stages.pop(0)
         graph, rules, cut = self._stage(name)
-        origin = Origin(name, graph, self.config.plan, rules, cut, self._live)
+        # The checkpoint that there is, by the same scheduler that made it, or by the file that it was restored from.
+        complete = (self.cut or {}) if name == "train" or self.stage is None else self.stage.scheduler.complete
+        origin = Origin(name, graph, self.config.plan, rules, cut, self._live, complete)
         self.recorder.open_stage(origin, now)
         self.stage = Stage(origin, self.recorder, self.config.flags, self._handles if name == "train" else {})
         first = Checkpoint(final=True) if name == "save" else Begin()
@@ -172,5 +173,7 @@ def _merge(first: Orders, second: Orders) -> Orders:
     merged = dict(first)
     for replica, order in second.items():
         earlier = merged.get(replica, Order((), ()))
-        merged[replica] = Order(earlier.commands + order.commands, earlier.handles + order.handles)
+        merged[replica] = Order(
+            earlier.commands + order.commands, earlier.handles + order.handles, earlier.checkpoint or order.checkpoint
+        )
     return merged

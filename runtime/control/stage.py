@@ -25,7 +25,6 @@ from penstock.runtime.schedule.events import (
     Swap,
 )
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import compile_tables
 from penstock.runtime.tensor.handle import Handle
 
@@ -39,6 +38,7 @@ class Recorder(Protocol):
     def open_stage(self, origin: Origin, now: float) -> None: ...
     def step(self, now: float, event: Event, commands: list[Command]) -> None: ...
     def result(self, now: float, result: Result) -> None: ...
+    def open_cut(self, update: int) -> str: ...
     def commit(self, commit: Commit) -> None: ...
     def state(self, now: float, replica: str, state: str) -> None: ...
     def close_stage(self, name: str, fates: Mapping[str, int]) -> None: ...
@@ -57,7 +57,7 @@ class Stage:
         self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
         self.recorder, self.flags = recorder, flags
         self.tables = compile_tables(origin.graph, origin.plan)
-        self.scheduler = Scheduler(self.tables, origin.rules, origin.cut, origin.live)
+        self.scheduler = origin.scheduler(self.tables)
         self.finish: Finish | None = None
         self.asked: dict[tuple[Any, ...], tuple[Command, float]] = {}
         self._held_up = 0.0
@@ -137,6 +137,8 @@ class Stage:
     def _route(self, commands: list[Command], now: float) -> Orders:
         batches: dict[str, list[Command]] = defaultdict(list)
         handles: dict[str, list[tuple[Firing, str, Handle]]] = defaultdict(list)
+        # All parts of a cut are asked for at once, and go into one folder.
+        cut = next((self.recorder.open_cut(c.update) for c in commands if isinstance(c, Save)), "")
         for command in commands:
             match command:
                 case Finish():
@@ -162,7 +164,7 @@ class Stage:
             batches[command.replica].append(command)
             if (key := _key(command)) is not None:
                 self.asked[key] = command, now
-        return {replica: Order(tuple(items), tuple(handles[replica])) for replica, items in batches.items()}
+        return {replica: Order(tuple(items), tuple(handles[replica]), cut) for replica, items in batches.items()}
 
     def _inputs(self, fire: Fire) -> list[tuple[Firing, str, Handle]]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""

@@ -6,6 +6,7 @@ One loop: take orders, carry them out, step the streams, answer.
 import json
 import os
 import sys
+import traceback
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.forks import serve_forks
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
-from penstock.runtime.control.messages import Goodbye, Note, Order, Ready, Result, Results, Setup
+from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.raised import told
 from penstock.runtime.control.wire import SILENCE
 
@@ -30,6 +31,7 @@ HOLD = 0.001
 IDLE = 1.0
 """Seconds between two looks at the controller's life, when there is nothing to do."""
 
+RAISED = (Exception, SystemExit)
 
 NEEDED = ("penstock.runtime.control.rank", "penstock.nodes.policy")
 """What takes long to import, torch above all, and is imported once for all ranks of a host."""
@@ -44,6 +46,8 @@ def main() -> None:
     status = 1
     try:
         status = serve(client, join, replica, index, pulse)
+    except BaseException:
+        traceback.print_exc()
     finally:
         pulse.stop()
         client.close()
@@ -64,13 +68,19 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
         rank = make_rank(config, replica, index, setup.restore, join, pulse, client.wake)
-    except Exception as error:
+    except RAISED as error:
+        traceback.print_exc()
         client.send(Note("error", f"{name} could not start:\n{told(error)}"))
-        return 1
+        return TOLD
     pulse.doing = lambda: rank.executor.doing
     try:
         client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
         return work(client, rank)
+    except RAISED as error:  # not by a node, which fails its firing alone
+        traceback.print_exc()
+        at = f" at {rank.executor.doing}" if rank.executor.doing else ""
+        client.send(Note("error", f"{name} failed{at}:\n{told(error)}"))
+        return TOLD
     finally:
         rank.close()
 

@@ -45,6 +45,7 @@ class RunFolder:
         self.lock_fd: int | None = None
         self._undo = contextlib.ExitStack()
         self._facts: os.stat_result | None = None
+        self._held: int | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> "RunFolder":
@@ -192,6 +193,48 @@ class RunFolder:
             if entered and facts.st_mode & stat.S_IWOTH and not stat.S_ISLNK(facts.st_mode):
                 return f"every user may change {place}"
         return ""
+
+    # Still there? ------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Know this very folder from now on, wherever it goes. Raises RecordError if there is none."""
+        if self._held is None:
+            try:
+                self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise disk_fault(self.path, error) from error
+
+    def require(self) -> None:
+        """Raises RecordError, with where it is now, if the folder that is held is no longer at its path."""
+        assert self._held is not None
+        held = os.fstat(self._held)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), held):
+                return
+        now = os.readlink(f"/proc/self/fd/{self._held}")
+        became = f"moved to {now}" if held.st_nlink and not now.endswith(" (deleted)") else "removed"
+        needed = "needed it to stay where it is until the run has ended"
+        raise RecordError(f"{self.path}: the run folder was {became} while the run went on; {needed}")
+
+    def follow(self) -> str:
+        """Take the path that the folder which is held has now; why that is another one, "" if it is not."""
+        try:
+            self.require()
+        except RecordError as fault:
+            now = Path(os.readlink(f"/proc/self/fd/{self._held}"))
+            self.path = now if now.is_dir() else self.path
+            return str(fault)
+        return ""
+
+    @property
+    def held(self) -> Path:
+        """A path of the folder that is held, which leads there wherever it is; for this process alone."""
+        return Path(f"/proc/self/fd/{self._held}")
+
+    def release(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     # Small files -------------------------------------------------------------------------------------------
 
@@ -361,6 +404,15 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or what a folder lists. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _content(present: list[str]) -> str:

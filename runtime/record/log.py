@@ -135,6 +135,14 @@ class LogWriter:
         except OSError as error:
             raise disk_fault(self.path, error, len(self._buffer)) from error
 
+    def sync(self) -> None:
+        """Flush, and have the disk keep it. Raises RecordError."""
+        self.flush()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise disk_fault(self.path, error) from error
+
     def _append(self, record: list[Any]) -> None:
         payload = msgpack.encode(record)
         self._buffer += _head(self._chain, len(payload)) + payload

@@ -19,7 +19,6 @@ from penstock.runtime.report.idle import Account, accounts
 from penstock.runtime.report.reasons import reason
 from penstock.runtime.schedule.events import Done, Event
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Tables, compile_tables
 
 TRAIN = "train"
@@ -228,7 +227,7 @@ class _Watch:
     """The scheduler of a stage, run again: what its ranks did, why they were idle, what lay in queues."""
 
     def __init__(self, origin: Origin, tables: Tables, begin: int, end: int) -> None:
-        self.scheduler = Scheduler(tables, origin.rules, origin.cut, origin.live)
+        self.scheduler = origin.scheduler(tables)
         self.follow = Follow(tables, streams(origin.graph), origin.live)
         self.lanes: list[Lane] = lanes(tables)
         self.reasons: dict[Lane, list[tuple[int, str]]] = {lane: [] for lane in self.lanes}

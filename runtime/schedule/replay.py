@@ -12,7 +12,7 @@ from penstock.graph.ir import Graph
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.events import Command, Commit, Event, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.tables import Rules, Tables, compile_tables
 
 Digest = Callable[[Sequence[Command]], bytes]
 """What a log keeps of the commands of one step."""
@@ -24,7 +24,10 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """How a scheduler was made: all that is needed to make it again. A log writes one where a stage begins."""
+    """How a scheduler was made: all that is needed to make it again. A log writes one where a stage begins.
+
+    `complete` is None in the logs of versions that wrote every cut.
+    """
 
     stage: str
     graph: Graph
@@ -32,9 +35,12 @@ class Origin:
     rules: Rules
     cut: Mapping[str, Any] | None = None
     live: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    complete: Mapping[str, Any] | None = None
 
-    def scheduler(self) -> Scheduler:
-        return Scheduler(compile_tables(self.graph, self.plan), self.rules, self.cut, self.live)
+    def scheduler(self, tables: Tables | None = None) -> Scheduler:
+        """A new one. `tables` are those of the graph and plan, if they are there already."""
+        tables = tables or compile_tables(self.graph, self.plan)
+        return Scheduler(tables, self.rules, self.cut, self.live, self.complete)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -44,6 +50,7 @@ class Origin:
             "rules": asdict(self.rules),
             "cut": self.cut,
             "live": [[channel, replica, version] for (channel, replica), version in self.live.items()],
+            "complete": self.complete,
         }
 
     @staticmethod
@@ -57,6 +64,7 @@ class Origin:
                 rules=Rules(**data["rules"]),
                 cut=data["cut"],
                 live={(channel, replica): version for channel, replica, version in data["live"]},
+                complete=data.get("complete"),
             )
         except (KeyError, TypeError) as error:
             given = ", ".join(data)

@@ -59,6 +59,9 @@ from penstock.runtime.schedule.tables import Rules, Step, Tables
 class Scheduler(State):
     """One run of one graph. `cut` continues a checkpoint; `live` are versions replicas hold already.
 
+    `complete` is the cut of the newest complete checkpoint, {} where there is none yet: a final cut with no more in it
+    is not written. With None every cut is written, as in logs that do not say.
+
     Raises ValueError for rules that cannot work with the graph.
     """
 
@@ -68,9 +71,11 @@ class Scheduler(State):
         rules: Rules,
         cut: Mapping[str, Any] | None = None,
         live: Mapping[tuple[str, str], int] | None = None,
+        complete: Mapping[str, Any] | None = None,
     ) -> None:
         check_rules(tables, rules)
         super().__init__(tables, rules, live or {})
+        self.complete = complete
         if cut is not None:
             cuts.restore(self, cut)
 

@@ -33,7 +33,8 @@ class State:
     `batch`. Steps that trail have a pace of their own, the others move on together.
     between: the values that steps of this update made for later ones, and where they are.
     failed, dropped, again: firings in work that failed, whose verdict was to drop their group, or which asked for
-    another turn, on some rank. drops: groups that filters have dropped since the last update.
+    another turn, on some rank. drops: groups that filters have dropped since the last update. complete: the cut of the
+    newest complete checkpoint.
     """
 
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
@@ -61,6 +62,7 @@ class State:
             self.sort(replica)
         self.cutting: Checkpoint | None = None
         self.saving = ""
+        self.complete: Mapping[str, Any] | None = None
         self.finished = False
         self.answers: dict[Key, set[int]] = {}
         self.out: list[Command] = []

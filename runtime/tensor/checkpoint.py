@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried
 from penstock.graph.sharding import Sharded
+from penstock.runtime.record.folder import sync
 from penstock.runtime.tensor.codec import decode, encode
 from penstock.runtime.tensor.files import StateError, StateFile, save_state
 from penstock.runtime.tensor.layout import Layout
@@ -43,10 +44,12 @@ def write_part(
     """Write all that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or
     by all ranks together where they hold parts.
 
-    `ranks` are those of the replica: a folder may hold files of more, from a cut on another mesh that was given up.
-    `earlier` are carried values as they were before, by names of their own. `run` is the id of the run.
+    `ranks` are those of the replica. `earlier` are carried values as they were before, by names of their own. `run` is
+    the id of the run. On return all of it is on the disk. Raises OSError or StateError where it cannot be written,
+    and does not make the run folder again if that is gone.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, Any] = {
         "format": FORMAT,
@@ -65,6 +68,9 @@ def write_part(
         if name in carried and (rank == 0 or layout is not None):
             (folder / name).mkdir(exist_ok=True)
             value.export(str(folder / name))
+            for path in (folder / name, *(folder / name).rglob("*")):
+                if not path.is_symlink():
+                    sync(path)
     encoded = {f"state/{name}": state for name, state in states.items()}
     encoded |= {value_name(*key): value for key, value in values.items()}
     for name, value in encoded.items():

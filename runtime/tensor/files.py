@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.runtime.record.folder import sync
+
 _FORMAT = "penstock-state-1"
 
 
@@ -32,10 +34,9 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
     part = path.with_name(f".{path.name}.part")
     try:
         save_file(_separate(tensors), part, metadata)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
+        sync(part)
         os.replace(part, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
         needed = sum(t.nbytes for t in tensors.values())
@@ -97,15 +98,6 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         separate[name] = own
     return separate
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> str:

@@ -12,6 +12,8 @@ import pytest
 
 from penstock.runtime.control.config import Flags
 from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 
 from .network import Network, why_not
 from .plain import toy_loop
@@ -146,7 +148,13 @@ def test_a_host_that_shares_no_files_keeps_its_part_of_a_checkpoint_and_goes_on_
     assert f"{other}/checkpoints/00000002/generator-0-0.safetensors" in missing
     assert go_on(folder, 4, network, shared, own) == ""
     assert_equal_bits(final_state(folder, 4), toy_loop(4, 4))
-    parts = [{path.name for path in (at / "checkpoints" / "00000004").glob("*.safetensors")} for at in (own, folder)]
+    saved = latest_checkpoint(RunFolder(folder))
+    assert saved is not None
+    assert saved.folder.name == "00000004"
+    parts = [
+        {path.name for path in (at / "checkpoints" / name).glob("*.safetensors")}
+        for at, name in ((own, saved.written), (folder, saved.folder.name))
+    ]
     assert parts == [{"generator-0-0.safetensors"}, {"trainer-0-0.safetensors", "scorer-0-0.safetensors"}]
 
 

@@ -1,8 +1,9 @@
 """Checkpoints: a consistent cut between two updates, and the way back from it.
 
 Free-running admissions go on while a cut is due and while it is written; they are later than the cut and do not
-change it. What was in work then starts again in a run that resumes: groups in the middle of their turns at the first
-one, a step that trails at the update it was at, with the oldest version that there is by then: the cut's.
+change it. A final cut with no more in it than the newest complete checkpoint has is not written. What was in work then
+starts again in a run that resumes: groups in the middle of their turns at the first one, a step that trails at the
+update it was at, with the oldest version that there is by then: the cut's.
 """
 
 import heapq
@@ -22,6 +23,10 @@ def save(state: State) -> None:
     if any(f.node in state.tables.stateful for f in state.running) or not drained(state):
         return
     cut = {"update": state.update, **state.ledger.to_json(), "trailing": state.trailing}
+    if state.stopping and state.complete and _done(state, cut) == _done(state, state.complete):
+        state.cutting = None
+        state.finish("stopped")
+        return
     state.saving = json.dumps(cut, sort_keys=True)
     values: dict[str, list[Firing]] = {r: [] for r in state.tables.replicas}
     for group in state.ledger.groups.values():
@@ -35,9 +40,21 @@ def save(state: State) -> None:
 def commit(state: State) -> None:
     """All parts are written."""
     state.out.append(Commit(state.update, state.saving))
+    if state.complete is not None:
+        state.complete = json.loads(state.saving)
     final, state.cutting, state.saving = state.stopping, None, ""
     if final:
         state.finish("stopped")
+
+
+def _done(state: State, cut: Mapping[str, Any]) -> Any:
+    """What a run that resumes from this cut need not do again. Sources are read again; so groups that were only opened
+    are nothing."""
+    made = {
+        ordinal: {n: r for n, r in made.items() if not state.tables.steps[n].source}
+        for ordinal, made, _ in cut["groups"]
+    }
+    return cut["update"], cut["fates"], cut.get("trailing", {}), {g: names for g, names in made.items() if names}
 
 
 def drained(state: State) -> bool:

@@ -10,7 +10,7 @@ from penstock.runtime.cli.progress import Line
 from penstock.runtime.cli.traced import CommandError, Traced
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
 from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.record.checkpoint import write_cut
+from penstock.runtime.record.checkpoint import open_cut, write_cut
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 
@@ -27,10 +27,11 @@ class Builder:
         if self.status == FAILED:
             tell({"kind": "error", "text": "trainer/0 rank 0 died"})
         if self.status == DONE:
-            model = folder.checkpoints / "00000007" / "policy"
-            model.mkdir(parents=True)
+            name = open_cut(folder, "r", 7)
+            model = folder.checkpoints / name / "policy"
+            model.mkdir()
             (model / "config.json").write_text("{}")
-            write_cut(folder, 7, {}, {})
+            write_cut(folder, name, {}, {})
         return self.status
 
 

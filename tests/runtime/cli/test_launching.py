@@ -17,7 +17,7 @@ from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED, INTERRUPTED
 from penstock.runtime.plan.cluster import Cluster, ClusterError
-from penstock.runtime.record.checkpoint import write_cut
+from penstock.runtime.record.checkpoint import open_cut, write_cut
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import LogError, LogWriter
@@ -84,8 +84,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_summary_tells_where_a_resume_begins(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     assert finish(folder, INTERRUPTED, [], 1.0)["checkpoint"] == 0
-    (folder.checkpoints / "00000005").mkdir()
-    write_cut(folder, 5, {"update": 5}, {})
+    write_cut(folder, open_cut(folder, "r", 5), {"update": 5}, {})
     folder.write_json("summary.json", SUMMARY | {"status": "stopped", "updates": 7})
     summary = finish(folder, INTERRUPTED, [], 1.0)
     assert summary["checkpoint"] == 5
@@ -216,8 +215,7 @@ def finished(processes: Processes, tmp_path: Path) -> RunFolder:
     """A run of five updates that is done."""
     run.main(["toy", "--updates", "5", "--out", str(tmp_path / "run")])
     folder = RunFolder.open(tmp_path / "run")
-    (folder.checkpoints / "00000005").mkdir()
-    write_cut(folder, 5, {"update": 5}, {})
+    write_cut(folder, open_cut(folder, "r", 5), {"update": 5}, {})
     return folder
 
 

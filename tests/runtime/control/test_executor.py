@@ -26,7 +26,7 @@ def make(folder: Path, restore: Path | None = None, traced: Any = baskets, **opt
 
 
 def order(executor: Executor, *commands: Command) -> list[Result]:
-    return [result for results in executor.carry_out(Order(commands, ())) for result in results]
+    return [result for results in executor.carry_out(Order(commands, (), "00000000")) for result in results]
 
 
 def fire(executor: Executor, node: str, groups: Iterable[int]) -> list[Result]:
@@ -157,7 +157,8 @@ def test_what_is_saved_is_taken_up_again(tmp_path: Path) -> None:
     fire(executor, "prompts", [0, 1])
     fire(executor, "basket", [0, 1])
     executor.step()
-    (saved,) = order(executor, Save(0, "worker/0", (Firing("basket", 1), Firing("prompts", 0))))
+    save = Save(0, "worker/0", (Firing("basket", 1), Firing("prompts", 0)))
+    (saved,) = order(executor, save)
     assert saved.event == Saved(0, "worker/0")
     resumed = make(tmp_path, restore=tmp_path / "checkpoints" / "00000000")
     assert resumed.values.kept.keys() == {(Firing("basket", 1), "out"), (Firing("prompts", 0), "out")}

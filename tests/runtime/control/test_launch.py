@@ -18,7 +18,7 @@ import pytest
 from penstock.runtime.control import launch, stops
 from penstock.runtime.control.process import processes_of, start, sweep_processes
 from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.record.checkpoint import write_cut
+from penstock.runtime.record.checkpoint import open_cut, write_cut
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.segments import sweep
 
@@ -218,8 +218,9 @@ def test_a_closed_terminal_and_a_polite_kill_are_one_wish_however_often(tmp_path
 
 
 def test_a_stop_says_where_a_resume_would_begin(tmp_path: Path) -> None:
-    RunFolder(tmp_path).checkpoints.joinpath("00000007").mkdir(parents=True)
-    write_cut(RunFolder(tmp_path), 7, {}, {})
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    write_cut(folder, open_cut(folder, "r", 7), {}, {})
     run = Run(tmp_path, "wait")
     run.when["ready"] = interrupt
     assert run.launcher.run() == 130

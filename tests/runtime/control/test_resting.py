@@ -27,7 +27,7 @@ def make(folder: Path, restore: Path | None = None, *, on: bool = True) -> Execu
 
 
 def order(executor: Executor, *commands: Command) -> list[Result]:
-    return [result for results in executor.carry_out(Order(commands, ())) for result in results]
+    return [result for results in executor.carry_out(Order(commands, (), "00000001")) for result in results]
 
 
 def update(executor: Executor, number: int, steps: Iterable[str] = STEPS) -> list[Result]:
@@ -79,6 +79,7 @@ def test_it_stays_for_its_update_once_somebody_has_read_it(tmp_path: Path) -> No
 def test_a_checkpoint_that_is_written_while_it_is_away_is_that_of_one_that_stayed(tmp_path: Path) -> None:
     folders = []
     for name, on in (("away", True), ("stayed", False)):
+        (tmp_path / name).mkdir()
         executor = make(tmp_path / name, on=on)
         update(executor, 0)
         (saved,) = order(executor, Save(1, "worker/0", ()))

@@ -1,8 +1,12 @@
 """A session driven in this process: what a stop finds in work, and what piles up."""
 
-from collections.abc import Iterable
+import io
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,10 +14,10 @@ from msgspec.structs import replace
 from penstock.graph import trace
 from penstock.graph.ir import Firing
 from penstock.runtime.control.config import Flags, RunConfig
-from penstock.runtime.control.inprocess import InProcess
+from penstock.runtime.control.inprocess import InProcess, run_in_process
 from penstock.runtime.control.messages import Result
 from penstock.runtime.control.recorder import RunRecorder
-from penstock.runtime.control.session import Session
+from penstock.runtime.control.session import Session, _merge
 from penstock.runtime.control.stage import Orders
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
@@ -21,6 +25,7 @@ from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Done
+from penstock.runtime.tensor.checkpoint import read_part
 from penstock.runtime.tensor.handle import Handle
 
 UPDATES = 5
@@ -29,13 +34,15 @@ HANDLE = Handle("segment", 0, 8, "{}", "worker/0")
 
 
 class Watched(Session):
-    """Asks itself to stop while the last checkpoint is being written, if `stop_at_save`; counts channels' handles.
+    """Asks itself to stop when `stop_when` says so, or while the last checkpoint is being written, if `stop_at_save`;
+    counts channels' handles.
 
     With `handles`, the answers have those of values, as the answers of processes have. `left` are the firings that
     a stage still has handles of when it is over, `held` is how many it had at most.
     """
 
     stop_at_save = False
+    stop_when: Callable[["Watched", Result], bool] | None = None
     handles = False
     most = held = 0
     left: Iterable[Firing] = ()
@@ -52,6 +59,8 @@ class Watched(Session):
             self.most = max(self.most, sum(">" in firing.node for firing in self.stage.handles))
         if self.stop_at_save and self.stage is not None and self.stage.name == "save":
             assert self.stop(now) == {}
+        if self.stop_when is not None and self.stopping is None and self.stop_when(self, result):
+            return _merge(orders, self.stop(now))
         return orders
 
 
@@ -60,18 +69,113 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "run")
 
 
-def run(folder: RunFolder, *, stop_at_save: bool = False, handles: bool = False, updates: int = UPDATES) -> Watched:
+def run(
+    folder: RunFolder,
+    *,
+    stop_at_save: bool = False,
+    handles: bool = False,
+    updates: int = UPDATES,
+    checkpoint_every: int = 0,
+    lag: int = 1,
+    stop_when: Callable[[Watched, Result], bool] | None = None,
+) -> Watched:
     from penstock.programs.toy import toy
 
-    graph = trace(toy, {f"{name}_ms": 0 for name in ("generate", "score", "update", "sync")})
+    graph = trace(toy, {"lag": lag, **{f"{name}_ms": 0 for name in ("generate", "score", "update", "sync")}})
     plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
-    config = RunConfig(graph, None, plan, Flags(updates=updates, batch=2), "session")
+    config = RunConfig(
+        graph,
+        None,
+        plan,
+        Flags(updates=updates, batch=2, checkpoint_every=checkpoint_every),
+        "session",
+    )
     config.write(folder, {})
     session = Watched(config, RunRecorder(folder, config, lambda line: None, monotonic()))
-    session.stop_at_save, session.handles = stop_at_save, handles
+    session.stop_at_save, session.stop_when, session.handles = stop_at_save, stop_when, handles
     InProcess(config, session, folder.path).run()
     folder.unlock()
     return session
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing sees a SIGKILL."""
+
+
+class Kill:
+    """Stops a session at the first scored group of `update`, and from then on dies at the `number`-th change or sync of
+    a checkpoint's files. `before` is what was in the last good one."""
+
+    CALLS = ((os, "mkdir"), (os, "rename"), (os, "replace"), (os, "open"), (os, "fsync"), (io, "open"))
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: RunFolder, update: int, number: int) -> None:
+        self.checkpoints, self.update, self.left = folder.checkpoints, update, number
+        self.before: dict[str, tuple[int, bytes]] = {}
+        for module, name in self.CALLS:
+            patch.setattr(module, name, partial(self._call, getattr(module, name)))
+
+    def stop_when(self, session: Watched, result: Result) -> bool:
+        event, stage = result.event, session.stage
+        scored = isinstance(event, Done) and event.firing.node == "fake_score"
+        if not scored or stage is None or stage.name != "train" or stage.scheduler.update != self.update:
+            return False
+        self.before = files_of(self.checkpoints / "00000002")
+        return True
+
+    def _call(self, real: Callable[..., Any], place: Any, *args: Any, **kwargs: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else os.fspath(place)
+        if self.before and path.startswith(str(self.checkpoints)):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+        return real(place, *args, **kwargs)
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Each file below, with its inode and content."""
+    return {str(p.relative_to(folder)): (p.stat().st_ino, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+def last_policy(folder: RunFolder) -> list[float]:
+    saved = latest_checkpoint(folder)
+    assert saved is not None
+    tensors, facts = read_part(saved.folder, "trainer/0", 0).carried("policy")
+    return [facts["version"], *tensors["values"].tolist(), *tensors["momentum"].tolist()]
+
+
+@pytest.mark.parametrize("update", [2, 3])
+def test_a_run_killed_between_any_two_files_of_a_checkpoint_goes_on_from_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: int
+) -> None:
+    """Asked to stop at an update that has a checkpoint, and at one that has none."""
+    whole = RunFolder.create(tmp_path / "whole")
+    run(whole, updates=4, checkpoint_every=2, lag=0)
+    killed, number = True, 0
+    while killed:
+        folder = RunFolder.create(tmp_path / f"{number}")
+        with monkeypatch.context() as patch:
+            kill = Kill(patch, folder, update, number)
+            try:
+                run(folder, updates=4, checkpoint_every=2, lag=0, stop_when=kill.stop_when)
+                killed = False
+            except Killed:
+                folder.unlock()
+        saved, new = latest_checkpoint(folder), "00000002.2" if update == 2 else "00000003"
+        assert saved is not None
+        assert saved.folder.name in ([new, "00000002"] if killed else [new])
+        assert files_of(folder.checkpoints / "00000002") == kill.before != {}
+        folder.lock()
+        assert run_in_process(folder, lambda line: None) == "done"
+        folder.unlock()
+        assert last_policy(folder) == last_policy(whole)
+        assert {path.name for path in folder.checkpoints.iterdir()} <= {
+            "00000002",
+            "00000002.2",
+            "00000003",
+            "00000004",
+        }
+        number += 1
+    assert number > 20
 
 
 def test_a_stop_while_the_last_checkpoint_is_written_leaves_it_whole(folder: RunFolder) -> None:

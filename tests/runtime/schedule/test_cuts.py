@@ -1,14 +1,17 @@
 """Checkpoints, stops, and resuming from what was saved."""
 
 import json
+from collections.abc import Mapping
 from random import Random
+from typing import Any
 
-from penstock.runtime.schedule.events import Checkpoint, Finish, Free, Save
+from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, Finish, Free, Save
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
-from .examples import begun, finish, fired, is_fire, run_until, versions, world
+from .examples import begun, exhaust, finish, fired, is_fire, run_until, versions, world
 from .graphs import aipo, call, graph, place
+from .world import World
 
 
 def test_a_final_checkpoint_lets_the_update_in_flight_finish_and_starts_nothing_else() -> None:
@@ -74,6 +77,43 @@ def test_a_finished_run_can_be_saved() -> None:
     tables = compile_tables(aipo(), place(aipo()))
     told = Scheduler(tables, Rules(batch=1, end=2, start=2), json.loads(json.dumps(cut))).handle(Checkpoint(final=True))
     assert told == [Save(2, replica) for replica in tables.replicas]
+
+
+def resumed_at(made: World, complete: Mapping[str, Any] | None) -> World:
+    """The run that goes on from the last commit, with its sources read and its weights published, and nothing more."""
+    resumed = made.resumed()
+    resumed.scheduler.complete = complete
+    resumed.feed(Begin())
+    while found := [i for i, event in enumerate(resumed.pending) if "prompts" in str(event) or ">" in str(event)]:
+        resumed.step(found[0])
+    return resumed
+
+
+def test_a_final_cut_is_written_only_if_it_has_more_in_it_than_the_newest_checkpoint() -> None:
+    made = begun(aipo(lag=1), Rules(batch=3, end=9))
+    run_until(made, is_fire("advantage", 1))
+    made.feed(Checkpoint())
+    run_until(made, lambda c: isinstance(c, Commit))
+    assert made.commit is not None
+    cut = json.loads(made.commit.cut)
+    opened = [group for group in cut["groups"] if group[1].keys() == {"prompts"}]
+    assert opened != []
+    worked = {**cut, "groups": [group for group in cut["groups"] if group not in opened]}
+    for complete in (cut, worked):
+        assert resumed_at(made, complete).scheduler.handle(Checkpoint(final=True)) == [Finish("stopped")]
+    more = resumed_at(made, cut)
+    more.step(more.find("generate", next(f.index for f in more.scheduler.running if f.node == "generate")))
+    for asked in (more, resumed_at(made, {}), resumed_at(made, None), resumed_at(made, {**cut, "groups": []})):
+        assert {type(command) for command in asked.feed(Checkpoint(final=True))} == {Save}
+
+
+def test_a_checkpoint_is_the_newest_from_its_commit_on() -> None:
+    made = begun(aipo(lag=1), Rules(batch=3, end=9))
+    made.scheduler.complete = {}
+    exhaust(made, "node='generate'")
+    made.feed(Checkpoint())
+    run_until(made, lambda c: isinstance(c, Commit), but=["node='generate'"])
+    assert made.feed(Checkpoint(final=True)) == [Finish("stopped")]
 
 
 def test_state_is_not_saved_while_it_changes() -> None:

@@ -1,5 +1,6 @@
 """The state of a carried value that its ranks hold in parts, read back on the same mesh and on others."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,28 @@ def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path:
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"trainer-0-0\.safetensors: not a readable state"):
         read_part(tmp_path, "trainer/0", 0)
+
+
+def test_all_that_a_rank_wrote_is_on_the_disk_when_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[Any] = set()
+    real = os.fsync
+
+    def sync(fd: int) -> None:
+        real(fd)
+        synced.add(os.stat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    cut = tmp_path / "cut"
+    write_part(cut, "trainer/0", 0, 1, {"policy": Whole(0)}, {"counter": 1}, {})
+    written = {cut, *cut.rglob("*")}
+    assert {path.name for path in written} == {"cut", "policy", "exported-0", "trainer-0-0.safetensors"}
+    assert [path for path in written if path.stat().st_ino not in synced] == []
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="gone"):
+        write_part(tmp_path / "gone" / "checkpoints" / "cut", "trainer/0", 0, 1, {}, {}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Which folder is a checkpoint that counts, how one comes to count, and what is removed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.record.checkpoint import latest_checkpoint, open_cut, sweep_cuts, write_cut
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(tmp_path / "run")
+    made.write_json("config.json", {"run": "ours"})
+    return made
+
+
+def checkpoint(folder: RunFolder, update: int) -> Path:
+    name = open_cut(folder, "ours", update)
+    (folder.checkpoints / name / "part").write_text(name)
+    return write_cut(folder, name, {"update": update}, {"before": 0.5})
+
+
+def latest(folder: RunFolder) -> str | None:
+    found = latest_checkpoint(folder)
+    return found.folder.name if found else None
+
+
+def test_a_folder_counts_once_its_cut_is_in_it_and_it_has_its_name(folder: RunFolder) -> None:
+    assert latest(folder) is None
+    checkpoint(folder, 3)
+    (folder.checkpoints / "00000005").mkdir()
+    (folder.checkpoints / "00000005" / "part").touch()
+    fresh = open_cut(folder, "ours", 6)
+    (folder.checkpoints / fresh / "cut.json").write_bytes((folder.checkpoints / "00000003" / "cut.json").read_bytes())
+    (folder.checkpoints / "notes").mkdir()
+    (folder.checkpoints / "notes" / "cut.json").write_text("{}")
+    assert latest(folder) == "00000003"
+
+
+def test_a_checkpoint_is_never_replaced_and_the_newest_of_an_update_is_gone_on_from(folder: RunFolder) -> None:
+    names = [checkpoint(folder, update).name for update in (*[7] * 11, 4)]
+    assert names == ["00000007", *(f"00000007.{number}" for number in range(2, 12)), "00000004"]
+    assert len({(folder.checkpoints / name / "part").read_text() for name in names}) == len(names)
+    found = latest_checkpoint(folder)
+    assert found is not None
+    assert (found.folder.name, found.update, found.cut, found.accuracy) == (
+        "00000007.11",
+        7,
+        {"update": 7},
+        {"before": 0.5},
+    )
+    assert (found.folder / "part").read_text() == found.written
+
+
+def test_updates_are_compared_as_numbers(folder: RunFolder) -> None:
+    assert [checkpoint(folder, update).name for update in (10**8, 99_999_999)] == ["100000000", "99999999"]
+    assert latest(folder) == "100000000"
+
+
+def test_what_a_cut_is_made_of_is_on_the_disk_before_it_counts(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[Any] = []
+    sync, rename = os.fsync, os.rename
+
+    def see_sync(fd: int) -> None:
+        sync(fd)
+        happened.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+    def see_rename(source: Any, target: Any) -> None:
+        if Path(target).parent == folder.checkpoints:
+            happened.append("counts")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", see_sync)
+    monkeypatch.setattr(os, "rename", see_rename)
+    written = folder.checkpoints / open_cut(folder, "ours", 3)
+    write_cut(folder, written.name, {}, {})
+    before, after = happened[: happened.index("counts")], happened[happened.index("counts") :]
+    assert any(path.parent == written for path in before)  # cut.json, by whatever name it had then
+    assert before[-1] == written
+    assert folder.checkpoints in after
+
+
+def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
+    checkpoint(folder, 3)
+    given_up = open_cut(folder, "ours", 4)
+    (folder.checkpoints / given_up / "policy").mkdir()
+    theirs = open_cut(folder, "theirs", 4)
+    (folder.checkpoints / "00000004-ours-mine").mkdir()
+    elsewhere = folder.path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (folder.checkpoints / "00000005-ours-0123456789abcdef").symlink_to(elsewhere)
+    names = {path.name for path in folder.checkpoints.iterdir()}
+    sweep_cuts(folder)
+    assert {path.name for path in folder.checkpoints.iterdir()} == names - {given_up}
+    assert theirs in names
+    assert (elsewhere / "kept").exists()
+
+
+def test_a_cut_has_a_folder_of_its_own_that_is_not_made_again(folder: RunFolder) -> None:
+    assert open_cut(folder, "ours", 3) != open_cut(folder, "ours", 3)
+    os.rename(folder.checkpoints, folder.path / "moved")
+    with pytest.raises(RecordError, match="checkpoints/00000003-ours-"):
+        open_cut(folder, "ours", 3)
+    assert not folder.checkpoints.exists()
+
+
+def test_a_run_folder_that_is_moved_or_removed_is_noticed_and_followed(folder: RunFolder) -> None:
+    folder.hold()
+    folder.require()
+    old, new = folder.path, folder.path.with_name("new")
+    os.rename(old, new)
+    for _ in range(2):
+        with pytest.raises(RecordError, match=f"{old}: the run folder was moved to {new} while the run went on"):
+            folder.require()
+        old.mkdir(exist_ok=True)  # another one in its place
+    assert f"moved to {new}" in folder.follow()
+    assert folder.path == new
+    assert (folder.held / "config.json").is_file()
+    assert folder.follow() == ""
+    os.rename(new, old)
+    assert f"moved to {old}" in folder.follow()
+    for path in sorted(old.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    old.rmdir()
+    with pytest.raises(RecordError, match="the run folder was removed while the run went on"):
+        folder.require()
+    folder.release()
