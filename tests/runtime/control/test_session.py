@@ -144,7 +144,7 @@ def last_policy(folder: RunFolder) -> list[float]:
 
 
 @pytest.mark.parametrize("update", [2, 3])
-def test_a_run_killed_between_any_two_files_of_a_checkpoint_goes_on_from_the_last_good_one(
+def test_a_kill_between_any_two_files_leaves_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: int
 ) -> None:
     """Asked to stop at an update that has a checkpoint, and at one that has none."""
