@@ -20,7 +20,7 @@ def strange(function: Callable[..., Any], options: Mapping[str, Json], what: str
         choices = get_args(annotation) if get_origin(annotation) is Literal else ()
         needed = " or ".join(map(repr, choices)) if choices and given not in choices else ""
         if get_origin(annotation) is Callable and not names_function(given):
-            needed = "a function that is defined at the top of a module, or a functools.partial of one"
+            needed = "a function: NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
         if needed:
             yield Fault(f"{what}: option {name!r}", repr(given), needed, where)
 

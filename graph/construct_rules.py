@@ -21,20 +21,23 @@ def _beats(view: View) -> Iterator[Fault]:
         if starved := starving(node):
             yield starved
         elif node.fires and node.clock != "update":
-            yield Fault(
-                f"{node.name}: every", f"{node.every}, of a node per {node.clock}", "one per update", node.where
-            )
+            needed = f"a node that fires per update: {short(node.op)}.per_update.every({node.every})"
+            yield Fault(f"{node.name}: every", f"{node.every}, of a node per {node.clock}", needed, node.where)
         for item in node.inputs if node.fires else ():
             if view.per_group(item.ref):
-                needed = "a node that fires at each update to consume the batch, and this one to read what that makes"
-                yield Fault(
-                    f"{say(node, item)}, at every {node.every}. update", f"{item.ref}, per group", needed, node.where
+                given = f"{str(item.ref)!r}, of which each update has a batch of its own"
+                needed = (
+                    f"{short(node.op)} without .every({node.every}); or {short(node.op)}.every({node.every}) of what a "
+                    f'node with @node(clock="update") makes of {str(item.ref)!r} at each update'
                 )
+                yield Fault(f"{say(node, item)}, at every {node.every}. update", given, needed, node.where)
     for reader, item in view.inputs():
         maker = view.nodes.get(item.ref.node)
         if maker is not None and maker.fires and maker.every > 1 and reader.every % maker.every:
             given = f"{str(item.ref)!r}, which {maker.name} makes at every {maker.every}. update"
-            needed = f"a reader at those updates: {reader.name}.every({maker.every}), or the carried value"
+            needed = f"a reader at those updates: {short(reader.op)}.every({maker.every})"
+            made = [f"{name!r}" for name, by in view.makers.items() if by == maker.name]
+            needed += f"; or the carried value {made[0]}, which stays as it is in between" if made else ""
             yield Fault(say(reader, item), given, needed, reader.where)
 
 
@@ -55,24 +58,24 @@ def _delays(view: View) -> Iterator[Fault]:
         carried = node.inputs[0].ref.node
         argument = view.arguments.get(carried)
         if argument is not None and argument.kind == "carried" and carried not in view.makers:
-            needed = f"a carried value that updates change, or {carried!r} itself"
+            needed = f"{carried!r} without delay: it is the same at every update"
             yield Fault(node.name, f"{carried!r}, which never changes", needed, node.where)
         if argument is not None and MODEL in view.bases.get(argument.type, ()):
             given = f"{carried!r}, a {short(argument.type)}, of whose weights lag + 2 copies would be kept"
-            needed = f"a small carried value, which updates make of what it is about; or broadcast({carried}, lag=k)"
+            needed = f"broadcast({carried}, lag=k) for its weights; or delay(…) of a small carried value of your own"
             yield Fault(node.name, given, needed, node.where)
         maker = view.nodes.get(view.makers.get(carried, ""))
         if maker is not None and maker.every > 1:
             given = f"{carried!r}, which {maker.name} makes at every {maker.every}. update"
-            needed = "a value that each update makes anew: a delay names the updates that it has seen"
+            needed = f"{short(maker.op)} without .every({maker.every}): a delay is exact, so each update must make it"
             yield Fault(node.name, given, needed, node.where)
         if filters := [n.name for n in view.nodes.values() if n.construct == "keep"]:
             given = f"{node.name} beside {', '.join(filters)}, which drops groups"
-            needed = "a delay or a filter: which update a group is for must be known when it reads a delayed value"
+            needed = "a program without keep or without delay: behind a filter, a group's update is known too late"
             yield Fault(f"{node.name} is exact", given, needed, node.where)
         for reader in view.readers(node.name):
             if reader.clock != "group":
-                needed = f"a per-group node; one per update reads {carried!r} as it is"
+                needed = f"{carried!r} without delay; a node per update reads the value as it is"
                 yield Fault(f"{reader.name} reads {node.name}", "a node per update", needed, reader.where)
             elif argument is not None and view.pools[reader.name] != view.pools[carried]:
                 given = f"{carried!r}, which pool {view.pools[carried]!r} holds"
@@ -110,7 +113,8 @@ def _steps(view: View) -> Iterator[Fault]:
                 yield Fault(f"{node.name}: {name}", repr(count), "a whole number of at least 1", node.where)
             elif name == "minibatches" and node.clock == "update" and type(view.batch) is int and view.batch % count:
                 given = f"minibatches={count} for a batch of {view.batch} prompt groups"
-                yield Fault(f"{node.name}: minibatches", given, "a number that divides the batch", node.where)
+                needed = f"a number that divides {view.batch}"
+                yield Fault(f"{node.name}: minibatches", given, needed, node.where)
 
 
 CONSTRUCT_RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (_beats, _delays, _turns, _steps)

@@ -13,9 +13,10 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, UnionType
+from typing import Any, get_args
 
 from penstock.graph.faults import fault, nearest
 from penstock.graph.ir import Json
@@ -159,6 +160,8 @@ def encode(value: Any, what: str) -> Json:
     names the option in the error."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
+    if isinstance(value, Integral) or (isinstance(value, Real) and not math.isnan(value)):  # such as NumPy's
+        return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, list | tuple):
@@ -168,18 +171,32 @@ def encode(value: Any, what: str) -> Json:
     if isinstance(value, partial):
         if value.args:
             raise fault(what, f"{value!r}, with arguments by place", "a functools.partial with keyword arguments only")
+        annotations = getattr(value.func, "__annotations__", {})
+        for name, bound in value.keywords.items():
+            require_no_function(bound, annotations.get(name), f"{what}: option {name!r}")
         function = encode(value.func, what)  # a partial itself, where that has attributes
         return {**function, "options": {**function.get("options", {}), **encode(value.keywords, what)}}
     if isinstance(value, FunctionType | BuiltinFunctionType | type) or hasattr(value, "__wrapped__"):
         path = path_of(value)
         if "<" not in path:
             return {"path": path}
-        needed = "one that is defined at the top of a module, so that other processes can import it"
+        needed = "a function that other processes can import: NAME, or functools.partial(NAME, number=…), of a "
+        needed += "`def NAME(…)` at the top of a module"
+        if isinstance(value, type):
+            needed = "a class that other processes can import, at the top of a module"
         raise fault(what, path, needed)
     if isinstance(value, float):
         raise fault(what, repr(value), "a finite number")
     needed = "a constant (number, text, True, False, None, or lists and dicts of them), a function or a node"
     raise fault(what, f"{value!r} ({type(value).__name__})", needed)
+
+
+def require_no_function(value: Any, annotation: Any, what: str) -> None:
+    """Raises GraphError for a function in place of a number, a truth value or a text, as the annotation says."""
+    allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    plain = {int: "a number", float: "a number", bool: "True or False", str: "a text"}
+    if callable(value) and allowed[0] in plain and set(allowed) <= {*plain, NoneType}:
+        raise fault(what, path_of(value) if hasattr(value, "__qualname__") else repr(value), plain[allowed[0]])
 
 
 def names_function(option: Json) -> bool:

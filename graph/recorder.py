@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from penstock.graph.faults import Fault, GraphError, caller, fault, nearest
 from penstock.graph.interface import REQUIRED, Interface, Port
 from penstock.graph.ir import Input, Json, Node, Output, Ref
-from penstock.graph.paths import encode, path_of, short
+from penstock.graph.paths import encode, path_of, require_no_function, short
 from penstock.graph.types import Weights
 
 if TYPE_CHECKING:
@@ -268,7 +268,10 @@ def _options(
     options = {}
     for key, default in sorted(interface.options.items()):
         try:
-            options[key] = _option(kwargs.get(key, default), f"{name}: option {key!r}")
+            what, value = f"{name}: option {key!r}", kwargs.get(key, default)
+            if not isinstance(value, Handle):
+                require_no_function(value, definition.fn.__annotations__.get(key), what)
+            options[key] = _option(value, what)
         except GraphError as error:
             faults += error.faults
     return tuple(options.items()), faults

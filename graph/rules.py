@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from penstock.graph.faults import Fault, nearest
-from penstock.graph.ir import Argument, Construct, Input, Node, Ref
+from penstock.graph.ir import Argument, Construct, Input, Node, Output, Ref
 from penstock.graph.paths import short
+from penstock.graph.recorder import ANY
 from penstock.graph.view import View
 
 
@@ -109,10 +110,11 @@ def _clocks(view: View) -> Iterator[Fault]:
                     yield Fault(f"{say(node, item)} of a per-group node", given, needed, node.where)
             if not any(view.per_group(i.ref) or view.type_of(i.ref) is None for i in node.inputs):
                 reads = ", ".join(str(i.ref) for i in node.inputs) or "no input"
-                needed = "at least one input per group (a source, or what a per-group node makes)"
+                needed = "an input per group (a source, or what a per-group node makes)"
+                needed += f"; or {short(node.op)}.per_update, which fires once per update" if node.inputs else ""
                 yield Fault(f"{node.name} fires per group", reads, needed, node.where)
         elif not node.inputs:
-            yield Fault(node.name, "no input", "at least one", node.where)
+            yield Fault(node.name, "no input", "an input that says when it fires, such as the rewards", node.where)
 
 
 def _carried(view: View) -> Iterator[Fault]:
@@ -134,17 +136,21 @@ def _carried(view: View) -> Iterator[Fault]:
             yield Fault(what, f"another argument, {str(ref)!r}", needed, where)
         elif node is not None and (node.clock != "update" or not node.fires):
             kind = f"a {node.construct}" if not node.fires else "made once per group"
-            yield Fault(what, f"{str(ref)!r}, which is {kind}", 'what a node with clock="update" makes', where)
+            needed = 'what a node with @node(clock="update") makes'
+            needed += f", such as {short(node.op)}.per_update" if node.construct == "call" else ""
+            yield Fault(what, f"{str(ref)!r}, which is {kind}", needed, where)
         elif node is not None and (other := next((n for n, r in graph.results if r == ref and n in seen), None)):
-            needed = "a value of its own (an update may change it in place)"
+            needed = "an output of its own for each carried value: an update may change it in place"
             yield Fault(what, f"{str(ref)!r}, which is the next {other!r} too", needed, where)
         seen.add(name)
     for argument in graph.arguments:
         if argument.kind == "carried" and argument.name not in names:
-            needed = "its next value among the program's results (itself, if it never changes)"
+            needed = f'its next value among what the program returns: "{argument.name}": …, itself if it never changes'
             yield Fault(say(argument), "no next value", needed, argument.where)
         if not argument.maker and view.readers(argument.name):
             needed = "a type with the class attribute `maker`, the import path of what makes the value in a worker"
+            if argument.type == ANY:
+                needed = f"the argument annotated with its type, such as {argument.name.rpartition('.')[2]}: Prompts"
             yield Fault(say(argument), f"{_short(argument.type)}, without a maker", needed, argument.where)
 
 
@@ -207,8 +213,8 @@ def _cycle_fault(view: View, cycle: list[str], waits: list[tuple[str, str]]) -> 
     needed = "no cycle but through a carried value and broadcast(…, lag=k)"
     if any(step in waits for step in zip(names, names[1:] + names[:1], strict=True)):
         needed = (
-            "an order of the updates: a node that makes a carried value's next value waits until the others have read "
-            "the value as it is; let one of these read the other's result instead"
+            "an end of the circle: a node that makes a carried value's next value fires after all that read the value "
+            "as it was; give one of these nodes the next value that another returns, in place of the value"
         )
     given = f"the cycle without a lag {' → '.join([*names, names[0]])}"
     return Fault(f"{first} waits for itself", given, needed, view.nodes[first].where)
@@ -220,14 +226,23 @@ def _unused(view: View) -> Iterator[Fault]:
         for output in node.outputs:
             silent = node.construct == "keep" and any(Ref(node.name, o.name) in used for o in node.outputs)
             if Ref(node.name, output.name) not in used and not silent and not node.answers:
-                given = f"nobody who uses it: {Ref(node.name, output.name)} ({_short(output.type)})"
-                yield Fault(
-                    f"{node.name}: output {output.name!r}", given, "a node that reads it, or no call", node.where
-                )
+                yield Fault(f"{node.name}: output {output.name!r}", *_without_reader(view, node, output), node.where)
     for argument in view.graph.arguments:
         if not view.readers(argument.name):
-            needed = "a node that reads it, or no such argument"
-            yield Fault(say(argument), "nobody who reads it", needed, argument.where)
+            needed = f"a node that is called with it, or no such argument of {view.graph.name}"
+            yield Fault(say(argument), "no node that reads it", needed, argument.where)
+
+
+def _without_reader(view: View, node: Node, output: Output) -> tuple[str, str]:
+    """What is given and needed of an output that no node reads and the program does not return."""
+    what = f"{Ref(node.name, output.name)} ({_short(output.type)})"
+    given = f"{what}, which no node reads and {view.graph.name} does not return"
+    if not node.fires:
+        return given, f"a node that is called with it, or no {node.construct}"
+    fits = [a.name for a in view.graph.carried if node.clock == "update" and view.fits(output.type, a.type)]
+    returned = f', or its place in what {view.graph.name} returns: "{fits[0]}": …' if fits else ""
+    needed = f"a node that is called with it{returned}, or no call of {short(node.op) or node.name}"
+    return given, f"{needed} (for figures alone, a node returns Metrics)" if node.construct == "call" else needed
 
 
 def _numbers(view: View) -> Iterator[Fault]:

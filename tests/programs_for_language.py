@@ -321,6 +321,11 @@ def score_average(rewards: Rewards) -> Metrics:
 
 
 @node(pool="trainer", clock="update")
+def size(average: FakeAverage) -> Metrics:
+    return {}
+
+
+@node(pool="trainer", clock="update")
 def slow_values(policy: FakePolicy) -> Rewards:
     return Rewards(policy.values_W)
 
@@ -330,6 +335,23 @@ def reads_a_slower_node(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
     score_average(slow_values.every(2)(policy))
     return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+@program
+def reads_a_slower_value(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    learnt = fake_update(policy, rollouts, fake_score(rollouts))
+    moved = follow.every(2)(average, learnt)
+    size(moved)
+    return {"policy": learnt, "average": moved}
+
+
+@program
+def slow_reader_of_groups(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    rewards = fake_score(rollouts)
+    score_average.every(3)(rewards)
+    return fake_update(policy, rollouts, rewards)
 
 
 @program

@@ -148,7 +148,7 @@ def test_a_filter_that_drops_everything_ends_the_run_with_the_counts(tmp_path: P
 def test_a_filter_needs_a_predicate_that_other_processes_can_import() -> None:
     with pytest.raises(GraphError, match="when") as raised:
         graph("filters_by_lambda")
-    assert "needed  one that is defined at the top of a module" in str(raised.value)
+    assert "needed  a function that other processes can import: NAME, or functools.partial(NAME" in str(raised.value)
 
 
 # Clocks ---------------------------------------------------------------------------------------------------------
@@ -209,7 +209,15 @@ def test_nobody_waits_for_a_node_that_only_measures() -> None:
 
 def test_a_slower_node_that_others_read_at_each_update_is_refused() -> None:
     said = faults("reads_a_slower_node")
-    assert "needed  a reader at those updates: score_average.every(2), or the carried value" in said
+    assert "needed  a reader at those updates: score_average.every(2)" in said
+    assert said.count("or the carried value") == 0  # there is none
+    assert "2); or the carried value 'average', which stays as it is in between" in faults("reads_a_slower_value")
+
+
+def test_a_slower_node_that_reads_groups_is_told_what_to_write() -> None:
+    said = faults("slow_reader_of_groups")
+    assert "given   'fake_score', of which each update has a batch of its own" in said
+    assert "score_average without .every(3); or score_average.every(3) of what a node" in said
 
 
 def test_a_node_that_fires_per_group_has_no_slower_clock() -> None:
@@ -225,7 +233,7 @@ def test_minibatches_that_do_not_divide_the_batch_are_refused_before_anything_st
     assert isinstance(found, Program)
     said = "\n".join(map(str, check(trace(found, {"minibatches": 4}), batch=6)))
     assert "given   minibatches=4 for a batch of 6 prompt groups" in said
-    assert "needed  a number that divides the batch" in said
+    assert "needed  a number that divides 6" in said
     assert check(trace(found, {"minibatches": 3}), batch=6) == []
 
 
@@ -261,20 +269,20 @@ def test_a_delay_is_printed() -> None:
 
 def test_a_delayed_value_is_read_in_its_own_pool_and_per_group() -> None:
     assert 'needed  choose.on("scorer")' in faults("delay_elsewhere")
-    assert "needed  a per-group node; one per update reads 'seen' as it is" in faults("delay_per_update")
+    assert "needed  'seen' without delay" in faults("delay_per_update")
 
 
 def test_what_would_make_a_delay_inexact_is_refused() -> None:
-    assert "needed  a delay or a filter" in faults("delay_with_filter")
+    assert "needed  a program without keep or without delay" in faults("delay_with_filter")
     said = faults("delay_of_a_slow_value")
     assert "given   'average', which follow makes at every 2. update" in said
-    assert "needed  a value that each update makes anew" in said
+    assert "needed  follow without .every(2)" in said
 
 
 def test_models_are_not_delayed() -> None:
     said = faults("delay_of_a_slow_value")
     assert "given   'average', a FakeAverage, of whose weights lag + 2 copies would be kept" in said
-    assert "needed  a small carried value" in said
+    assert "needed  broadcast(average, lag=k)" in said
     assert "broadcast(average, lag=k)" in said
 
 

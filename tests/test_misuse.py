@@ -121,7 +121,7 @@ def test_a_word_that_is_none_of_the_choices_is_a_fault() -> None:
 def test_a_text_is_no_function() -> None:
     (fault,) = check(graph("named_by_a_text"))
     assert (fault.what, fault.given) == ("policy_update: option 'loss'", "'ppo'")
-    assert fault.needed.startswith("a function that is defined at the top of a module")
+    assert fault.needed.startswith("a function: NAME")
 
 
 def test_an_environment_and_its_tools_get_some_time() -> None:

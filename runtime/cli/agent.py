@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.control.agent import serve
 
 DESCRIPTION = """Join the controller of a run on another machine, and start the processes it asks for here.
@@ -34,5 +35,5 @@ class AgentFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = tyro.cli(AgentFlags, prog="penstock agent", description=DESCRIPTION, args=argv)
+    flags = read_flags(AgentFlags, "agent", argv, DESCRIPTION)
     return serve(Path(flags.join), Path(flags.folder) if flags.folder else None)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.runtime.cli.checks import Finding, examine
+from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.measuring import measure, profile_path
 from penstock.runtime.cli.traced import CommandError
 
@@ -42,8 +43,7 @@ class DoctorFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = (tyro.conf.FlagCreatePairsOff,)
-    flags = tyro.cli(DoctorFlags, prog="penstock doctor", description=DESCRIPTION, args=argv, config=config)
+    flags = read_flags(DoctorFlags, "doctor", argv, DESCRIPTION)
     if flags.out and not flags.measure:
         raise CommandError(f"--out: given {flags.out!r} without --measure, needed both", 2)
     if flags.measure:

@@ -1,13 +1,18 @@
 """The flags that are no program's own, each with its help. A program's keyword arguments come beside them."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+from penstock.graph.faults import nearest
+from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import Flags
+
+F = TypeVar("F")
 
 NEW = "new"
 """What --model is for an untrained model."""
@@ -57,6 +62,30 @@ def _needed(name: str, value: float) -> str:
     if value < LEAST[name]:
         return f"at least {LEAST[name]}"
     return f"at most {MOST[name]}" if value > MOST.get(name, math.inf) else ""
+
+
+def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> str:
+    """What to say of words that look like flags and are none of a command's; "" if there are none.
+
+    `names` are those of its fields. tyro tells of a wrong flag only after other faults, and knows no likeness to
+    --help.
+    """
+    known = {f"--{name.replace('_', '-')}" for name in names} | {"--help"}
+    given = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--?[A-Za-z]", word)]
+    # tyro takes "--no-" before a flag that is on by itself, and knows which these are.
+    strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in known]
+    said = (f"given {word}, needed a flag of `{command}`{nearest('--' + word.lstrip('-'), known)}" for word in strange)
+    return "\n".join(said)
+
+
+def read_flags(cls: type[F], verb: str, argv: Sequence[str], description: str) -> F:
+    """The flags of a verb without a PROGRAM. Leaves the command with help or a usage error; raises CommandError for
+    words that are no flags."""
+    command = f"penstock {verb}"
+    if said := unknown_flags(argv, [field.name for field in fields(cls)], command):  # type: ignore[arg-type]
+        raise CommandError(said, 2)
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(cls, prog=command, description=description, args=argv, config=config)
 
 
 def _text(metavar: str, hint: str = "") -> object:

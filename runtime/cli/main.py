@@ -64,9 +64,10 @@ def overview() -> str:
 
 
 def unknown(verb: str) -> str:
-    close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}?" if close else f"needed one of: {', '.join(VERBS)}"
-    return f"penstock: there is no verb {verb!r}; {hint}"
+    kind, known = ("flag", ["--help", "--version"]) if verb.startswith("-") else ("verb", list(VERBS))
+    close = difflib.get_close_matches(verb, known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}?" if close else f"needed one of: {', '.join(known)}"
+    return f"penstock: there is no {kind} {verb!r}; {hint}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

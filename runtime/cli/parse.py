@@ -18,7 +18,7 @@ from penstock.graph.build import Flag, Program
 from penstock.graph.faults import Fault, GraphError, nearest
 from penstock.graph.interface import REQUIRED
 from penstock.graph.paths import path_of
-from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers
+from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers, unknown_flags
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
@@ -43,6 +43,8 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     title = program.name if program.name not in VERBS else "program"
     line = dataclasses.make_dataclass("line", [(title, options), (verb, type(defaults), defaults)], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
+    if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
+        raise UsageError(said)
     config = _config_argv(argv, known)
     try:
         parsed: Any = tyro.cli(

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from penstock import __path__ as roots
@@ -24,6 +25,12 @@ def require_program(verb: str, argv: Sequence[str]) -> None:
         from penstock.runtime.cli.parse import verb_help  # imports what only help needs
 
         verb_help(verb, built_in())
+    if argv and argv[0].startswith("-"):
+        from penstock.runtime.cli.flags import VERBS, unknown_flags
+
+        said = unknown_flags(argv[:1], [field.name for field in fields(VERBS[verb])], f"penstock {verb} PROGRAM")
+        if said:
+            raise CommandError(said, 2)
     if not argv or argv[0].startswith("-"):
         given = f"the flag {argv[0]!r} first" if argv else "nothing"
         raise CommandError(

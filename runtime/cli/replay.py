@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 
 import tyro
 
+from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.control.records import read_record, record_bytes
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import Segment, StageLog, commands_digest, read_log
@@ -34,8 +35,7 @@ class ReplayFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = (tyro.conf.FlagCreatePairsOff,)
-    flags = tyro.cli(ReplayFlags, prog="penstock replay", description=DESCRIPTION, args=argv, config=config)
+    flags = read_flags(ReplayFlags, "replay", argv, DESCRIPTION)
     folder = RunFolder.open(flags.dir)
     segments = read_log(folder.events, _counted(folder))
     stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.record.folder import RunFolder, absolute
 from penstock.runtime.report.report import figures
 from penstock.runtime.report.write import REPORT, write_report
@@ -34,8 +35,7 @@ class ReportFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = (tyro.conf.FlagCreatePairsOff,)
-    flags = tyro.cli(ReportFlags, prog="penstock report", description=DESCRIPTION, args=argv, config=config)
+    flags = read_flags(ReportFlags, "report", argv, DESCRIPTION)
     folder = RunFolder.open(flags.dir)
     path = absolute(flags.out) if flags.out else folder.path / REPORT
     report = write_report(folder, path, alive=folder.alive)

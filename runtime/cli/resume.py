@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.inputs import require_inputs
 from penstock.runtime.cli.launching import Look, go, placed, require_start
 from penstock.runtime.cli.traced import CommandError
@@ -60,8 +61,7 @@ class ResumeFlags:
 
 def main(argv: Sequence[str]) -> int:
     began = monotonic()
-    config_ = (tyro.conf.FlagCreatePairsOff,)
-    flags = tyro.cli(ResumeFlags, prog="penstock resume", description=DESCRIPTION, args=argv, config=config_)
+    flags = read_flags(ResumeFlags, "resume", argv, DESCRIPTION)
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         _require_own(folder)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.launching import relative
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.watch_terminal import watch_in_terminal
@@ -44,8 +45,7 @@ class WatchFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = (tyro.conf.FlagCreatePairsOff,)
-    flags = tyro.cli(WatchFlags, prog="penstock watch", description=DESCRIPTION, args=argv, config=config)
+    flags = read_flags(WatchFlags, "watch", argv, DESCRIPTION)
     if not 0 <= flags.port < 1 << 16:
         raise CommandError(f"--port: given {flags.port}, needed 0 (any free one) to 65535", 2)
     folder = RunFolder(absolute(flags.dir))

@@ -1,6 +1,7 @@
 """What tracing refuses, at the line of the program."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +137,12 @@ def test_inputs_are_checked_at_the_call() -> None:
     failing(lambda m, a: call(m, ask(a), rate={1, 2}), "learn: option 'rate'", "given   {1, 2} (set)")
     failing(lambda m, a: call(m, ask(a), rate=float("nan")), "given   nan", "needed  a finite number")
     failing(lambda m, a: call(m, ask(a), rate={"path": "x"}), "learn: option 'rate'", "(dict)")
-    failing(lambda m, a: call(m, ask(a), rate=lambda: 1), "learn: option 'rate'", "the top of a module")
+    failing(lambda m, a: call(m, ask(a), rate=lambda: 1), "learn: option 'rate'", "<lambda>\n    needed  a number")
+    failing(lambda m, a: call(m, ask(a), rate=judge), "learn: option 'rate'", ":judge\n    needed  a number")
+    failing(lambda m, a: call(m, ask(a), rate=partial(abs)), "learn: option 'rate'", "needed  a number")
+    inside = partial(learn, rate=judge)
+    failing(lambda m, a: broadcast(m, every=inside), "option 'every': option 'rate'", "needed  a number")
+    failing(lambda m, a: broadcast(m, every=lambda: 1), "option 'every'", "`def NAME(…)` at the top of a module")
     failing(lambda m, a: broadcast(3), "broadcast", "given   3")
 
 
@@ -161,11 +167,11 @@ def test_options_that_are_left_out_are_told_with_all_that_check_finds() -> None:
 
     assert told(body) == [
         ("batch", "0"),
-        ("broadcast: output 'out'", "nobody who uses it: broadcast (Weights)"),
+        ("broadcast: output 'out'", "broadcast (Weights), which no node reads and faulty does not return"),
         ("broadcast: lag", "-1"),
         ("learn: option 'rat'", "0.2"),
         ("learn: option 'rate'", "{1} (set)"),
-        ("learn: output 'out'", "nobody who uses it: learn (Model)"),
+        ("learn: output 'out'", "learn (Model), which no node reads and faulty does not return"),
         ("learn: option 'speed'", "<the program's value judge_3>"),
         ("learn_2 updates a value", f"'model', which learn ({line('first')}) updates too"),
     ]

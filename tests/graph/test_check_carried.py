@@ -92,7 +92,11 @@ def test_updates_that_wait_for_each_other() -> None:
         first = beside(policy, critic, rollouts)
         return {"policy": first, "critic": beside(critic, first, rollouts)}
 
-    words = ("beside waits for itself", "beside → beside_2 → beside", "let one of these read the other's result")
+    words = (
+        "beside waits for itself",
+        "beside → beside_2 → beside",
+        "give one of these nodes the next value that another returns",
+    )
     only(trace(mutual), *words, mark="mutual")
     assert check(trace(in_turn)) == []
 
@@ -145,7 +149,11 @@ def test_one_value_for_two_carried_ones() -> None:
         fresh = learn(policy, rollouts, rewards)  # shared
         return {"policy": fresh, "twin": fresh}
 
-    words = ("the next 'twin'", "'learn', which is the next 'policy' too", "a value of its own")
+    words = (
+        "the next 'twin'",
+        "'learn', which is the next 'policy' too",
+        "an output of its own for each carried value",
+    )
     only(trace(shared), *words, mark="shared")
 
 
@@ -199,7 +207,7 @@ def test_a_carried_value_that_nobody_reads() -> None:
     def written(policy: Policy, old: Policy, prompts: Prompts) -> Any:
         return {"policy": learn(policy, *samples_of(prompts, policy)), "old": snapshot(policy)}
 
-    only(trace(written), "carried 'old'", "nobody who reads it")
+    only(trace(written), "carried 'old'", "no node that reads it")
 
 
 def test_a_per_group_node_that_reads_a_per_update_output() -> None:

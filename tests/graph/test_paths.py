@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from enum import IntEnum
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.graph import GraphError, NodeDef, Policy, Program, load, node, program, trace
@@ -181,6 +183,14 @@ def test_json_is_its_own_encoding(option: Any) -> None:
 @pytest.mark.parametrize("thing", [judge, Rewards, os.path.join, len])
 def test_functions_classes_and_nodes_are_encoded_as_paths(thing: Any) -> None:
     assert resolve(encode([{"by": thing}], "x")) == [{"by": thing}]
+
+
+def test_numbers_of_other_libraries_are_plain_numbers() -> None:
+    kind = IntEnum("kind", "one")
+    encoded = encode([np.float64(0.5), np.int64(3), np.float32(0.25), kind(1)], "x")
+    assert [(type(value), value) for value in encoded] == [(float, 0.5), (int, 3), (float, 0.25), (int, 1)]
+    with pytest.raises(GraphError, match="needed  a finite number"):
+        encode(np.float64("nan"), "x")
 
 
 def test_tuples_become_lists() -> None:

@@ -1,3 +1,5 @@
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -5,6 +7,7 @@ import pytest
 
 from penstock.graph import GraphError, Policy, Program, program
 from penstock.nodes.score import math_answer
+from penstock.runtime.cli.flags import VERBS
 from penstock.runtime.cli.parse import UsageError, parse
 
 
@@ -76,8 +79,6 @@ def test_keyword_arguments_are_flags() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sampels", "4"], "--samples"),
-        (["--updatse", "4"], "--updates"),
         (["--samples", "many"], "--samples"),
         (["--order", "random"], "strict"),
     ],
@@ -89,6 +90,29 @@ def test_a_usage_error_exits_with_2_and_names_the_flag(
         read(*words)
     assert leaving.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sampels", "4"], [("--sampels", "--samples")]),
+        (["--updatse=4", "--helpp"], [("--updatse", "--updates"), ("--helpp", "--help")]),
+        (["--no-normalise", "-batch", "3"], [("--no-normalise", "--normalize"), ("-batch", "--batch")]),
+        (["--max_token", "3", "--rho", "-1"], [("--max-token", "--max-tokens")]),
+    ],
+)
+@pytest.mark.parametrize("verb", ["run", "check", "simulate", "plan"])
+def test_a_flag_that_is_none_is_told_with_the_nearest(words: list[str], told: list[tuple[str, str]], verb: str) -> None:
+    known = {field.name for field in dataclasses.fields(VERBS[verb])} | {flag.name for flag in sample.flags} | {"help"}
+    with pytest.raises(UsageError) as error:
+        read(*words, verb=verb)
+    lines = str(error.value).splitlines()
+    expected = [(given, near) for given, near in told if near.lstrip("-").replace("-", "_") in known]
+    first = [
+        re.match(r"given (\S+), needed a flag of `penstock \w+ sample`; the nearest: (\S+?)(,|$)", x) for x in lines
+    ]
+    assert set(expected) <= {(match[1], match[2]) for match in first if match}
+    assert {given for given, _ in told} == {line.split()[1].rstrip(",") for line in lines}
 
 
 def test_an_argument_without_default_is_required(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import programs
 from penstock.graph.show import loads
-from penstock.runtime.cli import check, plan, show, simulate
+from penstock.runtime.cli import check, main, plan, show, simulate
 from penstock.runtime.cli.programs import built_in
 from penstock.runtime.cli.traced import CommandError
 
@@ -46,6 +46,18 @@ def test_show_draws_svg_and_mermaid(capsys: Output, tmp_path: Path) -> None:
 def test_show_says_that_a_program_has_no_evaluation() -> None:
     with pytest.raises(CommandError, match="toy has no evaluation"):
         show.main(["toy", "--evaluation"])
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_every_verb_names_the_flag_that_was_meant(verb: str, capsys: Output) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main.main([verb, "--helpp"])
+    assert leaving.value.code == 2
+    assert "given --helpp, needed a flag of" in (said := capsys.readouterr().err)
+    assert "the nearest: --help" in said
+    with pytest.raises(SystemExit):
+        main.main(["--helpp"])
+    assert "did you mean '--help'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [show, check, simulate, plan])
