@@ -21,6 +21,7 @@ def test_the_public_names_are_counted() -> None:
         "Logprobs",
         "Metrics",
         "NodeDef",
+        "NodeWarning",
         "Policy",
         "Program",
         "Prompts",
