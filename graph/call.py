@@ -86,6 +86,30 @@ class Call:
             return None
         return self.view.arguments.get(way.inputs[0].ref.node)
 
+    def readers(self, type_: type) -> Iterator[Node]:
+        """The nodes that read what this call makes of a type, as it is or through nodes that pass such values on."""
+        path = path_of(type_)
+
+        def fits(given: str) -> bool:
+            return path in self.view.bases.get(given, {given})
+
+        found: dict[str, Node] = {}
+        pending = [Ref(self.node.name, output.name) for output in self.node.outputs if fits(output.type)]
+        seen = set(pending)
+        while pending:
+            ref = pending.pop()
+            for node, item in self.view.inputs():
+                if item.ref != ref:
+                    continue
+                found[node.name] = node
+                outputs = node.outputs
+                if node.construct == "keep":  # what comes out is what went in
+                    outputs = outputs[node.inputs.index(item) :][:1]
+                further = {Ref(node.name, output.name) for output in outputs if fits(output.type)} - seen
+                seen |= further
+                pending += further
+        yield from found.values()
+
     def first(self, name: str) -> Any:
         """The first value of the source that an input is, where `source` knows it."""
         source = self.source(name)

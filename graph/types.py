@@ -208,6 +208,10 @@ class Rollouts(Batchable):
     row's turns, the model's and the environment's in turn, the model's newest one last; that one is in `texts` too.
 
     `replayed_N` (bool) says which rows an earlier update has learnt from already; None where none has been kept.
+
+    `temperature_N` (float) is the temperature that each row was sampled at, 0 for greedy, and `cut_N` (bool) says where
+    only a part of the vocabulary was sampled from (top-k or top-p). Whoever scores the tokens applies the temperature,
+    so that equal weights give equal log-probabilities. Rows that are made without them have 1 and False.
     """
 
     ordinals: tuple[int, ...]
@@ -222,10 +226,16 @@ class Rollouts(Batchable):
     finished_N: Array
     transcripts: tuple[list[str], ...] = ()
     replayed_N: Array = None
+    temperature_N: Array = None
+    cut_N: Array = None
 
     def __post_init__(self) -> None:
         """Without transcripts each response is a conversation of one turn."""
         self.transcripts = self.transcripts or tuple([text] for text in self.texts)
+        if self.temperature_N is None and self.response_lengths_N is not None:
+            self.temperature_N = self.response_lengths_N * 0.0 + 1.0
+        if self.cut_N is None and self.response_lengths_N is not None:
+            self.cut_N = self.response_lengths_N < 0
 
     def turns(self) -> list[int]:
         """How often the model has spoken in each row."""

@@ -75,6 +75,8 @@ def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
 def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[TokenAdvantages, Metrics]:
     """log π_T − log μ of each sampled token: what the teacher thinks of it (Thinking Machines Lab 2025).
 
+    `teacher` is at the temperature that was sampled at, as `reference_logprobs` gives it.
+
     Figure: `teacher_kl`, the mean of its negative, which is KL(μ ‖ π_T) per token, estimated (k1, nats). Raises
     ValueError for rollouts without μ.
     """
@@ -98,8 +100,10 @@ def distill_update(
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on KL(π ‖ π_T) over the whole vocabulary, averaged over sampled tokens (GKD, arXiv 2306.13649).
 
-    Whoever sampled, π weighs the words; μ still says after which words. Policy and teacher are in one pool, and memory
-    grows with the tokens of a micro-batch times the vocabulary.
+    Whoever sampled, π weighs the words; μ still says after which words. Both distributions are taken at the temperature
+    of the samples (Hinton et al. 2015, arXiv 1503.02531, section 2, without the factor T²), so that the divergence is 0
+    where the student has its teacher's logits. Policy and teacher are in one pool, and memory grows with the tokens of
+    a micro-batch times the vocabulary.
     """
     learner, guide = language_policy(policy), language_model(teacher)
     if learner.ranks.size(STAGE) > 1:
@@ -120,6 +124,9 @@ def distill_update(
 
 
 def _all_logprobs(model: Llama, packed: Packed) -> Tensor:
-    """log π of every word of the vocabulary before each target, float32 [P, V]."""
+    """log π of every word of the vocabulary before each target, at the target's temperature, float32 [P, V]."""
     hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    return torch.log_softmax(model.logits(hidden_PD).float(), dim=-1)
+    logits_PV = model.logits(hidden_PD).float()
+    if packed.temperature_P is not None:
+        logits_PV = logits_PV / packed.temperature_P[:, None]
+    return torch.log_softmax(logits_PV, dim=-1)

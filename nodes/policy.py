@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context, FrozenModel, Policy, Reference
+from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
 from penstock.nodes.base import ModelSpec, open_model, require_model, run_spec
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.packing import Packed
@@ -39,6 +39,21 @@ Workers call it at the same time: it changes nothing."""
 
 class LanguageModel(SequenceModel[Llama]):
     """A model that gives log-probabilities to tokens."""
+
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None) -> list[Packed]:
+        """The same, of rollouts whose tokens this model can score.
+
+        Raises ValueError for greedy rows, whose tokens all have probability 1, and for rows that were sampled from a
+        part of the vocabulary: which part it was, they do not say.
+        """
+        for name, odd_N, needed in (
+            ("temperature 0", rollouts.temperature_N == 0, "a temperature above 0"),
+            ("top_k or top_p", rollouts.cut_N, "samples of the whole vocabulary: top_k=0, top_p=1"),
+        ):
+            if bool(odd_N.any()):
+                given = f"{int(odd_N.sum())} of {len(rollouts)} responses sampled with {name}"
+                raise ValueError(f"rollouts whose tokens are scored: given {given}, needed {needed}")
+        return super().pack(rollouts, max_tokens)
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[Packed]) -> list[Tensor]:

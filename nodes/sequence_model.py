@@ -43,10 +43,11 @@ class SequenceModel(Generic[Model]):
     def pack(self, rollouts: Rollouts, max_tokens: int | None = None) -> list[Packed]:
         """Micro-batches of at most `max_tokens` tokens with padding; by default what suits the device.
 
-        Only tokens that a policy sampled are predicted.
+        Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled at.
         """
         lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
-        return self.pack_tokens(rollouts.tokens_NS.to(self.device), *lengths, max_tokens, sampled_mask(rollouts))
+        tokens_NS, settings = rollouts.tokens_NS.to(self.device), (sampled_mask(rollouts), rollouts.temperature_N)
+        return self.pack_tokens(tokens_NS, *lengths, max_tokens, *settings)
 
     def pack_tokens(
         self,
@@ -55,10 +56,11 @@ class SequenceModel(Generic[Model]):
         responses_N: Tensor,
         max_tokens: int | None = None,
         sampled_NT: Tensor | None = None,
+        temperature_N: Tensor | None = None,
     ) -> list[Packed]:
         """The same of bare tokens: prompts and responses of the given lengths, padded on the right; see `pack`."""
         bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
-        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT)
+        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT, temperature_N)
 
     def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.

@@ -314,3 +314,58 @@ def another_update(policy: Policy, rollouts: Rollouts, old: Logprobs, *, loss: o
 def another(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=1)
     return another_update(policy, rollouts, policy_logprobs(policy, rollouts), loss=tis)
+
+
+@program
+def learns_from_odd_samples(
+    policy: Policy, prompts: Prompts, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> Policy:
+    """Its samples come to the update through a node, a filter and a buffer."""
+    behaviour, told = broadcast(policy), {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    rollouts = generate(prompts, behaviour, samples=4, **told)  # type: ignore  # learns_from_odd_samples
+    rollouts = fork(rollouts)
+    rollouts, rewards = keep(rollouts, score(rollouts, by=math_answer), when=any_of)
+    batch, worth = replay(rollouts, group_advantage(rewards))
+    return policy_update(policy, batch, worth, loss=aipo)
+
+
+def any_of(rollouts: Rollouts, rewards: Rewards) -> bool:
+    return True
+
+
+@program
+def talks_oddly(policy: Policy, prompts: Prompts) -> Policy:
+    behaviour, tool = broadcast(policy), python_tool
+    rollouts, _ = converse(prompts, behaviour, environment=tool, turns=2, temperature=0.0)  # talks_oddly
+    return mine(policy, rollouts)
+
+
+@node(pool="trainer", clock="update")
+def mine(policy: Policy, rollouts: Rollouts) -> Policy:
+    """An update of one's own."""
+    raise NotImplementedError
+
+
+@program
+def compares_odd_samples(policy: Policy, prompts: Prompts) -> Policy:
+    """Rewards of greedy responses are a baseline: no fault."""
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour, samples=4)
+    greedy = generate(prompts, behaviour, samples=1, temperature=0.0)
+    baseline = greedy_advantage(score(rollouts, by=math_answer), score(greedy, by=math_answer))
+    return policy_update(policy, rollouts, baseline, loss=reinforce)
+
+
+@program
+def rescores_odd_samples(policy: Policy, reference: Reference, prompts: Prompts) -> dict[str, Policy]:
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour, samples=4)
+    odd = generate(prompts, behaviour, samples=4, top_p=0.9)  # rescores_odd_samples
+    close = reference_logprobs(reference, odd)
+    advantage = group_advantage(drift(score(rollouts, by=math_answer), close))
+    return {"policy": aipo_update(policy, rollouts, advantage), "reference": reference}
+
+
+@node(pool="scorer")
+def drift(rewards: Rewards, close: Logprobs) -> Rewards:
+    return rewards

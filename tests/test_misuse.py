@@ -103,6 +103,38 @@ def test_all_numbers_of_a_call_that_cannot_work_are_told() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "faults"),
+    [
+        ({"temperature": 0.6}, []),
+        ({"temperature": 0.0}, ["temperature"]),
+        ({"temperature": 0}, ["temperature"]),
+        ({"top_k": 40}, ["top_k"]),
+        ({"temperature": 0.6, "top_k": 40, "top_p": 0.95}, ["top_k", "top_p"]),
+    ],
+)
+def test_samples_that_no_policy_can_score_are_refused_where_they_are_made(
+    options: dict[str, Any], faults: list[str]
+) -> None:
+    found = check(graph("learns_from_odd_samples", **options))
+    assert [(f.what, f.where) for f in found] == [
+        (f"generate: option {name!r}", line("learns_from_odd_samples")) for name in faults
+    ]
+    for fault, name in zip(found, faults, strict=True):
+        assert fault.given.startswith(f"{options[name]}, of rollouts that are scored by policy_update ({FILE}:")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "scorer"),
+    [("talks_oddly", "temperature", "mine"), ("rescores_odd_samples", "top_p", "reference_logprobs")],
+)
+def test_such_samples_are_refused_whoever_scores_them(name: str, option: str, scorer: str) -> None:
+    (fault,) = check(graph(name))
+    assert fault.where == line(name)
+    assert fault.what.endswith(f": option {option!r}")
+    assert f"scored by {scorer} (" in fault.given
+
+
 def test_a_loss_that_is_bound_to_a_loss_is_asked_too() -> None:
     faults = check(graph("on_top"))
     assert [(f.what, f.given, f.where) for f in faults] == [
@@ -145,6 +177,7 @@ def test_an_environment_and_its_tools_get_some_time() -> None:
         ("judged_once", {}),
         ("forked", {}),
         ("offline", {}),
+        ("compares_odd_samples", {}),
     ],
 )
 def test_what_can_work_is_no_fault(name: str, options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, W
 from penstock.nodes.base import weights_spec
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.length import room
-from penstock.nodes.generate.sampling import Sampler
+from penstock.nodes.generate.sampling import Sampler, scorable
 from penstock.nodes.model import Llama, ModelConfig, torch_dtype
 from penstock.nodes.model.part import LlamaPart
 from penstock.nodes.numbers import count, not_negative, positive, share
@@ -33,7 +33,7 @@ def _model(config: ModelConfig, context: Context) -> Llama:
     return Llama(config, *kind) if ranks.count == 1 else LlamaPart(config, *kind, ranks.count, ranks.rank)
 
 
-@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))
+@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), scorable)
 @node(pool="generator", init=make_engine)
 def generate(
     engine: Engine,
@@ -51,8 +51,11 @@ def generate(
 
     The model is that of the carried value whose weights `behaviour` is: its shape, and its tokenizer.
 
-    The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`): at another
-    temperature than 1 they are not the policy's own. A response ends with a stop token, or after `max_tokens`.
+    The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`). The temperature
+    travels with the rollouts, and updates and other nodes that score them apply it: the policy is softmax(logits /
+    temperature), whoever computes it. Rollouts of temperature 0, and of `top_k` or `top_p`, cannot be scored: `check`
+    refuses a program in which an update of a policy learns from them (see `scorable`). A response ends with a stop
+    token, or after `max_tokens`.
 
     With a `conversation` (what this node made in the turn before) and the environment's `replies` to it, each row that
     is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of

@@ -113,6 +113,7 @@ class Engine:
             for ordinal, row in zip(prompts.ordinals, group.rows[::step], strict=True):
                 self._check(ordinal, row.prompt)
         else:
+            _check_settings(conversation, self.sampler)
             group = Group.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer)
             step = 1
             self._end_outgrown(group)
@@ -231,12 +232,12 @@ class Engine:
         return torch.from_numpy(values).to(self.context.device)
 
     def _result(self, group: Group) -> tuple[Rollouts, Metrics]:
-        rollouts, metrics = group.rollouts(self.tokenizer), group.metrics()
+        rollouts, metrics = group.rollouts(self.tokenizer, self.sampler), group.metrics()
         comparable = self.sampler.temperature > 0 and not self.sampler.cuts
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False
-            metrics["mismatch"] = mismatch(self.model, rollouts, self.sampler.temperature)
+            metrics["mismatch"] = mismatch(self.model, rollouts)
         return rollouts, metrics
 
     def _check(self, ordinal: int, prompt: list[int]) -> None:
@@ -268,6 +269,23 @@ class Engine:
     @property
     def _needed(self) -> str:
         return needed_prompt(self.length, self.context)
+
+
+def _check_settings(conversation: Rollouts, sampler: Sampler) -> None:
+    """Raises ValueError unless a conversation was sampled as its next turn will be."""
+
+    def settings(temperature: float, cut: bool) -> str:
+        return f"temperature {temperature:g}{', cut to a part of the vocabulary' * cut}"
+
+    given = {
+        settings(*row) for row in zip(conversation.temperature_N.tolist(), conversation.cut_N.tolist(), strict=True)
+    }
+    needed = settings(sampler.temperature, sampler.cuts)
+    if given - {needed}:
+        raise ValueError(
+            f"generate, group {conversation.ordinals[0]}: given a conversation of {'; '.join(sorted(given))}, needed "
+            f"{needed}: all turns of a row are sampled alike"
+        )
 
 
 class OutgrownWarning(NodeWarning):

@@ -11,6 +11,7 @@ import torch
 
 from penstock.graph.types import Metrics, Prompts, Replies, Rollouts
 from penstock.nodes.generate.row import NOBODY, Response, Row, resume
+from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.tokenizer import Tokenizer
 
 
@@ -52,7 +53,8 @@ class Group:
         parts = [part for row in self.rows for part in (row.before, row.said) if part is not None]
         return {version for part in parts for version in part.versions.tolist()} - {NOBODY}
 
-    def rollouts(self, tokenizer: Tokenizer) -> Rollouts:
+    def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:
+        """What its rows have become, of this turn and earlier ones, all sampled by `sampler`."""
         wholes = [row.whole() for row in self.rows]
         lengths = np.array([len(whole.tokens) for whole in wholes])
         prompt_lengths = np.array([len(row.prompt) for row in self.rows])
@@ -78,6 +80,8 @@ class Group:
             versions_NT=torch.from_numpy(versions_NT),
             finished_N=torch.tensor([whole.finished for whole in wholes]),
             transcripts=transcripts,
+            temperature_N=torch.full((len(wholes),), sampler.temperature),
+            cut_N=torch.full((len(wholes),), sampler.cuts),
         )
 
     def metrics(self) -> Metrics:

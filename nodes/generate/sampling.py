@@ -1,13 +1,20 @@
 """From logits to tokens: keyed uniforms, and one inverse-CDF draw per token.
 
 Randomness is a function of (key, position), never drawn from a stream, so that a token depends neither on timing nor
-on its neighbours. Shapes: S rows, V vocabulary, T positions.
+on its neighbours. Which distributions can be trained on is here too.
+
+Shapes: S rows, V vocabulary, T positions.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from penstock.graph.call import Call
+from penstock.graph.faults import Fault, GraphError
+from penstock.graph.paths import path_of
+from penstock.graph.types import Logprobs, Policy, Rollouts
 
 # splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; torch's int64 wraps around.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -87,3 +94,41 @@ class Sampler:
         before_SV = probs_SV.cumsum(-1) - probs_SV
         sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
         return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
+
+
+def scorable(call: Call) -> None:
+    """What a node that scores the samples requires of their distribution: a policy's update, or log-probabilities.
+
+    A temperature travels with the rollouts, and whoever scores them applies it. Two kinds of samples are refused:
+
+    - Of temperature 0. Each token has probability 1, so no ratio says anything, and there is no gradient.
+    - Of top-k or top-p. The policy that learns has another support than the one that sampled. Its own would give tokens
+      a ratio of 0 or a log-probability of −∞; that of the sampler would have to travel, with V bits or up to V ids for
+      each token (16 kB for a vocabulary of 128k), through every buffer, message and checkpoint.
+
+    Samples that only others' rewards are compared with may be of either kind.
+    """
+    whole = "all of the vocabulary (top_k=0, top_p=1): a policy that has changed has another support"
+    given = {name: call.options.get(name) for name in ("temperature", "top_k", "top_p")}
+    needed = {
+        "temperature": given["temperature"] == 0 and "more than 0: greedy tokens have probability 1, and no gradient",
+        "top_k": type(given["top_k"]) is int and given["top_k"] > 0 and whole,
+        "top_p": type(given["top_p"]) is float and 0 < given["top_p"] < 1 and whole,
+    }
+    if not any(needed.values()):
+        return
+    makes = {path_of(Policy), path_of(Logprobs)}
+    scorers = [
+        f"{node.name} ({node.where})"
+        for node in call.readers(Rollouts)
+        if any(call.view.bases.get(output.type, {output.type}) & makes for output in node.outputs)
+    ]
+    if scorers:
+        said = f"of rollouts that are scored by {', '.join(scorers)}"
+        raise GraphError(
+            *(
+                Fault(f"{call.what}: option {name!r}", f"{given[name]}, {said}", lack, call.node.where)
+                for name, lack in needed.items()
+                if isinstance(lack, str)
+            )
+        )

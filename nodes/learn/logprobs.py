@@ -3,6 +3,7 @@
 Shapes: P predicted tokens, D hidden width, V vocabulary, C tokens of one chunk.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,26 +17,35 @@ CHUNK_ELEMENTS = 1 << 22
 """Logits kept at once, in elements: 16 MiB of float32."""
 
 
-def packed_logprobs(model: Llama, packed: Packed, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log π of each target of a micro-batch, and the entropy of its distribution; both float32 [P], nats."""
+def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+    """log π of each target of a micro-batch, and the entropy of its distribution; both float32 [P], nats.
+
+    π is softmax(logits / T), T the temperature that the target was sampled at.
+    """
     hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    hidden_PD = hidden_PD if temperature == 1.0 else hidden_PD / temperature
-    return token_logprobs(hidden_PD, model.head_weight(), packed.targets_P)
+    return token_logprobs(hidden_PD, model.head_weight(), packed.targets_P, packed.temperature_P)
 
 
 def token_logprobs(
-    hidden_PD: Tensor, weight_VD: Tensor, targets_P: Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+    hidden_PD: Tensor,
+    weight_VD: Tensor,
+    targets_P: Tensor,
+    temperature_P: Tensor | None = None,
+    *,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """log π of each target (with a gradient) and the entropy of each distribution (without); both float32, nats.
 
+    Logits are divided by `temperature_P` in float32, as a generator does it; None: by 1.
     Where the logits fit in one chunk autograd keeps them; else they are computed by chunks of tokens and once
     more in the backward pass, so that memory does not grow with tokens × vocabulary.
     """
     if hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
-        logprobs_PV = torch.log_softmax(linear(hidden_PD, weight_VD).float(), dim=-1)
+        logprobs_PV = torch.log_softmax(_logits(hidden_PD, weight_VD, temperature_P), dim=-1)
         return _gather(logprobs_PV, targets_P), _entropy(logprobs_PV.detach())
     size = max(1, chunk_elements // weight_VD.shape[0])
-    logprobs_P, entropy_P = _Chunked.apply(hidden_PD, weight_VD, targets_P, size)  # type: ignore[no-untyped-call]
+    given = hidden_PD, weight_VD, targets_P, temperature_P, size
+    logprobs_P, entropy_P = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
     return logprobs_P, entropy_P
 
 
@@ -43,34 +53,47 @@ class _Chunked(torch.autograd.Function):
     """The same by chunks: forward keeps log-probabilities only, backward computes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, targets_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, targets_P: Tensor, temperature_P: Tensor | None, size: int
+    ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = [], []
-        for hidden_CD, targets_C in zip(torch.split(hidden_PD, size), torch.split(targets_P, size), strict=True):
-            logprobs_CV = torch.log_softmax(linear(hidden_CD, weight_VD).float(), dim=-1)
-            logprobs.append(_gather(logprobs_CV, targets_C))
+        for rows in _chunks(len(targets_P), size):
+            logits_CV = _logits(hidden_PD[rows], weight_VD, None if temperature_P is None else temperature_P[rows])
+            logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
+            logprobs.append(_gather(logprobs_CV, targets_P[rows]))
             entropies.append(_entropy(logprobs_CV))
-        ctx.save_for_backward(hidden_PD, weight_VD, targets_P)
+        ctx.save_for_backward(hidden_PD, weight_VD, targets_P, temperature_P)
         ctx.size = size
         entropy_P = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_P)
         return torch.cat(logprobs), entropy_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """∂ log π(y) / ∂ logit_v = 1[v = y] − π(v)."""
-        hidden_PD, weight_VD, targets_P = ctx.saved_tensors
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T."""
+        hidden_PD, weight_VD, targets_P, temperature_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        for begin in range(0, hidden_PD.shape[0], ctx.size):
-            rows = slice(begin, begin + ctx.size)
+        for rows in _chunks(len(targets_P), ctx.size):
             hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
-            probs_CV = torch.softmax(linear(hidden_CD, weight_VD).float(), dim=-1)
+            temperature_C = None if temperature_P is None else temperature_P[rows]
+            probs_CV = torch.softmax(_logits(hidden_CD, weight_VD, temperature_C), dim=-1)
+            grad_C = grad_C if temperature_C is None else grad_C / temperature_C
             grad_CV = probs_CV.mul_(-grad_C[:, None])
             grad_CV.scatter_add_(1, targets_P[rows, None], grad_C[:, None])
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_PD[rows] = grad_CV @ weight_VD
             grad_weight_VD += grad_CV.T @ hidden_CD
-        return grad_hidden_PD, grad_weight_VD.to(weight_VD.dtype), None, None
+        return grad_hidden_PD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    return (slice(begin, begin + size) for begin in range(0, length, size))
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor | None) -> Tensor:
+    logits_CV = linear(hidden_CD, weight_VD).float()
+    return logits_CV if temperature_C is None else logits_CV / temperature_C[:, None]
 
 
 def _gather(logprobs_CV: Tensor, targets_C: Tensor) -> Tensor:

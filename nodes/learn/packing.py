@@ -23,7 +23,8 @@ class Packed:
     """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right.
 
     `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` and `step_P` say which
-    sequence of the batch, and which token of its response, that target is.
+    sequence of the batch, and which token of its response, that target is. `temperature_P` (float32) is the
+    temperature that each target was sampled at; None where all are 1.
     """
 
     tokens_RW: Tensor
@@ -31,6 +32,7 @@ class Packed:
     targets_P: Tensor
     sequence_P: Tensor
     step_P: Tensor
+    temperature_P: Tensor | None = None
 
 
 def sampled_mask(rollouts: Rollouts) -> Tensor:
@@ -57,13 +59,15 @@ def pack(
     max_tokens: int,
     multiple: int = 1,
     sampled_NT: Tensor | None = None,
+    temperature_N: Tensor | None = None,
 ) -> list[Packed]:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
 
     Their number is a multiple of `multiple` where there are sequences enough. `sampled_NT` (bool, see `sampled_mask`)
-    says which tokens of the responses are predicted; None: all of them. A micro-batch in which nothing is predicted is
-    left out: there is nothing to compute, and kernels refuse matrices without a row. Every prompt needs a token: the
-    first one of a response has to be predicted by something. Raises ValueError for an empty prompt.
+    says which tokens of the responses are predicted; None: all of them. `temperature_N` is the temperature that each
+    response was sampled at; None: 1. A micro-batch in which nothing is predicted is left out: there is nothing to
+    compute, and kernels refuse matrices without a row. Every prompt needs a token: the first one of a response has to
+    be predicted by something. Raises ValueError for an empty prompt.
     """
     if int(prompt_lengths_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompt_lengths_N.argmin())}, needed one token")
@@ -72,7 +76,10 @@ def pack(
     rows = _balanced(lengths_N[order_N].tolist(), max_tokens, multiple)
     lengths = prompt_lengths_N.cpu(), response_lengths_N.cpu()
     predicted_NT = None if sampled_NT is None else sampled_NT.cpu()
-    packed = [_build(tokens_NS, *lengths, predicted_NT, chosen_R) for chosen_R in torch.split(order_N, rows)]
+    if temperature_N is not None:
+        temperature_N = temperature_N.float().cpu() if bool((temperature_N != 1).any()) else None
+    given = (*lengths, predicted_NT, temperature_N)
+    packed = [_build(tokens_NS, *given, chosen_R) for chosen_R in torch.split(order_N, rows)]
     return [each for each in packed if len(each.targets_P)]
 
 
@@ -98,7 +105,12 @@ def _rows(lengths: list[int], max_tokens: int) -> list[int]:
 
 
 def _build(
-    tokens_NS: Tensor, prompts_N: Tensor, responses_N: Tensor, sampled_NT: Tensor | None, chosen_R: Tensor
+    tokens_NS: Tensor,
+    prompts_N: Tensor,
+    responses_N: Tensor,
+    sampled_NT: Tensor | None,
+    temperature_N: Tensor | None,
+    chosen_R: Tensor,
 ) -> Packed:
     """The micro-batch of the sequences `chosen_R`, the first of which is the longest."""
     device = tokens_NS.device
@@ -113,10 +125,12 @@ def _build(
         row_P, step_P = row_P[sampled_P], step_P[sampled_P]
     place_P = prompts_R[row_P] + step_P
     sequence_P = chosen_R[row_P].to(device)
+    temperature_P = None if temperature_N is None else temperature_N[chosen_R[row_P]].to(device)
     return Packed(
         tokens_RW=tokens_NS[chosen_R.to(device), :width].masked_fill(~within_RW.to(device), 0),
         at_P=(row_P * width + place_P - 1).to(device),
         targets_P=tokens_NS[sequence_P, place_P.to(device)].long(),
         sequence_P=sequence_P,
         step_P=step_P.to(device),
+        temperature_P=temperature_P,
     )

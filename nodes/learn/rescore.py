@@ -12,13 +12,17 @@ from penstock.nodes.policy import language_model
 
 @node(pool="reference")
 def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
-    """log π_ref of each sampled token, float32 [N, T]; zero elsewhere."""
+    """log π_ref of each sampled token, float32 [N, T]; zero elsewhere.
+
+    π_ref is at the temperature that was sampled at, as π is: a policy that has not moved from it has no divergence.
+    """
     return _logprobs(reference, rollouts, micro_tokens)
 
 
 @node(pool="trainer", clock="update")
 def policy_logprobs(policy: Policy, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
-    """log π of each sampled token by the policy as it is before the update, float32 [N, T]; zero elsewhere."""
+    """log π of each sampled token by the policy as it is before the update, at the temperature that was sampled at,
+    float32 [N, T]; zero elsewhere."""
     return _logprobs(policy, rollouts, micro_tokens)
 
 

@@ -153,7 +153,7 @@ def test_tokens_keep_the_version_that_made_them_and_nobody_s_have_none(context: 
 
 def test_the_next_turn_is_what_the_plain_forward_says_of_the_whole_conversation(context: Context) -> None:
     rollouts = play(make_engine(context, samples=SAMPLES), [4])[-1][4]
-    assert mismatch(model(), rollouts, 1.0) < 1e-5
+    assert mismatch(model(), rollouts) < 1e-5
     greedy = make_engine(context, samples=1, temperature=0.0)
     rollouts = play(greedy, [4])[-1][4]
     ids, begin = rollouts.tokens_NS[0], int(rollouts.prompt_lengths_N[0])
@@ -300,4 +300,13 @@ def test_a_conversation_without_the_log_probabilities_of_who_sampled_it_is_refus
     with pytest.raises(ValueError, match=r"^generate, group 1: given rollouts without log μ .*needed"):
         turn(engine, {1: {"conversation": lacking, "replies": answers(first)}}, weights())
     with pytest.raises(ValueError, match=r"^mismatch: given rollouts without log μ .*needed"):
-        mismatch(model(), lacking, 1.0)
+        mismatch(model(), lacking)
+
+
+def test_all_turns_are_sampled_at_the_temperature_that_the_rows_say(context: Context) -> None:
+    cool = play(make_engine(context, samples=SAMPLES, temperature=0.6), [2], done=[1])
+    assert cool[-1][2].temperature_N.tolist() == pytest.approx([0.6] * SAMPLES)
+    assert mismatch(model(), cool[-1][2]) < 1e-5
+    first = cool[0][2]
+    with pytest.raises(ValueError, match=r"^generate, group 2: given a conversation of temperature 0\.6, needed "):
+        turn(make_engine(context, samples=SAMPLES), {2: {"conversation": first, "replies": answers(first)}}, weights())

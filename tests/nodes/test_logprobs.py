@@ -1,5 +1,7 @@
 """Chunks change nothing but memory."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,3 +61,18 @@ def test_bfloat16_gradients_come_back_in_bfloat16() -> None:
     assert logprobs.dtype == torch.float32
     for grad in torch.autograd.grad(logprobs.sum(), (hidden, weight)):
         assert grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("chunk_elements", [1 << 20, 11, 50])
+def test_each_token_has_its_own_temperature(chunk_elements: int) -> None:
+    hidden, weight, targets = inputs()
+    temperature = torch.linspace(0.3, 3, 13)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk_elements=chunk_elements)
+    exact: Any = torch.distributions.Categorical(logits=hidden @ weight.T / temperature[:, None].double())
+    torch.testing.assert_close(logprobs, exact.log_prob(targets).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy, exact.entropy().detach().float(), rtol=1e-5, atol=1e-6)
+    scale = torch.linspace(-1, 2, 13)
+    grads = torch.autograd.grad((logprobs * scale).sum(), (hidden, weight))
+    needed = torch.autograd.grad((exact.log_prob(targets) * scale).sum(), (hidden, weight))
+    for found, gradient in zip(grads, needed, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
