@@ -138,10 +138,9 @@ def test_inputs_are_checked_at_the_call() -> None:
     failing(lambda m, a: call(m, ask(a), rate=float("nan")), "given   nan", "needed  a finite number")
     failing(lambda m, a: call(m, ask(a), rate={"path": "x"}), "learn: option 'rate'", "(dict)")
     failing(lambda m, a: call(m, ask(a), rate=lambda: 1), "learn: option 'rate'", "<lambda>\n    needed  a number")
-    failing(lambda m, a: call(m, ask(a), rate=other), "learn: option 'rate'", ":judge\n    needed  a number")
+    failing(lambda m, a: call(m, ask(a), rate=ask), "learn: option 'rate'", ":judge\n    needed  a number")
     failing(lambda m, a: call(m, ask(a), rate=partial(abs)), "learn: option 'rate'", "needed  a number")
     inside: Any = partial(call, rate=judge)
-    other: Any = judge
     made: Any = lambda: 1  # noqa: E731
     failing(lambda m, a: broadcast(m, every=inside), "option 'every': option 'rate'", "needed  a number")
     failing(lambda m, a: broadcast(m, every=made), "option 'every'", "`def NAME(…)` at the top of a module")
