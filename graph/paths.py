@@ -87,7 +87,7 @@ def _main(real: str) -> ModuleType | None:
 
 def _module_name(real: str) -> str:
     """The same in every process, since keys and digests may hold it."""
-    return f"penstock_file_{hashlib.blake2b(real.encode(), digest_size=6).hexdigest()}"
+    return f"penstock_file_{hashlib.blake2b(os.fsencode(real), digest_size=6).hexdigest()}"
 
 
 def _import(path: str, module: str) -> ModuleType:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import Traced, faults_text, trace_program
+from penstock.runtime.record.faults import visible
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,9 +16,9 @@ def main(argv: Sequence[str]) -> int:
         faults = [dataclasses.asdict(fault) for fault in traced.faults]
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": faults}))
     elif traced.faults:
-        print(faults_text(traced.faults))
+        print(visible(faults_text(traced.faults)))
     else:
-        print(_praise(traced))
+        print(visible(_praise(traced)))
     return 1 if traced.faults else 0
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from penstock.runtime.cli.figures import clock, figure, many, percent, sparkline
 from penstock.runtime.cli.progress import STAGES, Line, Pool, Progress, external_text
 from penstock.runtime.control.stops import nobody_reads
+from penstock.runtime.record.faults import visible
 
 PLAIN_SECONDS = 1.0
 """Time between two plain lines about updates."""
@@ -60,7 +61,7 @@ def open_display(program: str, updates: int, folder: str, *, plain: bool, second
     """`seconds` is how long it has been going on."""
     progress = Progress(program, updates)
     if plain or not sys.stdout.isatty():
-        return PlainDisplay(progress, lambda text: print(text, flush=True))
+        return PlainDisplay(progress, lambda text: print(visible(text), flush=True))
     return LiveDisplay(progress, folder, Console(), seconds)
 
 
@@ -169,10 +170,9 @@ def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> Render
     if seen.pools:
         body += [blank, _pools(seen)]
     body += [Text(f"· {note}", style="yellow") for note in seen.notes]
-    title = Text.assemble(" ", (seen.program, "bold"), " ")
-    return Panel(
-        Group(*body), title=title, title_align="left", subtitle=f" {folder} ", subtitle_align="right", width=width
-    )
+    title = Text.assemble(" ", (visible(seen.program), "bold"), " ")
+    place = Text(f" {visible(folder)} ")
+    return Panel(Group(*body), title=title, title_align="left", subtitle=place, subtitle_align="right", width=width)
 
 
 def _head(seen: Progress, seconds: float) -> Table:

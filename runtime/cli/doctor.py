@@ -15,6 +15,7 @@ from penstock.runtime.cli.checks import Finding, examine
 from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.measuring import measure, profile_path
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.record.faults import visible
 
 DESCRIPTION = """Say what this machine has and lacks for running Penstock, and what follows from it.
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.measure:
         path = Path(flags.out) if flags.out else profile_path()
         facts = measure(path)
-        print(json.dumps({"path": str(path), **facts}) if flags.json else measured_text(facts, path))
+        print(json.dumps({"path": str(path), **facts}) if flags.json else visible(measured_text(facts, path)))
         return 0
     findings = []
     console = Console()
@@ -84,5 +85,5 @@ def measured_text(facts: dict[str, Any], path: Path) -> str:
 
 def _line(finding: Finding) -> Text:
     mark, style = MARKS[finding.verdict]
-    line = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"), finding.found)
-    return line.append(f"  → {finding.follows}", style=style) if finding.follows else line
+    line = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"), visible(finding.found))
+    return line.append(visible(f"  → {finding.follows}"), style=style) if finding.follows else line

@@ -13,14 +13,15 @@ from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.raised import told
 from penstock.runtime.control.stops import interrupt, on_stop, while_heard
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.faults import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
 
 def main() -> None:
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)
-    display = PlainDisplay(Progress(config.graph.name, config.flags.updates), lambda text: print(text, flush=True))
+    progress = Progress(config.graph.name, config.flags.updates)
+    display = PlainDisplay(progress, lambda text: print(visible(text), flush=True))
     tell = while_heard(display.tell, lambda: signal.raise_signal(signal.SIGTERM))
     try:
         with on_stop(interrupt):
@@ -28,13 +29,13 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except RecordError as fault:
-        print(f"penstock: {fault}", file=sys.stderr)
+        print(visible(f"penstock: {fault}"), file=sys.stderr)
         sys.exit(FAILED)
     except Exception as raised:
-        print(f"penstock: {told(raised)}", end="", file=sys.stderr)
+        print(visible(f"penstock: {told(raised)}"), end="", file=sys.stderr)
         sys.exit(FAILED)
-    for error in display.progress.errors:
-        print(f"penstock: {error}", file=sys.stderr)
+    for error in progress.errors:
+        print(visible(f"penstock: {error}"), file=sys.stderr)
     sys.exit({"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED))
 
 

@@ -30,7 +30,7 @@ from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.plan.transport import why_not
 from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.faults import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.schedule.pinned import check_rules
@@ -56,6 +56,14 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     graphs = [traced.sound()] + ([traced.evaluation] if traced.evaluation is not None else [])
     plan = placed(graphs, cluster, flags)
     config = RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
+    try:
+        json.dumps(config.to_json(), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        given = (
+            f"{error.object[: error.start].rpartition(chr(34))[2]}{error.object[error.start :].partition(chr(34))[0]}"
+        )
+        needed = "needed another path or name, for it travels in messages; a run folder may have any"
+        raise CommandError(f"given {given!r}, which is no UTF-8; {needed}", 2) from None
     try:
         check_rules(compile_tables(config.graph, plan), config.rules(0))
     except ValueError as error:
@@ -124,8 +132,9 @@ def go(
     folder.release()
     with suppress(OSError):  # nobody reads it any more, and `main` sees to the exit status
         for error in errors:
-            print(f"penstock: {error}", file=sys.stderr)
-        print(json.dumps(summary) if look.json else summary_text(summary, updates, relative(folder.path), drawn))
+            print(visible(f"penstock: {error}"), file=sys.stderr)
+        text = summary_text(summary, updates, relative(folder.path), drawn)
+        print(json.dumps(summary) if look.json else visible(text))
     return status
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from penstock import __version__
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.stops import interrupt, nobody_reads, on_stop
+from penstock.runtime.record.faults import visible
 
 UNREAD = 128 + signal.SIGPIPE
 """What a shell says of a command that ended because nobody read its output."""
@@ -120,7 +121,7 @@ def _answer(words: Sequence[str]) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        print(unknown(verb), file=sys.stderr)
+        print(visible(unknown(verb)), file=sys.stderr)
         return 2
     return _call(verb, rest)
 
@@ -130,12 +131,12 @@ def _call(verb: str, argv: Sequence[str]) -> int:
     try:
         status: int = importlib.import_module(f"penstock.runtime.cli.{verb}").main(argv)
     except CommandError as error:
-        print(f"penstock {verb}: {error}", file=sys.stderr)
+        print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
         return error.status
     except ValueError as error:
         if type(error) is ValueError or not type(error).__module__.startswith("penstock."):
             raise
-        print(f"penstock {verb}: {error}", file=sys.stderr)
+        print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
         return getattr(error, "status", 1)
     return status
 

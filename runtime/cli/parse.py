@@ -19,6 +19,7 @@ from penstock.graph.faults import Fault, GraphError, nearest
 from penstock.graph.interface import REQUIRED
 from penstock.graph.paths import path_of
 from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers, unknown_flags
+from penstock.runtime.record.faults import visible
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
@@ -56,7 +57,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
         )
     except SystemExit as leaving:
         if leaving.code and config:
-            print(f"The config file stands for: {' '.join(config)}", file=sys.stderr)
+            print(visible(f"The config file stands for: {' '.join(config)}"), file=sys.stderr)
         raise
     given, flags = getattr(parsed, title), getattr(parsed, verb)
     try:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import trace_program
+from penstock.runtime.record.faults import visible
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,8 +18,8 @@ def main(argv: Sequence[str]) -> int:
     flags, graph = traced.flags, traced.sound()
     cores = local(graph, flags, flags.batch)
     if cores is not None:
-        print(json.dumps(cores.to_json()) if flags.json else local_text(cores, flags.cluster))
+        print(json.dumps(cores.to_json()) if flags.json else visible(local_text(cores, flags.cluster)))
         return 0
     found = search(graph, flags, flags.batch)
-    print(json.dumps(found.to_json()) if flags.json else text(found, flags.cluster))
+    print(json.dumps(found.to_json()) if flags.json else visible(text(found, flags.cluster)))
     return 0

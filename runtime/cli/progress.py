@@ -8,6 +8,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.runtime.record.faults import visible
+
 Line = dict[str, Any]
 
 STAGES = {
@@ -56,6 +58,7 @@ class Progress:
         self.planned = self.updates
 
     def hear(self, line: Line) -> None:
+        line = shown(line)
         match line["kind"]:
             case "stage":
                 if self.stage == "base":
@@ -125,6 +128,15 @@ class Progress:
         seconds = sum(float(row.get("seconds") or 0.0) for row in self.rows)
         tokens = sum(float(row.get("tokens") or 0.0) for row in self.rows)
         return tokens / seconds if seconds and tokens else None
+
+
+def shown(value: Any) -> Any:
+    """A line with all of its text as a terminal may have it: what raised an error, a node or a stranger, wrote it."""
+    if isinstance(value, dict):
+        return {shown(name): shown(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shown(item) for item in value]
+    return visible(value) if isinstance(value, str) else value
 
 
 def external_text(line: Line) -> str:

@@ -9,6 +9,7 @@ import tyro
 
 from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.control.records import read_record, record_bytes
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import Segment, StageLog, commands_digest, read_log
 from penstock.runtime.schedule.events import Event
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({"run": str(folder.path), "equal": True, "stages": [_facts(stage) for stage in replayed]}))
     else:
-        print(_text(replayed, segments))
+        print(visible(_text(replayed, segments)))
     return 0
 
 

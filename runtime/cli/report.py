@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from penstock.runtime.cli.flags import read_flags
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder, absolute
 from penstock.runtime.report.report import figures
 from penstock.runtime.report.write import REPORT, write_report
@@ -42,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({**figures(report), "report": str(path)}))
         return 0
-    print(report.verdict)
+    print(visible(report.verdict))
     for note in report.facts.notes:
-        print(f"note: {note}")
-    print(f"report {path}")
+        print(visible(f"note: {note}"))
+    print(visible(f"report {path}"))
     return 0

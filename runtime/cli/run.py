@@ -17,6 +17,7 @@ from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import CommandError, Traced, trace_program
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.turns import why_no_turns
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import MARKS, RunFolder, default_path
 
 
@@ -24,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     began = monotonic()
     require_program("run", argv)
     if sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
-        print(f"penstock: importing torch, reading {argv[0]} …", file=sys.stderr, flush=True)  # seconds of silence else
+        # Seconds of silence else.
+        print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
     traced = trace_program("run", argv)
     traced.sound()
     flags = absolute_paths(traced.flags)

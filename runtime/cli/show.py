@@ -7,6 +7,7 @@ from penstock.graph.show import dumps, mermaid, text
 from penstock.graph.svg import svg
 from penstock.runtime.cli.programs import require_program
 from penstock.runtime.cli.traced import CommandError, trace_program
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import write_atomic
 
 FORMATS = {"text": text, "mermaid": mermaid, "svg": svg, "json": dumps}
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         graph = traced.evaluation
     shown = FORMATS["json" if flags.json else flags.format](graph)
     if flags.out:
-        write_atomic(Path(flags.out), shown.encode(), "--out FILE")
+        write_atomic(Path(flags.out), shown.encode(errors="backslashreplace"), "--out FILE")
     else:
-        print(shown.rstrip("\n"))
+        print(visible(shown.rstrip("\n")))
     return 0

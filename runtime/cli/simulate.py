@@ -21,6 +21,7 @@ from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.record.chrome import chrome_trace
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import write_atomic
 from penstock.runtime.record.svg import gantt_svg
 from penstock.runtime.schedule.simulation import Simulation
@@ -49,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps({**shown.facts(), **facts(shown.result)}))
     else:
-        print("\n".join([*shown.lines(width), "", *drawing(shown.result, width)]))
+        lines = [visible(line) for line in shown.lines(width)]
+        print("\n".join([*lines, "", *drawing(shown.result, width)]))
     return 0
 
 

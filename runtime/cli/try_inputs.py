@@ -23,6 +23,7 @@ from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.own_frames import own_frames
 from penstock.runtime.cli.traced import DEADLINE, CommandError, faults_text
 from penstock.runtime.control.config import Flags, context_of
+from penstock.runtime.record.faults import visible
 
 
 def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]:
@@ -122,7 +123,7 @@ def main() -> int:
     asked = json.load(sys.stdin)
     flags = Flags(**{**asked["flags"], "mesh": tuple(asked["flags"]["mesh"])})
     said = wrong([Graph.from_json(graph) for graph in asked["graphs"]], flags)
-    print(said)
+    print(visible(said))
     return int(bool(said))
 
 

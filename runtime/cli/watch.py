@@ -13,6 +13,7 @@ from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.launching import relative
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.watch_terminal import watch_in_terminal
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder, absolute
 from penstock.runtime.report.facts import read_facts
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.tui or flags.plain or flags.once:
         return watch_in_terminal(folder, plain=flags.plain, once=flags.once)
     server = importlib.import_module("penstock.runtime.cli.watch_server").PageServer(folder, flags.port)
-    print(f"watching {relative(folder.path)} (Ctrl-C ends it)\n{server.url}", flush=True)
+    print(visible(f"watching {relative(folder.path)} (Ctrl-C ends it)\n{server.url}"), flush=True)
     if flags.open:
         webbrowser.open(server.url)
     server.serve()

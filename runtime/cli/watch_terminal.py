@@ -9,6 +9,7 @@ from penstock.runtime.cli.display import Display, dashboard, open_display
 from penstock.runtime.cli.launching import relative, summary_text
 from penstock.runtime.cli.watched import Watched
 from penstock.runtime.control.config import RunConfig
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder
 
 LOOK_S = 0.5
@@ -67,7 +68,7 @@ def _tell_end(folder: RunFolder, display: Display, watched: Watched, updates: in
     if alive:
         return
     for error in display.progress.errors:
-        print(f"penstock watch: {error}", file=sys.stderr)
+        print(visible(f"penstock watch: {error}"), file=sys.stderr)
     summary = watched.summary()
     if summary is not None and "command_s" in summary:
-        print(summary_text(summary, updates, relative(folder.path)))
+        print(visible(summary_text(summary, updates, relative(folder.path))))

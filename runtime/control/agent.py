@@ -27,6 +27,7 @@ from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heart
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.ranks import Ended, Ranks
 from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import make_folder
 from penstock.runtime.tensor.segments import SHM, sweep
 
@@ -133,15 +134,13 @@ def serve(join_file: Path, folder: Path | None = None) -> int:
         join = replace(join, folder=str(folder.absolute()))
     elif not Path(join.folder).is_dir():
         needed = "needed a file system that the hosts share, or a folder of this host's own for its logs and its part"
-        print(
-            f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)",
-            file=sys.stderr,
-        )
+        said = f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)"
+        print(visible(said), file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _terminated)
     fault = Agent(join, join_file).run()
     if fault:
-        print(f"penstock agent: {fault}", file=sys.stderr)
+        print(visible(f"penstock agent: {fault}"), file=sys.stderr)
     return 1 if fault else 0
 
 

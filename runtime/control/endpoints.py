@@ -15,9 +15,10 @@ _LONGEST_PATH = 107
 
 
 def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp")) -> str:
-    """The socket in the run folder, or, where that path is too long for one, in this user's own folder of /tmp."""
+    """The socket in the run folder, or, where that path is too long for one or no UTF-8, in this user's own folder of
+    /tmp."""
     path = folder.absolute() / SOCKET_NAME
-    if len(os.fsencode(path)) > _LONGEST_PATH:
+    if len(os.fsencode(path)) > _LONGEST_PATH or not str(path).isprintable():
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
         path = _private_folder(temporary / f"penstock-{os.geteuid()}") / f"{name}.sock"
     return f"ipc://{path}"

@@ -33,6 +33,7 @@ from penstock.runtime.control.gate import Gate
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.record.faults import visible
 from penstock.runtime.tensor.handle import HandleError
 from penstock.runtime.tensor.store import Reader
 
@@ -117,7 +118,7 @@ class ExchangeServer:
     def _drop(self, kind: str, text: str) -> None:
         self.counts[kind] += 1
         if self.counts[kind] == 1:
-            print(f"{self._owner}: dropped ({kind}): {text!r:.400}", file=sys.stderr, flush=True)
+            print(visible(f"{self._owner}: dropped ({kind}): {text!r:.400}"), file=sys.stderr, flush=True)
 
 
 def reply(frames: Sequence[bytes], owner: str, reader: Reader) -> tuple[str, list[bytes | bytearray]]:

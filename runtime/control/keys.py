@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
@@ -54,7 +54,7 @@ class _Secrets:
     def read(cls, path: Path) -> Self:
         """Raises KeyFileError for a file that is not what `write` makes, or that others may read."""
         try:
-            data = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            data = json.loads(path.read_bytes())  # a path in it may be no UTF-8, of which msgspec reads nothing
             found = msgspec.convert(data, cls)
             others = path.stat().st_mode & 0o077
         except OSError as error:

@@ -14,16 +14,9 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def visible(text: str) -> str:
-    """`text` with escapes such as \\x1b for control characters, for marks that turn the direction of writing, and for
-    bytes that are no UTF-8: a terminal shows them and obeys none. Line breaks and tabs stay."""
-    return _CONTROL.sub(_escape, text)
-
-
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    if 0xDC80 <= code <= 0xDCFF:
-        code -= 0xDC00  # the byte of a path that Python has kept so
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    """`text` with escapes such as \\u001b for control characters, for marks that turn the direction of writing, and for
+    bytes that are no UTF-8: a terminal shows them and obeys none. Line breaks and tabs stay, JSON means the same."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 REASONS = {

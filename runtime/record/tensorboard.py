@@ -1,5 +1,6 @@
 """Metrics in TensorBoard, the extra `track`: the same rows as `metrics.jsonl`, as scalars by update."""
 
+import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,15 +36,18 @@ def open_board(folder: Path, *, required: bool, keep: Iterable[Row] = ()) -> Boa
     path = make_folder(folder / "tensorboard")
     for old in path.glob("events.out.tfevents.*"):
         old.unlink()
-    board = _Board(EventFileWriter(str(path), filename_suffix=f".{secrets.token_hex(8)}"), Event, Summary)
+    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # By number: TensorBoard takes no path that is not UTF-8.
+    writer = EventFileWriter(f"/proc/self/fd/{place}", filename_suffix=f".{secrets.token_hex(8)}")
+    board = _Board(writer, place, Event, Summary)
     for row in keep:
         board.write(row)
     return board
 
 
 class _Board:
-    def __init__(self, writer: Any, event: Any, summary: Any) -> None:
-        self._writer, self._event, self._summary = writer, event, summary
+    def __init__(self, writer: Any, place: int, event: Any, summary: Any) -> None:
+        self._writer, self._place, self._event, self._summary = writer, place, event, summary
 
     def write(self, row: Row) -> None:
         values = [self._summary.Value(tag=name, simple_value=number) for name, number in scalars(row)]
@@ -53,3 +57,4 @@ class _Board:
 
     def close(self) -> None:
         self._writer.close()
+        os.close(self._place)

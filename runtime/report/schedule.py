@@ -17,7 +17,8 @@ def render(template: str, **values: Any) -> str:
     """A template of the page with its style and script in it, complete."""
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
-    return environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
+    page = environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
+    return page.encode(errors="backslashreplace").decode()  # a path in it may be no UTF-8
 
 
 def schedule_html(bars: Sequence[Bar], title: str) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.runtime.record.folder import sync
+from penstock.runtime.record.folder import open_regular, sync
 
 _FORMAT = "penstock-state-1"
 
@@ -81,7 +81,11 @@ class StateFile:
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
+        # By number: safetensors opens no path that is not UTF-8, and would follow a link.
+        with (
+            open(open_regular(path, os.O_RDONLY), "rb") as opened,
+            safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file,
+        ):
             yield file
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise StateError(f"{path}: not a readable state: {error}") from error

@@ -1,0 +1,160 @@
+"""What others have named or written, in a terminal: control characters are seen and not obeyed; any path will do."""
+
+import ast
+import json
+import os
+import shutil
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from penstock.graph.show import loads
+from penstock.runtime.cli import check, replay, report, resume, run, show, simulate, watch
+from penstock.runtime.cli.display import PlainDisplay, dashboard
+from penstock.runtime.cli.main import main
+from penstock.runtime.cli.progress import Progress
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.control.endpoints import ipc_endpoint
+from penstock.runtime.control.keys import Join, Keys
+from penstock.runtime.record.faults import visible
+from penstock.runtime.record.tensorboard import open_board
+from penstock.runtime.tensor.files import load_state, save_state
+from tests.runtime.report.runs import simulated_run
+
+from .conftest import Processes
+
+Output = pytest.CaptureFixture[str]
+EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31m\r\x9b31m\u202eevil\x00\x7f"
+ODD = os.fsdecode(b"na\xff me")
+"""A name as Python has one that is no UTF-8."""
+
+
+def is_plain(text: str) -> bool:
+    return all(c.isprintable() or c == "\n" for c in text)
+
+
+def test_control_characters_are_made_visible() -> None:
+    assert is_plain(visible(EVIL))
+    assert visible("two\nlines\t– ü 漢") == "two\nlines\t– ü 漢"
+    assert visible(visible(EVIL)) == visible(EVIL)
+    text = json.dumps({"path": ODD + EVIL}, ensure_ascii=False)
+    assert json.loads(visible(text)) == {"path": ODD + EVIL}
+
+
+def test_no_display_obeys_what_an_error_or_a_name_says() -> None:
+    progress, said = Progress(EVIL, 3), list[str]()
+    display = PlainDisplay(progress, lambda text: said.append(visible(text)))
+    row = {"update": 0, "version": 1, "pools": {EVIL: {"busy": 1.0, EVIL: 2.0}}}
+    for line in (
+        {"kind": "note", "text": EVIL},
+        {"kind": "error", "text": EVIL},
+        {"kind": "external", "join": EVIL, "host": EVIL},
+        {"kind": "status", "stage": EVIL, "pools": {EVIL: {"doing": [f"{EVIL}[0]"], "version": 1}}},
+        {"kind": "row", "row": row},
+    ):
+        display.tell(line)
+    console = Console(file=StringIO(), width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(dashboard(progress, f"[red]{EVIL}[/]", 120, 1.0))
+    assert is_plain(capture.get())
+    assert "[red]" in capture.get()  # which is no markup
+    assert said
+    assert all(map(is_plain, [*said, *progress.errors]))
+
+
+@pytest.mark.parametrize("argv", [[EVIL], ["report", EVIL], ["replay", EVIL], ["agent", EVIL], ["run", EVIL]])
+def test_what_a_command_complains_of_is_shown_and_not_obeyed(
+    argv: list[str], capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: object) -> None:
+        raise CommandError(EVIL)
+
+    monkeypatch.setattr(run, "trace_program", refuse)
+    argv = [word.replace("\0", "") for word in argv]
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code in (1, 2)
+    captured = capsys.readouterr()
+    assert "evil" in captured.err
+    assert is_plain(captured.out + captured.err)
+
+
+RUNTIME = Path(__file__).resolve().parents[3] / "runtime"
+
+
+def test_whatever_is_printed_is_visible() -> None:
+    """Every `print` has a constant, JSON, or what `visible` gives; a picture of `simulate` has colours and nodes."""
+    raw = []
+    for path in sorted(RUNTIME.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"]
+        for call in calls:
+            text = "".join(ast.unparse(argument) for argument in call.args)
+            constant = all(isinstance(argument, ast.Constant) for argument in call.args)
+            known = "__version__" in text or "overview()" in text or "drawing(" in text
+            if not (constant or known or "visible(" in text or "json.dumps(" in text):
+                raw.append(f"{path.relative_to(RUNTIME)}:{call.lineno}")
+    assert raw == []
+
+
+def test_a_finished_run_may_lie_under_a_path_that_is_no_utf8(tmp_path: Path, capsys: Output) -> None:
+    made = simulated_run(tmp_path / ODD / "run", updates=2, batch=2)
+    path = str(made.folder.path)
+    verbs: list[tuple[Callable[[list[str]], int], list[str]]] = [
+        (report.main, [path]),
+        (report.main, [path, "--json"]),
+        (report.main, [path, "--out", str(tmp_path / ODD / f"{ODD}.html")]),
+        (replay.main, [path]),
+        (watch.main, [path, "--once"]),
+        (watch.main, [path, "--plain"]),
+    ]
+    for verb, argv in verbs:
+        assert verb(argv) == 0
+    assert is_plain(capsys.readouterr().out)
+    assert (made.folder.path / "report.html").read_text().count("\\udcff") > 0
+
+
+def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / ODD).mkdir()
+    path = tmp_path / ODD / "run"
+    assert run.main(["toy", "--updates", "2", "--out", str(path), "--plain"]) == 0
+    assert resume.main([str(path), "--updates", "3", "--plain"]) == 0
+    assert is_plain(capsys.readouterr().out)
+    endpoint = ipc_endpoint(path, tmp_path)
+    Keys.make("run1", endpoint, ["local"]).join("local", endpoint, path).write(path / "keys" / "local.json")
+    assert Join.read(path / "keys" / "local.json").folder == str(path)
+    endpoint.encode()
+    save_state(path / f"{ODD}.safetensors", {"a": torch.ones(2)}, {"b": 1})
+    tensors, facts = load_state(path / f"{ODD}.safetensors")
+    assert (tensors["a"].tolist(), facts) == ([1.0, 1.0], {"b": 1})
+    if board := open_board(path, required=False):
+        board.write({"update": 0, "version": 1, "time_s": 1.0, "loss": 0.5})
+        board.close()
+        assert [p.stat().st_size > 0 for p in (path / "tensorboard").iterdir()] == [True]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_program_may_lie_under_a_path_that_is_no_utf8_but_for_a_run(
+    tmp_path: Path, capsys: Output, processes: Processes
+) -> None:
+    folder = tmp_path / ODD
+    folder.mkdir()
+    shutil.copy(RUNTIME.parent / "programs" / "toy.py", folder / "toy.py")
+    program = f"{folder}/toy.py:toy"
+    assert show.main([program]) == check.main([program]) == 0
+    assert is_plain(capsys.readouterr().out)
+    show.main([program, "--json"])
+    graph = loads(capsys.readouterr().out)
+    show.main([program, "--json", "--out", str(folder / "g.json")])
+    assert loads((folder / "g.json").read_text()) == graph
+    assert graph.op == program
+    pictures = ["--svg", str(folder / "a.svg"), "--html", str(folder / "a.html"), "--trace", str(folder / "a.json")]
+    assert simulate.main([program, "--updates", "2", *pictures]) == 0
+    for argv in ([program], ["toy", "--data", str(folder / "data.jsonl")]):
+        with pytest.raises(CommandError, match="no UTF-8"):
+            run.main([*argv, "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
