@@ -11,7 +11,7 @@ from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
 from penstock.graph.paths import path_of
 from penstock.graph.recorder import current, has_handles
-from penstock.graph.types import Metrics, Rewards
+from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,17 +106,29 @@ class NodeDef(Generic[P, T]):
             if lack:
                 raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {lack}")
         outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
+        if len(metrics) > MOST_FIGURES:
+            given = f"{self.__name__} returned {len(metrics)} figures"
+            raise ValueError(f"{defined(self.fn)}: {given}, needed at most {MOST_FIGURES} of a firing")
         return state, outputs, {name: self._figure(name, value) for name, value in metrics.items()}
 
     def _figure(self, name: Any, value: Any) -> float:
-        """One of the metrics. Raises TypeError for a name that is no text, and a value that is no number."""
+        """One of the metrics. Raises TypeError for a name that is no text, and a value that is no number; ValueError
+        for a name that rows have a column of their own for, or that cannot be shown."""
         try:
             figure = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several elements
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with several elements
             figure = None
         if figure is None or not isinstance(name, str):
             given = f"{reprlib.repr(name)}: {reprlib.repr(value)} among its metrics"
             raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed a name with one number")
+        if name in COLUMNS or name == f"{self.__name__}_update":
+            taken = ", ".join(sorted({*COLUMNS, f"{self.__name__}_update"}))
+            given = f"{name!r} among its metrics, which a row of metrics.jsonl has of its own"
+            raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {given}; needed another name than {taken}")
+        if not (0 < len(name) <= NAME_LENGTH and name.isprintable()):
+            given = f"a figure named {reprlib.repr(name)} ({len(name)} characters)"
+            needed = f"a name of 1 to {NAME_LENGTH} printable characters"
+            raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {needed}")
         return figure
 
 

@@ -19,6 +19,29 @@ from penstock.graph.sharding import Axes
 Metrics = dict[str, float]
 """Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
 
+COLUMNS = frozenset(
+    {
+        "update",
+        "version",
+        "time_s",
+        "seconds",
+        "groups",
+        "dropped",
+        "failed",
+        "retried",
+        "update_s",
+        "sync_s",
+        "generate_tokens_per_s",
+        "train_tokens_per_s",
+        "pools",
+        "not_finite",
+    }
+)
+"""What a row of `metrics.jsonl` holds by itself: no figure of a node has such a name."""
+
+NAME_LENGTH, MOST_FIGURES = 100, 1000
+"""The most characters of a figure's name, and the most figures of one firing."""
+
 
 class NodeWarning(UserWarning):
     """What a node has to tell the user of a run: `warnings.warn("…", NodeWarning)`.

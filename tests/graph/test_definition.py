@@ -7,6 +7,7 @@ import torch
 
 from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
+from penstock.graph.types import COLUMNS
 
 
 class Reward(float): ...
@@ -225,6 +226,33 @@ def test_a_figure_has_a_name_and_one_number(metrics: dict[Any, Any], given: str)
     assert figures == {"cost": 2.0}
     with pytest.raises(TypeError, match=f"judged returned {given}.* among its metrics, needed a name with one number"):
         judged.split((Rewards(torch.ones(1)), metrics), stateful=False)
+
+
+@pytest.mark.parametrize("name", [*sorted(COLUMNS), "judged_update"])
+def test_a_figure_does_not_take_the_name_of_a_rows_own_column(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"{__file__}:.* judged returned '{name}' .* needed another name than .*groups"
+    ):
+        judged.split((Rewards(torch.ones(1)), {name: 1.0}), stateful=False)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[31mred", "half \ud800", "n" * 101, "n" * 10**6])
+def test_a_figure_has_a_name_that_can_be_shown(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"judged returned a figure named .* needed a name of 1 to 100 printable"
+    ) as said:
+        judged.split((Rewards(torch.ones(1)), {name: 1.0}), stateful=False)
+    assert len(str(said.value)) < 1000
+
+
+def test_a_firing_has_no_million_figures() -> None:
+    with pytest.raises(ValueError, match="judged returned 1000000 figures, needed at most 1000 of a firing"):
+        judged.split((Rewards(torch.ones(1)), dict.fromkeys(map(str, range(10**6)), 0.0)), stateful=False)
+
+
+def test_a_figure_larger_than_any_float_is_refused() -> None:
+    with pytest.raises(TypeError, match="needed a name with one number"):
+        judged.split((Rewards(torch.ones(1)), {"huge": 10**400}), stateful=False)
 
 
 # Signatures that cannot be read ---------------------------------------------------------------------------
