@@ -480,6 +480,68 @@ def added(rewards: Rewards, looked: Rewards, both: Rewards) -> Rewards:
     return rewards + looked + both
 
 
+# Figures that are no numbers -----------------------------------------------------------------------------------
+
+
+@node(pool="scorer")
+def empty_mean(rewards: Rewards) -> tuple[Rewards, Metrics]:
+    """Means of nothing."""
+    return rewards, {"reward_mean": float("nan"), "worst_max": float("inf")}
+
+
+@node(pool="trainer", clock="update")
+def no_accuracy(rewards: Rewards) -> Metrics:
+    return {"accuracy": float("nan")}
+
+
+@program
+def unmeasured(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    """An evaluation of no problem at all."""
+    no_accuracy(fake_score(fake_generate(prompts, broadcast(policy))))
+    return policy
+
+
+@program(evaluation=unmeasured)
+def no_numbers(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    return fake_update(policy, rollouts, empty_mean(fake_score(rollouts)))
+
+
+@node(pool="trainer", clock="update")
+def taken(rewards: Rewards) -> Metrics:
+    return {"version": 7.0}
+
+
+@program
+def takes_a_column(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    rewards = fake_score(rollouts)
+    taken(rewards)
+    return fake_update(policy, rollouts, rewards)
+
+
+# Failures -------------------------------------------------------------------------------------------------------
+
+
+@node(pool="scorer")
+def breaks(rewards: Rewards, *, every: int = 1) -> Rewards:
+    """Breaks at each `every`th call of its process."""
+    global calls
+    calls += 1
+    if calls % every == 0:
+        raise RuntimeError("no reward today")
+    return rewards
+
+
+calls = 0
+
+
+@program
+def breaking(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, every: int = 1) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    return fake_update(policy, rollouts, breaks(fake_score(rollouts), every=every))
+
+
 # Composition: a sub-graph is a function, a node is an option, a user's node has state, keys and a pool ------------
 
 

@@ -13,10 +13,15 @@ import pytest
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.build import trace_evaluation
 from penstock.graph.passes import period_bound
+from penstock.runtime.cli.progress import Progress
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.control.config import EVALUATION, Flags
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.report.facts import read_facts
+from penstock.runtime.report.page import page
+from penstock.runtime.report.report import make_report
 from penstock.runtime.schedule.durations import Durations
 from penstock.runtime.schedule.simulation import Simulation
 from penstock.runtime.schedule.simulator import simulate
@@ -33,6 +38,7 @@ from .gates.running import (
     run_to_end,
     status_here,
     summary,
+    with_updates,
 )
 
 pytestmark = pytest.mark.timeout(180)
@@ -329,6 +335,89 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
     clean = run(tmp_path, "shared", flags=flags, write=False)
     written = run(tmp_path, "shared", flags=flags, processes=processes, write=True)
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
+
+
+# Figures that are no numbers, and failures ----------------------------------------------------------------------
+
+
+def test_a_figure_that_is_no_number_is_noted_and_nothing_follows(tmp_path: Path) -> None:
+    flags = Flags(updates=2, batch=2, slots=16, eval_groups=2, checkpoint_every=1, deadline=60.0)
+    made = make_run(tmp_path / "r", FILE + "no_numbers", {}, flags, evaluate=True)
+    status, lines = status_here(made)
+    assert status == "done"
+    assert json.loads(json.dumps(lines, allow_nan=False)) == lines  # nothing that a display could not read
+    notes = "\n".join(line["text"] for line in lines if line["kind"] == "note")
+    assert all(
+        figure in notes for figure in ("accuracy before", "accuracy after", "reward_mean is nan", "worst_max is")
+    )
+    for row in rows(made):
+        assert (row["reward_mean"], row["worst_max"]) == (None, None)
+        assert row["not_finite"] == {"reward_mean": "nan", "worst_max": "inf"}
+    found = summary(made)
+    assert (found["accuracy_before"], found["accuracy_after"], found["reward_mean"]) == (None, None, None)
+    assert found["not_finite"]["reward_mean"] == {"value": "nan", "first": 0, "last": 1, "updates": 2}
+    assert found["not_finite"].keys() == {"accuracy_before", "accuracy_after", "reward_mean", "worst_max"}
+    read = read_facts(RunFolder.open(made))
+    assert sum("no number" in note for note in read.notes) == 4
+    page(make_report(read, lambda: False))
+    run_here(with_updates(made, 3))
+    assert summary(made)["not_finite"]["reward_mean"]["updates"] == 3
+
+
+def test_a_node_that_reports_a_rows_own_column_is_refused_by_name(tmp_path: Path) -> None:
+    error = failed(tmp_path, "takes_a_column")["error"]
+    assert "taken returned 'version' among its metrics" in error
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_run_that_only_fails_ends_with_its_counts_and_the_last_traceback(tmp_path: Path, retries: int) -> None:
+    flags = Flags(updates=2, batch=2, slots=16, deadline=60.0, on_failure="replace", retries=retries)
+    made = prepared(tmp_path, "breaking", flags)
+    status, _ = status_here(made)
+    found = summary(made)
+    assert status == found["status"] == "failed"
+    assert found["fates"]["failed"] + found["retried"] in (15, 16)  # the last one ends the run
+    for text in (found["error"], found["last_failure"]):
+        assert "breaks[" in text
+        assert "RuntimeError: no reward today" in text
+    assert rows(made) == []
+
+
+def test_failures_and_retries_are_counted_in_rows_status_summary_and_report(tmp_path: Path) -> None:
+    flags = Flags(**{**vars(TOY), "on_failure": "replace", "retries": 1})
+    made = prepared(tmp_path, "breaking", flags, every=3)
+    status, lines = status_here(made)
+    assert status == "done"
+    found = summary(made)
+    assert found["retried"] > 0
+    assert sum(row["retried"] for row in rows(made)) <= found["retried"]
+    assert sum(row["failed"] for row in rows(made)) <= found["fates"]["failed"]
+    assert "no reward today" in found["last_failure"]
+    said, last = read_facts(RunFolder.open(made)).failures
+    assert f"{found['retried']} firings were tried again" in said
+    assert last == found["last_failure"]
+    seen = Progress("breaking", UPDATES)
+    for line in lines:
+        seen.hear(line)
+    assert "tried again" in seen.failures
+    assert "RuntimeError: no reward today" in seen.failures
+
+
+def test_a_run_that_is_stopped_or_fails_knows_its_dropped_and_failed_groups(tmp_path: Path) -> None:
+    flags = Flags(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
+    assert failed(tmp_path, "drops_everything", flags)["fates"] == {"consumed": 0, "dropped": 12, "failed": 0}
+    half = prepared(tmp_path, "filtered")
+    interrupted = threading.Event()
+
+    def after_the_third(line: dict[str, Any]) -> None:
+        if line["kind"] == "row" and line["row"]["update"] == 2 and not interrupted.is_set():
+            interrupted.set()
+            signal.raise_signal(signal.SIGINT)
+
+    assert status_here(half, after_the_third)[0] == "stopped"
+    fates = summary(half)["fates"]
+    assert fates == replayed(half)[0].fates
+    assert fates["dropped"] >= sum(row["dropped"] for row in rows(half)) > 0
 
 
 # Composition ----------------------------------------------------------------------------------------------------

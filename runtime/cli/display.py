@@ -8,7 +8,7 @@ from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +24,10 @@ from penstock.runtime.record.faults import visible
 
 PLAIN_SECONDS = 1.0
 """Time between two plain lines about updates."""
+FAILURE_SECONDS = 10.0
+"""Time between two plain lines about failures."""
+TRACEBACK = 8
+"""Lines at the end of the last traceback that the dashboard shows."""
 POOL_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "red")
 IDLE = {
     "data": "waits for data",
@@ -74,6 +78,7 @@ class PlainDisplay:
         self.progress, self.write, self.now = progress, write, now
         self._stage: str | None = None
         self._said = -PLAIN_SECONDS
+        self._failures: tuple[str, float] = "", -FAILURE_SECONDS
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +94,8 @@ class PlainDisplay:
             self._stage, self._said = self.progress.stage, -PLAIN_SECONDS
             self.write(f"{STAGES.get(self._stage, self._stage)} …")
         match line["kind"]:
+            case "status":
+                self._failed()
             case "row" | "base":
                 self._row()
             case "accuracy" if line["accuracy"] is not None:
@@ -98,13 +105,21 @@ class PlainDisplay:
             case "external":
                 self.write(external_text(line))
 
+    def _failed(self) -> None:
+        """Failures, when there are more of them; the first time with the whole traceback."""
+        (before, at), said = self._failures, self.progress.failures
+        if said == before or (now := self.now()) - at < FAILURE_SECONDS:
+            return
+        self._failures = said, now
+        self.write(f"failures: {said}" if before else f"failures: {said}\n{self.progress.lost['raised'].rstrip()}")
+
     def _row(self) -> None:
         seen, now = self.progress, self.now()
         if now - self._said < PLAIN_SECONDS and seen.update < seen.updates:
             return
         self._said = now
         parts = [f"update {seen.update}/{seen.updates}"]
-        parts += [f"{name} {show(seen.row[key])}" for name, key, show in PLAIN if key in seen.row]
+        parts += [f"{name} {_shown(seen.row, key, show)}" for name, key, show in PLAIN if key in seen.row]
         if seen.rows:
             parts += [f"{figure(seen.updates_per_s)} updates/s", f"{many(seen.tokens_per_s)} tokens/s"]
         self.write("  ".join(parts))
@@ -170,6 +185,9 @@ def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> Render
     if seen.pools:
         body += [blank, _pools(seen)]
     body += [Text(f"· {note}", style="yellow") for note in seen.notes]
+    if seen.failures:
+        body.append(Text(f"· {seen.failures}", style="red"))
+        body += [Text(f"  {line}", style="dim") for line in str(seen.lost.get("raised", "")).splitlines()[-TRACEBACK:]]
     title = Text.assemble(" ", (visible(seen.program), "bold"), " ")
     place = Text(f" {visible(folder)} ")
     return Panel(Group(*body), title=title, title_align="left", subtitle=place, subtitle_align="right", width=width)
@@ -193,7 +211,7 @@ def _learning(seen: Progress, width: int) -> Table:
     table.add_column(no_wrap=True, width=6)
     table.add_column(no_wrap=True, ratio=1)
     table.add_column(no_wrap=True, justify="right")
-    reward = Text(figure(seen.row.get("reward_mean")), style="bold")
+    reward = Text(_shown(seen.row, "reward_mean", figure), style="bold")
     spark = Text(sparkline(seen.rewards, max(width - 40, 12)), style="green")
     table.add_row(Text("reward", style="dim"), reward, spark, _accuracy(seen.accuracy))
     return table
@@ -209,13 +227,19 @@ def _accuracy(found: Mapping[str, float]) -> Text:
 def _numbers(seen: Progress, width: int) -> Text:
     """Rates, and the last row's figures, as many as there is room for."""
     items = [("updates/s", figure(seen.updates_per_s)), ("tokens/s", many(seen.tokens_per_s))]
-    items += [(name, show(seen.row[key])) for name, key, show in FIGURES if key in seen.row]
+    items += [(name, _shown(seen.row, key, show)) for name, key, show in FIGURES if key in seen.row]
     line = Text(no_wrap=True, overflow="crop")
     for name, value in items:
         if len(line) + len(name) + len(value) + 1 > width:
             break
         line.append(f"{name} ", style="dim").append(f"{value}   ", style="bold")
     return line
+
+
+def _shown(row: Mapping[str, Any], key: str, show: Callable[[float | None], str]) -> str:
+    """A figure of a row; what was reported where that is no number."""
+    wrong = row.get("not_finite") or {}
+    return str(wrong[key]) if key in wrong else show(row.get(key))
 
 
 def _pools(seen: Progress) -> Table:

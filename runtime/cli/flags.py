@@ -35,6 +35,7 @@ LEAST: Mapping[str, int] = {
     "delta": 0,
     "retries": 0,
     "drops": 1,
+    "failures": 1,
     "width": 0,
 }
 """The least that a flag may be, where it is no matter of the graph or the plan, which say so themselves."""
@@ -150,6 +151,8 @@ class RunFlags:
     """What follows when a group fails for good: stop the run, or count it as failed and take another."""
     drops: int = 16
     """Batches of groups that filters may drop for each update under way before the run is stopped."""
+    failures: int = 4
+    """Batches of failures, each try counted, for each update under way before the run is stopped."""
     deadline: float = 600.0
     """Seconds that any piece of work may take before the run is stopped and the culprit named."""
     startup_deadline: float = 120.0

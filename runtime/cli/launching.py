@@ -202,7 +202,10 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
         "accuracy_after": accuracy.get("after"),
         "updates": rows[-1]["version"] if rows else 0,
         "groups": groups,
-        "fates": {"consumed": groups},
+        "fates": {
+            "consumed": groups,
+            **{fate: sum(row.get(fate) or 0 for row in rows) for fate in ("dropped", "failed")},
+        },
         "wall_s": round(seconds, 3),
         "reward_mean": rows[-1].get("reward_mean") if rows else None,
         "dropped_frames": {},

@@ -53,6 +53,7 @@ class Progress:
     accuracy: dict[str, float] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     errors: list[str] = field(default_factory=list)
+    lost: Line = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.planned = self.updates
@@ -84,6 +85,7 @@ class Progress:
 
     def _status(self, line: Line) -> None:
         self.stage = line.get("stage", self.stage)
+        self.lost = line.get("lost", self.lost)
         self.update, self.updates = line.get("update", self.update), line.get("updates", self.updates)
         self._accuracy(line.get("accuracy") or {})
         for name, said in (line.get("pools") or {}).items():
@@ -116,6 +118,15 @@ class Progress:
 
     def _accuracy(self, found: dict[str, float | None]) -> None:
         self.accuracy.update({when: value for when, value in found.items() if value is not None})
+
+    @property
+    def failures(self) -> str:
+        """Groups that failed, firings that were tried again, and what the last one raised, in one line; "" for none."""
+        counts = [f"{count} groups failed" for count in [self.lost.get("failed", 0)] if count]
+        counts += [f"{count} firings tried again" for count in [self.lost.get("retried", 0)] if count]
+        raised = str(self.lost.get("raised", "")).strip().splitlines()
+        where = raised[0].partition(",")[0].rstrip(":") if raised else ""
+        return f"{', '.join(counts)}; the last: {where}: {raised[-1]}" if counts and raised else ", ".join(counts)
 
     @property
     def updates_per_s(self) -> float | None:

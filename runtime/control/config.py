@@ -41,6 +41,7 @@ class Flags:
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
     drops: int = 16
+    failures: int = 4
     tensorboard: bool = False
     proof: Literal["full", "sampled", "off"] = "full"
     wire: Literal["", "bfloat16", "int8", "fp8", "fp8_block"] = ""
@@ -120,7 +121,7 @@ class RunConfig:
 
     def rules(self, start: int) -> Rules:
         f = self.flags
-        return Rules(f.batch, f.updates, start, f.versions, f.retries, f.on_failure, f.drops)
+        return Rules(f.batch, f.updates, start, f.versions, f.retries, f.on_failure, f.drops, f.failures)
 
     def evaluation_rules(self, version: int) -> Rules:
         """One update's worth of held-out groups, on the policy as it is."""

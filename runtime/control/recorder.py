@@ -6,6 +6,8 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
 
 from penstock.runtime.control.bars import Bars
 from penstock.runtime.control.config import EVALUATION, RunConfig
@@ -15,15 +17,18 @@ from penstock.runtime.control.status import QUIET, Say, Status
 from penstock.runtime.record.checkpoint import Checkpoint, open_cut, write_cut
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import LogWriter
-from penstock.runtime.record.metrics import MetricsFile, Row, Rows, keep_rows, prefixes
+from penstock.runtime.record.metrics import LOST, MetricsFile, Row, Rows, keep_rows, prefixes
 from penstock.runtime.record.tensorboard import Board, open_board
 from penstock.runtime.record.timeline import Idle
 from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
+from penstock.runtime.schedule.ledger import Ledger
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.tables import compile_tables
 
 LOOK_S = 0.5
 """Seconds between two looks whether the run folder is still there."""
+TOLD = 8000
+"""Characters of the last traceback that are kept for the display and the summary: those at its end."""
 
 
 class RunRecorder:
@@ -63,7 +68,16 @@ class RunRecorder:
         self.status = Status(say, now, self.bars.live)
         self.stage = ""
         self.accuracy: dict[str, float | None] = dict(cut.accuracy) if cut else {}
-        self.groups: dict[str, int] = dict(cut.cut["fates"]) if cut else {}
+        self.ledger = Ledger()  # of training, once that has begun; of the cut until then
+        if cut:
+            self.ledger.restore(cut.cut)
+        self.consumed = self.ledger.fates["consumed"]
+        self.counted = {fate: sum(_whole(row.get(fate)) for row in kept) for fate in LOST}
+        self.not_finite: dict[str, dict[str, Any]] = {}
+        for row in kept:
+            self._not_finite(row)
+        self.raised = ""
+        self._said: dict[str, int] = {}
         self.updates = start
         self.version = start
         self.dropped_frames: Mapping[str, int] = {}
@@ -75,13 +89,16 @@ class RunRecorder:
 
     def open_stage(self, origin: Origin, now: float) -> None:
         self.log.stage({**origin.to_json(), "accuracy": self.accuracy})
-        name, cut = origin.stage, origin.cut
+        name = origin.stage
         self.stage = name
         if name == "train":
-            self.groups = dict(cut["fates"]) if cut else {}
             self.idle.take(now)
             self.rows.restart(now)
         self.say({"kind": "stage", "stage": name, "time": now - self.began})
+
+    def follow(self, ledger: Ledger) -> None:
+        """Whose fates are the run's: training's."""
+        self.ledger = ledger
 
     def step(self, now: float, event: Event, commands: list[Command]) -> None:
         self.log.step(now - self.began, event, commands)
@@ -104,6 +121,7 @@ class RunRecorder:
             case Done():
                 self._done(now, result, result.event)
             case Failed(firing, replica, _, error):
+                self.raised = error if len(error) <= TOLD else f"{error[: TOLD // 8]}\n…\n{error[-TOLD:]}"
                 self.bars.fired(replica, firing, result, "group", error)
             case Arrived():
                 self.bars.arrived(result.event, now)
@@ -131,13 +149,17 @@ class RunRecorder:
                 self._update(firing.index, now)
 
     def _update(self, update: int, now: float) -> None:
-        self.row = self.rows.row(update, now, self.idle.take(now))
-        self.groups["consumed"] = self.groups.get("consumed", 0) + self.row["groups"]
+        lost = {fate: count - self.counted[fate] for fate, count in self._lost().items()}
+        self.row = self.rows.row(update, now, self.idle.take(now), lost)
+        self.counted = self._lost()
+        self.consumed += self.row["groups"]
         self.updates = self.version = update + 1
         self.metrics.append(self.row)
         if self.board is not None:
             self.board.write(self.row)
         self.say({"kind": "row", "row": self.row})
+        for name, value in self._not_finite(self.row).items():
+            self._note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
     def open_cut(self, update: int) -> str:
         """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
@@ -157,15 +179,17 @@ class RunRecorder:
         if state != "busy":
             self.status.doing[replica] = state
 
-    def close_stage(self, name: str, fates: Mapping[str, int]) -> None:
+    def close_stage(self, name: str) -> None:
         """A stage has ended by itself."""
         if name in ("before", "after"):
             figures = [m["accuracy"] for m in self._evaluated if "accuracy" in m]
-            self.accuracy[name] = round(figures[-1], 6) if figures else None
+            known = figures and isfinite(figures[-1])
+            self.accuracy[name] = round(figures[-1], 6) if known else None
             self._evaluated.clear()
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})
-        elif name == "train":
-            self.groups = dict(fates)
+            if figures and not known:
+                self.not_finite[f"accuracy_{name}"] = {"value": str(figures[-1])}
+                self._note(f"the accuracy {name} training is {figures[-1]}, which is no number")
 
     def tick(self, now: float) -> None:
         """Time passes: what is buffered is written, the display hears of a quiet run too. Raises RecordError when the
@@ -179,6 +203,7 @@ class RunRecorder:
 
     def finish(self, now: float, status: str, error: str) -> None:
         """The end, whatever it was. Raises RecordError where the folder does not take it."""
+        self._status(now)
         self.folder.require()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
@@ -189,8 +214,11 @@ class RunRecorder:
             "accuracy_before": self.accuracy.get("before"),
             "accuracy_after": self.accuracy.get("after"),
             "updates": self.updates,
-            "groups": self.groups.get("consumed", 0),
-            "fates": self.groups,
+            "groups": self.consumed,
+            "fates": self._fates(),
+            "retried": self.ledger.retried,
+            "last_failure": self.raised,
+            "not_finite": self.not_finite,
             "wall_s": round(now - self.began, 3),
             "reward_mean": self.row.get("reward_mean"),
             "measured": self.rows.pending,
@@ -205,6 +233,27 @@ class RunRecorder:
         self.say({"kind": "summary", **summary})
 
     # Helpers ----------------------------------------------------------------------------------------------
+
+    def _fates(self) -> dict[str, int]:
+        """Of all groups that have one. An update's row may be written before the ledger knows that it is over."""
+        return {**self.ledger.fates, "consumed": self.consumed}
+
+    def _lost(self) -> dict[str, int]:
+        return {**{fate: self.ledger.fates[fate] for fate in LOST[:-1]}, "retried": self.ledger.retried}
+
+    def _not_finite(self, row: Row) -> dict[str, str]:
+        """Count a row's figures that are no numbers; those that are so for the first time."""
+        new = {}
+        found = row.get("not_finite")
+        for name, value in found.items() if isinstance(found, dict) else ():
+            if name not in self.not_finite:
+                self.not_finite[name] = {"value": value, "first": row["update"], "updates": 0}
+                new[name] = value
+            self.not_finite[name] |= {"last": row["update"], "updates": self.not_finite[name]["updates"] + 1}
+        return new
+
+    def _note(self, text: str) -> None:
+        self.say({"kind": "note", "text": text})
 
     def _node(self, name: str) -> str | None:
         """The clock of a node of either graph; None for a source or a channel."""
@@ -222,4 +271,13 @@ class RunRecorder:
             "row": self.row,
             "accuracy": self.accuracy,
         }
+        lost = self._lost()
+        if lost != self._said and any(lost.values()):
+            self._said = lost
+            facts["lost"] = {**lost, "raised": self.raised}
         self.status.tell(now, facts)
+
+
+def _whole(count: Any) -> int:
+    """A count of a row, which an older version may not have written."""
+    return count if isinstance(count, int) else 0

@@ -112,7 +112,7 @@ class Session:
         if stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
             return self._finish(now, "stopped", self.why)
         self._live = stage.live()
-        self.recorder.close_stage(stage.name, stage.scheduler.ledger.fates)
+        self.recorder.close_stage(stage.name)
         return _merge(orders, self._next_stage(now))
 
     def _checkpoint_if_due(self, stage: Stage, now: float) -> Orders:
@@ -137,6 +137,8 @@ class Session:
         origin = Origin(name, graph, self.config.plan, rules, cut, self._live, complete)
         self.recorder.open_stage(origin, now)
         self.stage = Stage(origin, self.recorder, self.config.flags, self._handles if name == "train" else {})
+        if name == "train":
+            self.recorder.follow(self.stage.scheduler.ledger)
         first = Checkpoint(final=True) if name == "save" else Begin()
         return self._after(self.stage.feed(first, now), now)
 

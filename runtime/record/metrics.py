@@ -2,7 +2,9 @@
 
 A row has `update`, `version` (the one that the update made), `time_s` (since the run began, pauses between stop and
 resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_s`, `generate_tokens_per_s`,
-`train_tokens_per_s`, `pools` (seconds of each pool by state, adding up to `seconds`), and what the nodes report:
+`train_tokens_per_s`, `pools` (seconds of each pool by state, adding up to `seconds`), `dropped`, `failed` and `retried`
+(groups that filters dropped and that failed, and firings that were tried again, since the row before), `not_finite`
+(what was reported of figures that are null since they are no numbers, where there are any), and what the nodes report:
 `reward_mean`, `loss`, `lag_mean`, `lag_max`, `ratio_mean`, `ratio_clipped`, `mismatch`, `tokens`, …
 """
 
@@ -22,6 +24,9 @@ Row = dict[str, Any]
 
 METRICS_BYTES = 1 << 30
 """The most of a file of rows that is read."""
+LOST = ("dropped", "failed", "retried")
+"""Columns of a row that count since the row before."""
+
 SUMMED = frozenset({"tokens", "prompt_tokens"})
 """Figures that are counts: an update has the sum of its groups', not the mean."""
 
@@ -106,7 +111,7 @@ class Rows:
     @property
     def pending(self) -> list[Metrics]:
         """Figures of nodes that no update waits for which no row has taken, as rows would take them."""
-        return [self._measured(place) for place in range(max(map(len, self._beside.values()), default=0))]
+        return [_finite(self._measured(place)) for place in range(max(map(len, self._beside.values()), default=0))]
 
     def _measured(self, place: int) -> Metrics:
         measured: Metrics = {}
@@ -140,8 +145,11 @@ class Rows:
         for node, update, metrics in figures["beside"]:
             self.beside(update, node, _read(metrics))
 
-    def row(self, update: int, now: float, pools: Mapping[str, Mapping[str, float]]) -> Row:
-        """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`)."""
+    def row(
+        self, update: int, now: float, pools: Mapping[str, Mapping[str, float]], lost: Mapping[str, int] | None = None
+    ) -> Row:
+        """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`), and
+        `lost` the counts of `LOST`."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
@@ -158,6 +166,7 @@ class Rows:
             "time_s": round(now - self._start, 6),
             "seconds": round(seconds, 6),
             "groups": len(ordinals),
+            **(lost or {}),
             "update_s": round(update_s, 6),
             "sync_s": round(self._sync, 6),
             "generate_tokens_per_s": round(fresh / seconds, 3) if seconds > 0 else 0.0,
@@ -168,7 +177,8 @@ class Rows:
         }
         self._last, self._sync = now, 0.0
         self._beside = {node: found[1:] for node, found in self._beside.items()}
-        return row
+        wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
+        return {**_finite(row), "not_finite": wrong} if wrong else row
 
 
 class MetricsFile:

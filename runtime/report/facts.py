@@ -13,7 +13,7 @@ from penstock.runtime.control.records import read_record
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import MAGIC, LogError, Segment, StageLog, read_whole
-from penstock.runtime.record.metrics import HalfRow, Row, read_undamaged
+from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.report.follow import NS, Follow, Followed, Lane, lanes, streams
 from penstock.runtime.report.idle import Account, accounts
 from penstock.runtime.report.reasons import reason
@@ -104,6 +104,16 @@ class Facts:
             found[when] = (self.summary or {}).get(f"accuracy_{when}", found.get(when))
         return {when: value for when, value in found.items() if value is not None}
 
+    @property
+    def failures(self) -> tuple[str, str]:
+        """How many groups failed and firings were tried again, in words, and what the last one raised; "" for none."""
+        summary = self.summary or {}
+        fates = summary.get("fates")
+        failed = fates.get("failed") if isinstance(fates, dict) else 0
+        counts = [(failed, "groups failed"), (summary.get("retried"), "firings were tried again")]
+        said = [f"{count:,} {what}" for count, what in counts if isinstance(count, int) and count]
+        return ", ".join(said), str(summary.get("last_failure") or "") if said else ""
+
 
 def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     """Raises RecordError for a folder without its configuration, or one that a newer version wrote. Of a run that is
@@ -115,6 +125,7 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     lives = _lives(folder, notes, alive)
     rows = _rows(folder, lives, notes, alive)
     summary = _so_far(rows) if alive else _summary(folder, notes)
+    notes += _not_finite(rows, summary)
     return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
 
 
@@ -129,6 +140,22 @@ def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: boo
         which = f"{len(missing)} updates, {missing[0]} and later" if len(missing) > 1 else f"update {missing[0]}"
         notes.append(f"metrics.jsonl has no rows of {which}, which the event log has: their figures are not shown.")
     return rows
+
+
+def _not_finite(rows: Sequence[Row], summary: Mapping[str, Any] | None) -> list[str]:
+    """The figures that were no numbers, which charts leave out."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for row in rows:
+        wrong = row.get("not_finite")
+        for name, value in wrong.items() if isinstance(wrong, dict) else ():
+            found.setdefault(str(name), (str(value), []))[1].append(row["update"])
+    said = [
+        f"{name} was no number in {len(updates)} updates, in {updates[0]} first ({value})"
+        for name, (value, updates) in found.items()
+    ]
+    known = (summary or {}).get("not_finite")
+    accuracies = [name for name in ("accuracy_before", "accuracy_after") if isinstance(known, dict) and name in known]
+    return said + [f"{name.replace('_', ' ')} training was no number" for name in accuracies]
 
 
 def _updates(lives: Sequence[Life]) -> set[int]:
@@ -158,7 +185,9 @@ def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
 
 
 def _so_far(rows: list[Row]) -> Mapping[str, Any]:
-    return {"status": "running", "groups": sum(row["groups"] for row in rows)}
+    sums = {name: sum(row[name] for row in rows if isinstance(row.get(name), int)) for name in ("groups", *LOST)}
+    fates = {"consumed": sums["groups"], "dropped": sums["dropped"], "failed": sums["failed"]}
+    return {"status": "running", "groups": sums["groups"], "fates": fates, "retried": sums["retried"]}
 
 
 def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:

@@ -53,6 +53,7 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         notes=facts.notes,
         warnings=[str(text) for text in (facts.summary or {}).get("warnings") or ()],
         error=(facts.summary or {}).get("error", ""),
+        failures=facts.failures,
         contents=contents + [(group.anchor, group.title) for group in charts],
         graph=_graph(report, nodes),
         graph_said=_graph_said(report),

@@ -215,6 +215,7 @@ def figures(report: Report) -> dict[str, Any]:
         "updates": len({update for stage in facts.training for update in stage.followed.ends}),
         "verdict": report.verdict,
         "notes": facts.notes,
+        "failures": facts.failures[0],
         "lives": len(facts.lives),
         "wall_ns": facts.end,
         "training_ns": sum(stage.end - stage.begin for stage in facts.training),

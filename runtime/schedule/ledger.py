@@ -41,7 +41,7 @@ class Group:
 
 class Ledger:
     """`finished` counts the pending groups that are finished. `lost` holds the lost ordinals above the last consumed
-    one: all below that are final, and only counted.
+    one: all below that are final, and only counted. `retried` counts the firings that failed and were tried again.
 
     `earlier` groups were consumed by updates whose ordinals are none of this ledger's: an evaluation of version 30 has
     its own ordinals from 0, and its update is the one after 30.
@@ -53,6 +53,7 @@ class Ledger:
         self.leaving: dict[int, Group] = {}
         self.lost: list[int] = []
         self.fates = {"consumed": 0, "dropped": 0, "failed": 0}
+        self.retried = 0
         self.finished = 0
         self.next = 0
         self._walked = 0
@@ -120,6 +121,7 @@ class Ledger:
             "next": self.next,
             "lost": list(self.lost),
             "fates": dict(self.fates),
+            **({"retried": self.retried} if self.retried else {}),  # logs of versions that did not count replay, too
             "groups": [[g.ordinal, dict(g.made), dict(g.readers)] for g in self.groups.values()],
         }
 
@@ -127,6 +129,7 @@ class Ledger:
         """The inverse of `to_json`, on a new ledger."""
         self.earlier = cut["earlier"]
         self.next, self.lost, self.fates = cut["next"], list(cut["lost"]), dict(cut["fates"])
+        self.retried = cut.get("retried", 0)
         for ordinal, made, readers in cut["groups"]:
             self.groups[ordinal] = Group(ordinal, dict(made), dict(readers))
         self._walked = self.first

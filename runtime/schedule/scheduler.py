@@ -18,7 +18,7 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/inv
 6.  No group past the last update starts: before(g) < end * batch.
 7.  A value is freed once, after its last reader, and never read afterwards; a lost group's when nobody works on it.
 8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it,
-    or filters dropped `drops` batches' worth of groups between two updates.
+    or filters dropped `drops` batches' worth of groups between two updates, or firings failed so often.
 9.  With free versions, no per-group firing waits that may start, but for one that a replica leaves to others which
     wait for weights on their way (it takes as many as are left for each of them); a step that trails never does,
     but for a cut.
@@ -151,6 +151,7 @@ class Scheduler(State):
             self.finish("failed", event.error)
             return None
         self.failed.add(firing)
+        self.raised = event.error
         return self._over(firing, event.replica) if last else ()
 
     def _over(self, firing: Firing, replica: str) -> Sequence[Step] | None:

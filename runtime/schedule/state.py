@@ -33,8 +33,9 @@ class State:
     `batch`. Steps that trail have a pace of their own, the others move on together.
     between: the values that steps of this update made for later ones, and where they are.
     failed, dropped, again: firings in work that failed, whose verdict was to drop their group, or which asked for
-    another turn, on some rank. drops: groups that filters have dropped since the last update. complete: the cut of the
-    newest complete checkpoint.
+    another turn, on some rank. drops, failures: groups that filters have dropped, and per-group firings that have
+    failed, each try counted, since the last update. raised: what the last one raised. complete: the cut of the newest
+    complete checkpoint.
     """
 
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
@@ -45,7 +46,8 @@ class State:
         self.lines = {pool: Line(replicas) for pool, replicas in tables.by_pool.items()}
         self.updates_done = {s.name: rules.start for s in tables.steps.values() if s.per_update and not s.trails}
         self.trailing = {s.name: s.due(rules.start) for s in tables.steps.values() if s.trails}
-        self.drops = 0
+        self.drops = self.failures = 0
+        self.raised = ""
         self.update = rules.start
         self.batch: tuple[int, ...] | None = None
         self.between: dict[Firing, str] = {}

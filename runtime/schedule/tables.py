@@ -21,7 +21,8 @@ class Rules:
     `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
     A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
     takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
-    between two updates, for each of the 1 + lag updates that are under way.
+    between two updates, for each of the 1 + lag updates that are under way; and likewise when per-group firings have
+    failed `failures` batches' worth of times, each try counted, and more often than one group may be tried.
     """
 
     batch: int
@@ -31,6 +32,7 @@ class Rules:
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
     drops: int = 16
+    failures: int = 4
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -39,6 +41,8 @@ class Rules:
             raise ValueError(f"updates: given {self.end}, but {self.start} are done already")
         if self.drops < 1:
             raise ValueError(f"drops: given {self.drops}, needed at least 1 batch that filters may drop per update")
+        if self.failures < 1:
+            raise ValueError(f"failures: given {self.failures}, needed at least 1 batch that may fail per update")
         if self.versions == "pinned" and self.on_failure == "replace":
             raise ValueError(
                 'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '

@@ -46,12 +46,22 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
     group.working -= 1
     state.free(firing, replica)
     tries = state.tries.pop(firing, 0) + 1
+    state.failures += 1
+    updates = 1 + state.tables.max_lag
+    limit = max(state.rules.failures * state.rules.batch * updates, state.rules.retries + 1)
+    if state.failures >= limit:
+        waiting = state.update + (state.batch is not None)
+        given = f"given {state.failures} failed firings of groups for update {waiting}"
+        needed = f"needed an update before {state.rules.failures * updates} batches of them have failed (--failures)"
+        state.finish("failed", f"{given}; {needed}. The last failure was {state.raised}")
+        return
     if group.ordinal in state.ledger.leaving:
         _leave(state, group)
     elif tries > state.rules.retries:
         _leave(state, state.ledger.lose(group.ordinal, "failed"))
     else:
         state.tries[firing] = tries
+        state.ledger.retried += 1
         state.unfire(firing)
         heapq.heappush(state.ready[firing.node], firing.index)
 
@@ -77,7 +87,7 @@ def end_updates(state: State) -> None:
         for made, holder in state.between.items():
             state.free(made, holder)
         state.between.clear()
-        state.update, state.batch, state.drops = state.update + 1, None, 0
+        state.update, state.batch, state.drops, state.failures = state.update + 1, None, 0, 0
         state.updates_done = dict.fromkeys(state.updates_done, state.update)
 
 

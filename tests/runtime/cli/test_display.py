@@ -66,6 +66,47 @@ def test_an_error_is_kept_once() -> None:
     assert seen.errors == ["trainer/0 rank 0 died"]
 
 
+RAISED = "score[7] on scorer/0 rank 0, written at a.py:3:\nTraceback …\n  File …\nZeroDivisionError: division by zero\n"
+
+
+def failing(failed: int) -> Line:
+    return {**status(0), "lost": {"dropped": 1, "failed": failed, "retried": 2, "raised": RAISED}}
+
+
+def test_failures_are_shown_with_what_the_last_one_raised() -> None:
+    seen = told(Progress("aipo", 10))
+    assert seen.failures == ""
+    seen.hear(failing(5))
+    seen.hear(status(1))  # without news of them
+    line = "5 groups failed, 2 firings tried again; the last: score[7] on scorer/0 rank 0: ZeroDivisionError: division"
+    assert seen.failures.startswith(line)
+    shown = "\n".join(text(seen, 120))
+    assert "5 groups failed" in shown
+    assert "  File …" in shown
+
+
+def test_plain_lines_tell_of_failures_once_with_the_traceback_and_then_now_and_then() -> None:
+    written: list[str] = []
+    times = count()
+    plain = PlainDisplay(Progress("aipo", 10), written.append, now=lambda: float(next(times)))
+    for failed in range(1, 26):
+        plain.tell(failing(failed))
+    said = [line for line in written if line.startswith("failures: ")]
+    assert [line.split()[1] for line in said] == ["1", "11", "21"]
+    assert ["Traceback" in line for line in said] == [True, False, False]
+
+
+def test_a_figure_that_is_no_number_is_shown_as_what_it_was() -> None:
+    seen = Progress("aipo", 10)
+    line = row(0)
+    line["row"] |= {"reward_mean": None, "loss": None, "not_finite": {"reward_mean": "nan", "loss": "inf"}}
+    seen.hear(line)
+    seen.hear({"kind": "accuracy", "stage": "before", "accuracy": 0.5})
+    shown = "\n".join(text(seen, 100))
+    assert "reward nan" in shown
+    assert "loss inf" in shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_dashboard_fills_its_width_and_no_more(width: int) -> None:
     shown = text(told(Progress("aipo", 10)), width)

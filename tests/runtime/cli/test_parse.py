@@ -137,7 +137,7 @@ def test_help_explains_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -
     [
         (("--delta", "-1"), "^--delta: given -1, needed at least 0$"),
         (
-            ("--slots", "0", "--drops", "0"),
+            ("--slots", "0", "--drops", "0", "--failures", "0"),
             "^--slots: given 0, needed at least 1\n--drops: given 0, needed",
         ),
         (("--max-tokens", "-5"), "^--max-tokens: given -5, needed at least 1$"),

@@ -2,7 +2,7 @@ import builtins
 import json
 import re
 import sys
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.graph.ir import Firing
+from penstock.graph.types import COLUMNS
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.metrics import (
+    LOST,
     MetricsFile,
     Rows,
     combine,
@@ -66,6 +68,26 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows.update(1, "learn", {"tokens": 7.0}, seconds=1.0)
     second = rows.row(1, 105.0, {})
     assert (second["reward_mean"], second["tokens"], second["seconds"], second["sync_s"]) == (2.5, 7.0, 1.0, 0.0)
+
+
+def test_a_rows_own_columns_are_those_that_nodes_may_not_report() -> None:
+    rows = Rows({"learn": 1}, now=0.0)
+    rows.update(0, "learn", {"loss": nan}, seconds=1.0)
+    assert rows.row(0, 1.0, {}, dict.fromkeys(LOST, 0)).keys() == COLUMNS | {"loss"}
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(bad: float) -> None:
+    rows = Rows({"learn": 1}, now=0.0)
+    rows.batch(0, (0,))
+    rows.group(Firing("score", 0), {"reward_mean": bad, "tokens": bad, "length": 1.0})
+    rows.update(0, "learn", {"loss": 0.5}, seconds=1.0)
+    row = rows.row(0, 1.0, {})
+    assert row["reward_mean"] is None
+    assert (row["length"], row["loss"]) == (1.0, 0.5)
+    figures = ("reward_mean", "tokens", "generate_tokens_per_s", "train_tokens_per_s")
+    assert row["not_finite"] == dict.fromkeys(figures, str(bad))
+    json.dumps(row, allow_nan=False)
 
 
 def test_replayed_tokens_were_not_generated_again() -> None:

@@ -79,7 +79,7 @@ class Books:
         self.takes_groups = any(f.groups for f in self.facts.values() if f.per_update)
         self.talks: dict[tuple[str, int], Talk] = defaultdict(Talk)
         self.unsettled: dict[Firing, str] = {}
-        self.drops = 0
+        self.drops = self.failures = 0
         self.doomed = False
         self.running: dict[Firing, Work] = {}
         self.attempts: dict[Firing, int] = defaultdict(int)

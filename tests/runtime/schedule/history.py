@@ -75,6 +75,9 @@ class History(Books):
         if work.failed:
             self.debris.add((firing, work.replica))
             self.attempts[firing] += 1
+            self.failures += 1
+            bound = max(self._under_way(self.rules.failures), self.rules.retries + 1)
+            self.doomed |= self.failures >= bound
             if alive and self.attempts[firing] > self.rules.retries and self.rules.on_failure == "replace":
                 self.books.fates[firing.index] = "failed"
             return
@@ -86,9 +89,12 @@ class History(Books):
         if alive and work.dropped:
             self.books.fates[firing.index] = "dropped"
             self.drops += 1
-            updates = 1 + max((lag for facts in self.facts.values() for _, lag in facts.weights), default=0)
-            bound = self.rules.drops * self.rules.batch * updates
-            self.doomed |= self.rules.versions == "pinned" or self.drops >= bound
+            self.doomed |= self.rules.versions == "pinned" or self.drops >= self._under_way(self.rules.drops)
+
+    def _under_way(self, batches: int) -> int:
+        """So many batches' groups, for each update that may be under way."""
+        updates = 1 + max((lag for facts in self.facts.values() for _, lag in facts.weights), default=0)
+        return batches * self.rules.batch * updates
 
     def _turn_done(self, facts: Facts, firing: Firing, again: bool) -> None:
         """Half a turn is done; after the last one, what both nodes made is the group's."""
@@ -124,7 +130,7 @@ class History(Books):
                 return
             for ordinal in self.batch or ():
                 self._consumed(ordinal)
-            self.books.update, self.batch, self.drops = self.books.update + 1, None, 0
+            self.books.update, self.batch, self.drops, self.failures = self.books.update + 1, None, 0, 0
             self.applied = dict.fromkeys(self.applied, self.books.update)
 
     def _due(self, name: str) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Abort, Begin, Done, Event, Failed, Finish, Fire, Free
+from penstock.runtime.schedule.events import Abort, Begin, Checkpoint, Done, Event, Failed, Finish, Fire, Free
 from penstock.runtime.schedule.tables import Rules
 
 from .examples import begun, finish, fired, is_fire, run_until, world
@@ -51,6 +51,40 @@ def test_a_group_that_failed_for_good_is_replaced() -> None:
     assert finish(made).status == "done"
     assert [c.groups for c in fired(made, "update")] == [(0, 2)]
     assert made.scheduler.ledger.fates == {"consumed": 2, "dropped": 0, "failed": 1}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("retries", [0, 1, 99])
+def test_failures_without_an_update_between_them_end_the_run_with_the_last_one(lag: int, retries: int) -> None:
+    made = begun(aipo(lag), Rules(batch=2, end=3, retries=retries, on_failure="replace", failures=2))
+    failures = 0
+    while made.finish is None:
+        scored = [i for i, event in enumerate(made.pending) if isinstance(event, Done) and event.firing.node == "score"]
+        (made.fail if scored else made.step)(scored[0] if scored else 0)
+        failures += bool(scored)
+    assert failures == max(2 * 2 * (1 + lag), retries + 1)
+    assert made.finish.status == "failed"
+    assert "(--failures)" in made.finish.error
+    last = next(event for event in reversed(made.heard) if isinstance(event, Failed))
+    assert last.error in made.finish.error
+
+
+def test_failures_between_which_updates_are_made_end_nothing() -> None:
+    made = begun(aipo(lag=0), Rules(batch=1, end=9, on_failure="replace", failures=2))
+    for ordinal in range(0, 18, 2):
+        run_until(made, is_fire("score", ordinal))
+        made.fail(made.find("score", ordinal))
+    assert finish(made).status == "done"
+    assert made.scheduler.ledger.fates == {"consumed": 9, "dropped": 0, "failed": 9}
+
+
+def test_a_cut_counts_the_firings_that_were_tried_again() -> None:
+    made = begun(aipo(), Rules(batch=2, end=4, retries=1))
+    run_until(made, is_fire("score", 1))
+    made.fail(made.find("score", 1))
+    made.feed(Checkpoint(final=True))
+    assert finish(made).status == "stopped"
+    assert made.resumed().scheduler.ledger.retried == 1
 
 
 def test_a_retry_waits_until_all_ranks_have_answered() -> None:

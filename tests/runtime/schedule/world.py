@@ -189,6 +189,7 @@ def random_setting(rng: Random) -> Setting:
         retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),
         on_failure="stop" if exact else rng.choice(["stop", "replace", "replace"]),
         drops=rng.choice([1, 2, 4, 16, 16, 16, 16, 16]),
+        failures=rng.choice([1, 2, 4, 16, 16, 16]),
     )
     plan = random_plan(rng, graph)
     names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
