@@ -57,13 +57,15 @@ class Request:
     placed: int = 0
 
     @property
-    def ordinal(self) -> int:
-        return self.group.prompts.ordinals[self.rows.start // self.group.samples]
-
-    @property
-    def sample(self) -> int:
-        """Which of its prompt's samples the next row to be placed is."""
-        return self.rows[self.placed] % self.group.samples
+    def key(self) -> tuple[int, ...]:
+        """What keys the draws of the next row to be placed: its group's ordinal, which of its prompt's samples it is,
+        and which of the group's prompts. The first prompt adds nothing, so that groups of one keep their bits, and
+        counting is by ordinal, so that joined groups do."""
+        row = self.rows[self.placed]
+        prompt, sample = divmod(row, self.group.samples)
+        ordinals = self.group.prompts.ordinals
+        before = ordinals[:prompt].count(ordinals[prompt])
+        return (ordinals[prompt], sample, before) if before else (ordinals[prompt], sample)
 
 
 @dataclass
@@ -213,7 +215,7 @@ class Engine:
             holder = request.group, request.group.rows[request.rows[request.placed]]
             slots.append(self.slots.take(holder, len(request.tokens)))
             rows.append(row)
-            keys.append(self.context.key(request.ordinal, request.sample))
+            keys.append(self.context.key(*request.key))
             request.placed += 1
             if request.placed == len(request.rows):
                 staged.requests.popleft()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4),
-    the mean in float32 at least."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4), in
+    float32 at least and rounded once. The bits are the same with gradients and without."""
     if x.device.type == "cpu" and torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad):
         return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
     return F.rms_norm(x, weight_D.shape, weight_D, eps)
@@ -29,13 +29,14 @@ class _RmsNorm(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
-        normed: Tensor = x * inverse
-        ctx.save_for_backward(normed, inverse, weight_D)
-        return normed * weight_D
+        ctx.save_for_backward(x, inverse, weight_D)
+        # torch's own, so that what an update computes is what a generator has computed and `mismatch` has measured.
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        normed, inverse, weight_D = ctx.saved_tensors
+        x, inverse, weight_D = ctx.saved_tensors
+        normed = x * inverse
         product_RD = (grad * normed).flatten(0, -2)
         mean = (product_RD @ weight_D).div_(-normed.shape[-1]).view(inverse.shape)
         grad_x = (grad * weight_D).addcmul_(normed, mean).mul_(inverse)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Context, Metrics, Prompts, Rollouts, Weights
+from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.engine import Engine
+from penstock.nodes.learn.packing import Packed
 from penstock.nodes.model import Llama, ModelConfig, ModelError, save_model
+from penstock.nodes.policy import LanguagePolicy, make_policy
 from penstock.nodes.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer("0123456789+-=abc")
@@ -273,6 +275,26 @@ def test_bfloat16_rows_are_the_same_bits_too(context: Context) -> None:
     assert together[0][1].get("mismatch", 0.0) < 0.05
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_computes_the_bits_that_mismatch_has_measured(context: Context, dtype: str) -> None:
+    """With gradients and without, log π of the same micro-batches is the same; its distance to μ is `mismatch`."""
+    learner = make_policy(replace(context, node="policy", dtype=dtype))
+    assert isinstance(learner, LanguagePolicy)
+    engine = make_engine(replace(context, dtype=dtype), samples=5)
+    rollouts, metrics = run(engine, [0], Weights(0, learner.weights()))[0]
+    micro_batches = learner.pack(rollouts)
+
+    def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_P.sum(), logprobs_P.detach()
+
+    learnt, scored = learner.accumulate(micro_batches, loss), learner.logprobs(micro_batches)
+    distances = []
+    for packed, with_P, without_P in zip(micro_batches, learnt, scored, strict=True):
+        assert torch.equal(with_P, without_P)
+        distances.append(with_P - rollouts.logprobs_NT[packed.sequence_P, packed.step_P])
+    assert metrics["mismatch"] == pytest.approx(float(torch.cat(distances).abs().mean()), rel=1e-6)
+
+
 def test_the_node_called_directly_gives_what_the_stream_gives(context: Context) -> None:
     engine = make_engine(context, samples=3)
     _, rollouts, metrics = generate.fn(engine, prompts(1), weights(), samples=3)
@@ -288,6 +310,24 @@ def test_several_prompts_may_be_joined(context: Context) -> None:
     apart = run(make_engine(context, samples=3), [0, 1], weights())
     assert rollouts.ordinals == (0, 0, 0, 1, 1, 1)
     assert rollouts.texts == apart[0][0].texts + apart[1][0].texts
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_equal_prompts_of_one_group_draw_numbers_of_their_own(context: Context, turns: int) -> None:
+    """The first keeps those that it has alone; so do joined groups."""
+    ordinals = (4, 4, 5, 4, 5)
+    same = Prompts(ordinals, (TEXTS[2],) * 5, ("0",) * 5)
+    engine = make_engine(context, samples=4)
+    _, rollouts, _ = generate.fn(engine, same, weights(), samples=4)
+    for _ in range(turns - 1):
+        on = Replies(("+",) * 20, ("user",) * 20, torch.zeros(20, dtype=torch.bool))
+        _, rollouts, _ = generate.fn(engine, same, weights(), rollouts, on, samples=4)
+    drawn = {rollouts.transcripts[row][-1]: rollouts.ordinals[row] for row in range(20)}
+    assert len(drawn) == 20
+    if turns == 1:
+        for ordinal, first in ((4, 0), (5, 8)):
+            alone = generate.fn(engine, prompts(ordinal, TEXTS[2]), weights(), samples=4)[1]
+            assert alone.texts == rollouts.texts[first : first + 4]
 
 
 def test_outputs_can_be_trained_on(context: Context) -> None:

@@ -31,3 +31,12 @@ def test_gradients_agree_with_differences() -> None:
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     weight_D = torch.rand(6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight_D))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_the_same_bits_with_gradients_and_without(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight_D = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 40, 96), (96,)))
+    without = rms_norm(x, weight_D, 1e-5)
+    for given in ((x.clone().requires_grad_(), weight_D), (x, weight_D.clone().requires_grad_())):
+        assert torch.equal(rms_norm(*given, 1e-5), without)
