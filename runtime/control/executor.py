@@ -63,6 +63,7 @@ class Executor:
         self.setup, self.ways = setup, ways
         self.values = Values(setup, kept, fetch, export, release)
         self.held = Holdings(setup)
+        part.require_savable(self.held)
         self.submitted: dict[Firing, float] = {}
         self.doing = ""
         self._checkpoint = ""

@@ -1,5 +1,6 @@
 """Programs that go wrong in given ways, and one that learns from its first update on."""
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,27 @@ def stuck(policy: FakePolicy, prompts: FakePrompts, *, mark: str) -> FakePolicy:
     """A run that hangs in its third update."""
     rollouts = fake_generate(prompts, broadcast(policy), ms=5.0)
     return stuck_update(policy, rollouts, fake_score(rollouts), mark=mark)
+
+
+@node(pool="trainer", clock="update")
+def spoiling_update(
+    policy: FakePolicy, rollouts: Rollouts, rewards: Rewards, *, spoil: str
+) -> tuple[FakePolicy, Metrics]:
+    """After it no checkpoint can be written: the "disk" has no room for it, or the "state" is none."""
+    updated: tuple[FakePolicy, Metrics] = fake_update.fn(policy, rollouts, rewards)
+    policy.momentum_W = torch.zeros(1 << 20)
+    if spoil == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    else:
+        policy.momentum_W = "none"  # type: ignore[assignment]
+    return updated
+
+
+@program
+def spoils(policy: FakePolicy, prompts: FakePrompts, *, spoil: str) -> FakePolicy:
+    """The checkpoint at the end of the run fails."""
+    rollouts = fake_generate(prompts, broadcast(policy), ms=5.0)
+    return spoiling_update(policy, rollouts, fake_score(rollouts), spoil=spoil)
 
 
 @program

@@ -52,6 +52,33 @@ def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path
     assert len(rows(folder)) < 2  # group 5 is of the second update, which never was
 
 
+def test_a_checkpoint_that_cannot_be_written_fails_the_run_with_its_traceback(tmp_path: Path) -> None:
+    """It is no node that raises; in one process, and by a rank."""
+    folder = make_run(tmp_path / "here", f"{FAULTS}spoils", {"spoil": "state"}, Flags(updates=1, batch=2))
+    status, lines = status_here(folder)
+    assert (status, summary(folder)["status"], summary(folder)["updates"]) == ("failed", "failed", 1)
+    assert lines[-1]["kind"] == "error"
+    for error in (summary(folder)["error"], lines[-1]["text"]):
+        assert "in write_part" in error
+        assert "AttributeError: 'str' object" in error
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_a_checkpoint_is_said_with_its_traceback_by_the_rank(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}spoils", {"spoil": "disk"}, Flags(updates=1, batch=2, deadline=60.0))
+    with Running(folder) as running:
+        assert running.wait() == 1
+    log = (folder / "logs" / "trainer-0-0.err").read_text()
+    for error in (running.errors, summary(folder)["error"], log):
+        assert "in write_part" in error
+        assert "StateError: " in error
+        assert "File too large" in error
+    assert "trainer/0 rank 0 failed at Save:" in running.errors
+    assert summary(folder)["status"] == "failed"
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
 def test_the_first_group_may_raise_as_well(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", f"{FAULTS}faulty_reward", {"bad": 0}, flags(retries=1))
     assert status_here(folder)[0] == "failed"

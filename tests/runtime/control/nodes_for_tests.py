@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -97,12 +98,54 @@ def speaking(policy: FakePolicy, prompts: FakePrompts) -> Policy:
     return learn(policy, spoken(basket(prompts)))
 
 
+@dataclass
+class Seen:
+    """A state. JSON gives `names` back as they were, or not, or gives them back as something else."""
+
+    names: Any
+
+
+KINDS: dict[str, Any] = {"list": Seen(["a"]), "set": Seen({"a"}), "by number": Seen({1: "a"}), "no field": object()}
+
+
+def make_seen(context: Context, *, kind: str) -> Any:
+    return KINDS[kind]
+
+
+@node(pool="worker", init=make_seen)
+def noted(state: Any, rewards: Rewards, *, kind: str) -> tuple[Any, Rewards]:
+    return state, rewards
+
+
+class Owner(FakePolicy):
+    """It has facts that JSON cannot keep."""
+
+    maker: ClassVar[str] = "tests.runtime.control.nodes_for_tests:make_owner"
+
+    def state(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+        return {}, {"owner": object()}
+
+
+def make_owner(context: Context) -> Owner:
+    return Owner(context)
+
+
+@program
+def noting(policy: FakePolicy, prompts: FakePrompts, *, kind: str) -> Policy:
+    return learn(policy, noted(grade(say(prompts), given=2), kind=kind))
+
+
+@program
+def owned(policy: Owner, prompts: FakePrompts) -> Policy:
+    return learn(policy, grade(say(prompts), given=2))
+
+
 def make_setup(
     folder: Path,
     replicas: int = 1,
     restore: Path | None = None,
     traced: Program[..., Any] = baskets,
-    **options: int,
+    **options: Any,
 ) -> Setup:
     """For the first of `replicas` that hold everything."""
     graph = trace(traced, options)

@@ -15,12 +15,12 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.weights import LocalWays
 from penstock.runtime.schedule.events import Command, Done, Failed, Fire, Free, Save, Saved
 
-from .nodes_for_tests import baskets, graded, make_setup, speaking
+from .nodes_for_tests import baskets, graded, make_setup, noting, owned, speaking
 
 Answers = list[tuple[str, Firing]]
 
 
-def make(folder: Path, restore: Path | None = None, traced: Any = baskets, **options: int) -> Executor:
+def make(folder: Path, restore: Path | None = None, traced: Any = baskets, **options: Any) -> Executor:
     setup = make_setup(folder, restore=restore, traced=traced, **options)
     return Executor(setup, LocalWays({}, "worker/0", 0, "cpu", {}), {})
 
@@ -164,6 +164,20 @@ def test_what_is_saved_is_taken_up_again(tmp_path: Path) -> None:
     assert resumed.values.kept.keys() == {(Firing("basket", 1), "out"), (Firing("prompts", 0), "out")}
     assert resumed.restored == []  # nobody else reads them
     assert answers(fire(resumed, "doubled", [1])) == of("Done", "doubled", 1)
+
+
+@pytest.mark.parametrize("kind", ["set", "by number", "no field"])
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start_by_its_node(tmp_path: Path, kind: str) -> None:
+    make(tmp_path, traced=noting, kind="list")
+    with pytest.raises(
+        TypeError, match=r"the state of node noted, written at .*\.py:\d+, cannot be kept in a checkpoint"
+    ):
+        make(tmp_path, traced=noting, kind=kind)
+
+
+def test_facts_that_no_checkpoint_can_hold_are_refused_at_the_start_by_their_carried_value(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"the state of policy cannot be kept in a checkpoint: .* not JSON"):
+        make(tmp_path, traced=owned)
 
 
 def test_what_is_no_rank_s_command_is_refused(tmp_path: Path) -> None:
