@@ -5,7 +5,8 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock import __path__ as roots
@@ -16,11 +17,13 @@ from penstock.runtime.cli.traced import CommandError, trace_program
 from penstock.runtime.control.launch import DONE
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.faults import disk_fault
+from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, open_regular
 
 RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
 """The flags of `penstock run sft` beside the data; the rest is that program's own defaults."""
+BUILDING = "building-"
+"""What the names of folders begin with in which a base is built."""
 THREADS = 2
 """As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built."""
 SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/*.py", "nodes/learn/*.py")
@@ -35,16 +38,33 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
     home = cache_folder() / "base"
     place = home / _key(data)
     if place.is_dir():
+        if any(home.glob(f"{BUILDING}*")):
+            with suppress(OSError, RecordError), _lock(home, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                _sweep(home)
         return place
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_regular(home / "lock", os.O_RDWR | os.O_CREAT)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _lock(home, fcntl.LOCK_EX):
+            _sweep(home)
             if not place.is_dir():
                 _build(data, home, place, tell)
     except OSError as error:
         raise disk_fault(home, error, choice="PENSTOCK_CACHE=DIR") from error
     return place
+
+
+@contextmanager
+def _lock(home: Path, how: int) -> Iterator[None]:
+    """Be the only builder in the cache. Raises OSError and RecordError."""
+    with os.fdopen(open_regular(home / "lock", os.O_RDWR | os.O_CREAT)) as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+def _sweep(home: Path) -> None:
+    """Remove what builders have left that were killed: one that is alive has the lock."""
+    for left in home.glob(f"{BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _key(data: str) -> str:
@@ -58,7 +78,7 @@ def _key(data: str) -> str:
 def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> None:
     """Train in a folder beside `place`, and move the model there when it is whole."""
     tell({"kind": "stage", "stage": "base"})
-    beside = Path(tempfile.mkdtemp(prefix="building-", dir=home))
+    beside = Path(tempfile.mkdtemp(prefix=BUILDING, dir=home))
     try:
         words = ["sft", *RECIPE, *(["--data", data] if data else [])]
         cluster = Cluster(hosts=(Host(name="local", cores=THREADS),))

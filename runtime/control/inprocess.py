@@ -123,6 +123,7 @@ def _take_threads(executor: Executor) -> None:
 
 def run_in_process(folder: RunFolder, say: Say) -> str:
     """Run, or go on with, what the folder says, in this process; the status. `say` gets the lines for a display."""
+    folder.sweep()
     sweep_cuts(folder)
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
     # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.

@@ -298,4 +298,5 @@ def _clear(folder: Path) -> None:
     """Remove what a run keeps in its folder only while it is alive, and the cuts that it did not complete."""
     shutil.rmtree(folder / "keys", ignore_errors=True)
     (folder / "processes.json").unlink(missing_ok=True)
+    RunFolder(folder).sweep()
     sweep_cuts(RunFolder(folder))

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import pwd
+import re
 import secrets
 import shutil
 import stat
@@ -33,6 +34,8 @@ TRIES, TRY_S = 20, 0.01
 """How often a lock that is taken is tried for, and the seconds between two tries."""
 JSON_BYTES = 256 << 20
 """The most of a JSON file that is read."""
+_HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-f]{16}")
+"""The names that `replacing` gives to a run's own files until they are whole."""
 READABLE = 1 << 20
 """Characters up to which a JSON file is written with line breaks; a large one would take ten times as long."""
 
@@ -235,6 +238,14 @@ class RunFolder:
         if self._held is not None:
             os.close(self._held)
             self._held = None
+
+    def sweep(self) -> None:
+        """Remove what processes that were killed have left of files which they were writing. For the folder's user: a
+        report is written by others, too, and is left alone."""
+        with contextlib.suppress(OSError):
+            for path in self.path.iterdir():
+                if _HALF.fullmatch(path.name):
+                    path.unlink()
 
     # Small files -------------------------------------------------------------------------------------------
 

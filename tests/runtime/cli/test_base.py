@@ -1,3 +1,4 @@
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,24 @@ def test_a_base_is_built_once_and_then_found(builder: Builder, tmp_path: Path) -
     assert base.base_model("", lines.append) == place
     assert builder.calls == 1
     assert sorted(p.name for p in (tmp_path / "base").iterdir()) == sorted([place.name, "lock"])
+
+
+def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_finds_the_base(
+    builder: Builder, tmp_path: Path
+) -> None:
+    """But not what another one is building, which holds the lock."""
+    left = tmp_path / "base" / "building-x1" / "run"
+    for _ in range(2):
+        left.mkdir(parents=True)
+        (left / "weights").touch()
+        place = base.base_model("", lambda line: None)
+        assert sorted(p.name for p in (tmp_path / "base").iterdir()) == sorted([place.name, "lock"])
+    left.mkdir(parents=True)
+    with (tmp_path / "base" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert base.base_model("", lambda line: None) == place
+    assert left.is_dir()
+    assert builder.calls == 1
 
 
 def test_other_data_has_another_base(builder: Builder) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.runtime.record import folder as module
 from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder, absolute, default_path
+from penstock.runtime.record.folder import RunFolder, absolute, default_path, replacing
 from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import MetricsFile
 from tests.runtime.control.sockets import until
@@ -304,3 +304,19 @@ def test_only_one_place_opens_files_for_writing() -> None:
         if isinstance(node, ast.Call) and writes(node)
     ]
     assert found == []
+
+
+def test_files_that_a_killed_process_was_writing_are_swept(tmp_path: Path) -> None:
+    """As if `replacing` had been killed before its last step."""
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_json("config.json", {})
+    kept = {path.name for path in folder.path.iterdir()}
+    for name in ("summary.json", "trace.json"):
+        with replacing(folder.path / name):
+            (half,) = (path for path in folder.path.iterdir() if path.name.startswith(f".{name}"))
+            os.link(half, folder.path / f".{name}.{'0' * 16}")
+        (folder.path / name).unlink()
+    report = folder.path / f".report.html.{'0' * 16}"
+    report.touch()  # `penstock report` may be about to give it its name
+    folder.sweep()
+    assert {path.name for path in folder.path.iterdir()} == kept | {report.name}
