@@ -37,6 +37,7 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
+from penstock.runtime.tensor.checkpoint import require_savable
 from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.offload import OffloadError
 
@@ -63,7 +64,9 @@ class Executor:
         self.setup, self.ways = setup, ways
         self.values = Values(setup, kept, fetch, export, release)
         self.held = Holdings(setup)
-        part.require_savable(self.held)
+        stateful = [held.node for held in self.held.nodes.values() if held.stateful]
+        states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
+        require_savable(states, self.held.carried)
         self.submitted: dict[Firing, float] = {}
         self.doing = ""
         self._checkpoint = ""

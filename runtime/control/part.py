@@ -1,41 +1,14 @@
 """A rank's part of a checkpoint: what it holds, and those of its values that unfinished groups need."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-
-from torch import Tensor
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.holdings import Holdings
 from penstock.runtime.control.values import Values
 from penstock.runtime.record.checkpoint import update_of
 from penstock.runtime.tensor.checkpoint import layout_of, read_part, value_name, write_part
-from penstock.runtime.tensor.codec import decode, encode
 from penstock.runtime.tensor.handle import Handle
-
-
-def require_savable(holdings: Holdings) -> None:
-    """Raises TypeError for a state that no checkpoint can hold, naming its node or carried value: it is found at the
-    start, not by the first checkpoint, after the training."""
-    for name, held in holdings.nodes.items():
-        if held.stateful:
-            try:
-                tensors, meta = encode(held.state)
-                decode(type(held.state), tensors, json.loads(json.dumps(meta)))
-            except Exception as error:
-                where = f", written at {held.node.where}" if held.node.where else ""
-                raise TypeError(f"the state of node {name}{where}, cannot be kept in a checkpoint: {error}") from error
-    for name, value in holdings.carried.items():
-        own, facts = value.state()
-        wrong = [f"{key}, a {type(given).__name__}" for key, given in own.items() if not isinstance(given, Tensor)]
-        if wrong:
-            raise TypeError(f"the state of {name} cannot be kept in a checkpoint: given {wrong[0]}, needed tensors")
-        try:
-            json.dumps(facts)
-        except (TypeError, ValueError) as error:
-            needed = "needed facts that JSON can keep beside the tensors"
-            raise TypeError(f"the state of {name} cannot be kept in a checkpoint: {error}; {needed}") from error
 
 
 def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:

@@ -5,6 +5,7 @@ a carried value that its ranks hold in parts stands its layout, so that any othe
 values are the same on all ranks of a replica.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +78,26 @@ def write_part(
         parts, facts["encoded"][name] = encode(value)
         tensors.update((f"{name}/{index}", tensor) for index, tensor in enumerate(parts))
     save_state(part_path(folder, replica, rank), tensors, facts)
+
+
+def require_savable(states: Mapping[str, Any], carried: Mapping[str, Carried]) -> None:
+    """Raises TypeError for a state that no checkpoint can hold, by its name: it is found at the start, not by the first
+    checkpoint, after the training."""
+    for name, state in states.items():
+        try:
+            tensors, meta = encode(state)
+            decode(type(state), tensors, json.loads(json.dumps(meta)))
+        except Exception as error:
+            raise TypeError(f"the state of {name}, cannot be kept in a checkpoint: {error}") from error
+    for name, value in carried.items():
+        own, facts = value.state()
+        if wrong := [f"{key}, a {type(given).__name__}" for key, given in own.items() if not isinstance(given, Tensor)]:
+            raise TypeError(f"the state of {name} cannot be kept in a checkpoint: given {wrong[0]}, needed tensors")
+        try:
+            json.dumps(facts)
+        except (TypeError, ValueError) as error:
+            needed = "needed facts that JSON can keep beside the tensors"
+            raise TypeError(f"the state of {name} cannot be kept in a checkpoint: {error}; {needed}") from error
 
 
 def layout_of(value: Carried) -> Layout | None:
