@@ -13,9 +13,11 @@ import pytest
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.build import trace_evaluation
 from penstock.graph.passes import period_bound
+from penstock.runtime.cli.launching import finish
 from penstock.runtime.cli.progress import Progress
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.control.config import EVALUATION, Flags
+from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
@@ -418,6 +420,17 @@ def test_a_run_that_is_stopped_or_fails_knows_its_dropped_and_failed_groups(tmp_
     fates = summary(half)["fates"]
     assert fates == replayed(half)[0].fates
     assert fates["dropped"] >= sum(row["dropped"] for row in rows(half)) > 0
+
+
+@pytest.mark.parametrize("name", ["drops_everything", "breaking"])
+def test_a_run_whose_controller_wrote_no_summary_knows_its_groups_from_the_log(tmp_path: Path, name: str) -> None:
+    flags = Flags(updates=2, batch=2, slots=16, drops=3, on_failure="replace", retries=1, deadline=60.0)
+    found = failed(tmp_path, name, flags)
+    folder = RunFolder.open(found["folder"])
+    (folder.path / "summary.json").unlink()
+    made = finish(folder, FAILED, [], 1.0)
+    for key in ("fates", "retried", "last_failure", "groups", "updates"):
+        assert made[key] == found[key]
 
 
 # Composition ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 from penstock import __version__
 from penstock.graph.ir import Graph
@@ -23,6 +23,7 @@ from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.endpoints import tcp_endpoint
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.listen import WireError, try_endpoint
+from penstock.runtime.control.records import read_record
 from penstock.runtime.control.stops import carry_on, on_stop, wait_handing_on
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
@@ -32,10 +33,15 @@ from penstock.runtime.plan.transport import why_not
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.record.log import read_whole
+from penstock.runtime.record.metrics import LOST, Row, read_rows
+from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.pinned import check_rules
+from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.tables import compile_tables
 
+LOG_BYTES = 32 << 20
+"""The largest event log that is followed for the summary of a run whose controller could write none."""
 STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
 
@@ -202,10 +208,7 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
         "accuracy_after": accuracy.get("after"),
         "updates": rows[-1]["version"] if rows else 0,
         "groups": groups,
-        "fates": {
-            "consumed": groups,
-            **{fate: sum(row.get(fate) or 0 for row in rows) for fate in ("dropped", "failed")},
-        },
+        **_lost(folder, rows, groups),
         "wall_s": round(seconds, 3),
         "reward_mean": rows[-1].get("reward_mean") if rows else None,
         "dropped_frames": {},
@@ -213,6 +216,24 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
         "error": "",
         "folder": str(folder.path),
     }
+
+
+def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]:
+    """The fates of groups, and how often firings were tried again: what the scheduler knew at the end of the log, or,
+    where that cannot be read in a few seconds, what stands in the rows."""
+    counts = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
+    raised = ""
+    with suppress(OSError, ValueError, KeyError, RecordError):
+        segments, _ = read_whole(folder.events) if folder.events.stat().st_size < LOG_BYTES else ([], None)
+        trained = [log for segment in segments for log in segment.stages if log.facts.get("stage") == "train"]
+        for log in trained[-1:]:
+            scheduler = Origin.from_json(log.facts).scheduler()
+            for step in log.steps:
+                scheduler.handle(cast(Event, read_record(step.event)))
+            counts = {**scheduler.ledger.fates, "retried": scheduler.ledger.retried}
+            raised = scheduler.raised
+    fates = {"consumed": groups, "dropped": counts["dropped"], "failed": counts["failed"]}
+    return {"fates": fates, "retried": counts["retried"], "last_failure": raised}
 
 
 def resumes_at(folder: RunFolder) -> int:
@@ -226,7 +247,14 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
         rows.append(("accuracy", f"{percent(before)} → {percent(after)}"))
-    rows.append(("updates", f"{summary['updates']} of {updates}, {summary['groups']} prompt groups"))
+    counts = [(summary.get("fates", {}).get(fate), fate) for fate in ("dropped", "failed")]
+    counts.append((summary.get("retried"), "firings tried again"))
+    lost = "".join(f", {count} {what}" for count, what in counts if count)
+    rows.append(("updates", f"{summary['updates']} of {updates}, {summary['groups']} prompt groups{lost}"))
+    if wrong := summary.get("not_finite"):
+        names = list(wrong)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        rows.append(("no number", f"{', '.join(names[:5])}{more}: null in metrics.jsonl"))
     rows.append(("time", clock(summary["command_s"])))
     rows.append(("folder", folder))
     if report:

@@ -145,6 +145,13 @@ def test_the_summary_reads_well() -> None:
     ]
 
 
+def test_the_summary_counts_what_was_lost() -> None:
+    lost = {"fates": {"consumed": 8, "dropped": 3, "failed": 2}, "retried": 5, "not_finite": {"loss": {}, "kl": {}}}
+    shown = summary_text(SUMMARY | lost, 60, "runs/aipo-1").splitlines()
+    assert "updates    60 of 60, 1920 prompt groups, 3 dropped, 2 failed, 5 firings tried again" in shown
+    assert "no number  loss, kl: null in metrics.jsonl" in shown
+
+
 def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
     processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
