@@ -63,10 +63,10 @@ def generate(
     ends as it was, with `finished_N` False, so an environment should take an unfinished row for done. What comes out
     is the whole conversation each time; `converse` plays all turns.
 
-    Metrics: `response_length` (tokens of a turn), `stale_cache` (share of tokens whose cache holds entries of older
-    weights), from the second turn on `outgrown` (share of rows that ended for want of room), and once per batch, for
-    its first group or else the next one that the live weights alone have made, `mismatch` (mean |difference| to the
-    trainer's log-probabilities at equal weights, nats).
+    Metrics: `generated_tokens` (of the turn), `response_length` (tokens of a row in it), `stale_cache` (share of tokens
+    whose cache holds entries of older weights), from the second turn on `outgrown` (share of rows that ended for want
+    of room), and once per batch, for its first group or else the next one that the live weights alone have made,
+    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
     """
     given, made = (samples, Sampler(temperature, top_k, top_p)), (engine.samples, engine.sampler)
     if given != made:

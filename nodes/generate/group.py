@@ -85,12 +85,17 @@ class Group:
         )
 
     def metrics(self) -> Metrics:
-        """Of this turn: `response_length` is its mean in tokens, `stale_cache` the share of its tokens that were
-        decoded on a cache that holds entries of older weights, `outgrown` that of the rows that had no room for it."""
+        """Of this turn: `generated_tokens` is how many were sampled, `response_length` their mean by row, `stale_cache`
+        the share of them that were decoded on a cache that holds entries of older weights, `outgrown` that of the rows
+        that had no room for it."""
         said: list[Response] = [row.said for row in self.rows if row.said is not None]
         tokens = sum(len(response.tokens) for response in said)
         stale = sum(int((r.versions != r.versions[0]).sum()) for r in said if r.drifted)
-        metrics = {"response_length": tokens / max(1, len(said)), "stale_cache": stale / max(1, tokens)}
+        metrics = {
+            "generated_tokens": float(tokens),
+            "response_length": tokens / max(1, len(said)),
+            "stale_cache": stale / max(1, tokens),
+        }
         if any(row.before is not None for row in self.rows):
             metrics["outgrown"] = sum(row.outgrown for row in self.rows) / len(self.rows)
         return metrics

@@ -31,6 +31,10 @@ SUMMED = frozenset({"tokens", "prompt_tokens"})
 """Figures that are counts: an update has the sum of its groups', not the mean."""
 
 
+GENERATED = "generated_tokens"
+"""The figure by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups."""
+
+
 def prefixes(graph: Graph) -> dict[str, str]:
     """By node, what stands before the names of its figures: nothing for the first node of each function, the node's
     name and a dot for its others. So figures of two nodes are never mixed for being called alike."""
@@ -76,17 +80,20 @@ class Rows:
         self.groups: dict[int, dict[tuple[str, int], Metrics]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
-        self._sync = 0.0
+        self._sync = self._generated = 0.0
         self._beside: dict[str, list[tuple[int, Metrics]]] = {}
 
     def restart(self, now: float) -> None:
         """Training begins now: what came before is in no row's `seconds`."""
-        self._last = now
+        self._last, self._generated = now, 0.0
 
     def group(self, firing: Firing, metrics: Metrics) -> None:
-        """The figures of a per-group node."""
-        if metrics:
-            self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = metrics
+        """The figures of a per-group node. Tokens that it sampled count at once, whatever becomes of the group."""
+        told = {name: value for name, value in metrics.items() if name.rpartition(".")[2] == GENERATED}
+        self._generated += sum(told.values())
+        if len(told) < len(metrics):
+            others = {name: value for name, value in metrics.items() if name not in told}
+            self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = others
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
         """The groups that an update takes."""
@@ -159,7 +166,6 @@ class Rows:
             figures.update(metrics)
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
         tokens = figures.get("tokens", 0.0)
-        fresh = tokens - figures.get("replayed_tokens", 0.0)
         row: Row = {
             "update": update,
             "version": update + 1,
@@ -169,13 +175,13 @@ class Rows:
             **(lost or {}),
             "update_s": round(update_s, 6),
             "sync_s": round(self._sync, 6),
-            "generate_tokens_per_s": round(fresh / seconds, 3) if seconds > 0 else 0.0,
+            "generate_tokens_per_s": round(self._generated / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
             **self._measured(0),
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
-        self._last, self._sync = now, 0.0
+        self._last, self._sync, self._generated = now, 0.0, 0.0
         self._beside = {node: found[1:] for node, found in self._beside.items()}
         wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
         return {**_finite(row), "not_finite": wrong} if wrong else row

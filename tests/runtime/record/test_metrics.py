@@ -44,7 +44,7 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows = Rows({"learn": 1}, now=100.0)
     for ordinal in range(4):
         rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
-        rows.group(Firing("generate", ordinal), {"tokens": 10.0})
+        rows.group(Firing("generate", ordinal), {"tokens": 10.0, "generated_tokens": 15.0})
     rows.batch(0, (0, 1))
     rows.batch(1, (2, 3))
     rows.synced(0.25)
@@ -58,7 +58,7 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
         "groups": 2,
         "update_s": 2.0,
         "sync_s": 0.25,
-        "generate_tokens_per_s": 5.0,
+        "generate_tokens_per_s": 15.0,
         "train_tokens_per_s": 10.0,
         "reward_mean": 0.5,
         "tokens": 20.0,
@@ -85,17 +85,33 @@ def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(bad: floa
     row = rows.row(0, 1.0, {})
     assert row["reward_mean"] is None
     assert (row["length"], row["loss"]) == (1.0, 0.5)
-    figures = ("reward_mean", "tokens", "generate_tokens_per_s", "train_tokens_per_s")
+    figures = ("reward_mean", "tokens", "train_tokens_per_s")
     assert row["not_finite"] == dict.fromkeys(figures, str(bad))
     json.dumps(row, allow_nan=False)
 
 
-def test_replayed_tokens_were_not_generated_again() -> None:
+def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group() -> None:
+    """Of groups that are learnt from later, dropped or never; of each turn and each generator; of no replayed group."""
     rows = Rows({"learn": 1}, now=0.0)
-    rows.batch(0, (0,))
-    rows.update(0, "learn", {"tokens": 30.0, "replayed_tokens": 10.0}, seconds=1.0)
+    rows.group(Firing("generate", 0), {"generated_tokens": 7.0})
+    rows.restart(now=0.0)  # what came before is in no row
+    for ordinal in range(4):
+        rows.group(Firing("generate", ordinal), {"generated_tokens": 10.0})
+        rows.group(Firing("generate", ordinal, 1), {"generated_tokens": 2.0, "response_length": 2.0})
+        rows.group(Firing("generate_2", ordinal), {"generate_2.generated_tokens": 1.0})
+    rows.batch(0, (1,))  # group 0 was dropped, groups 2 and 3 are for later
+    rows.update(0, "learn", {"tokens": 30.0, "replayed_tokens": 20.0}, seconds=1.0)
     row = rows.row(0, 2.0, {})
-    assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (10.0, 30.0)
+    assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 13 / 2, 30.0)
+    assert not [name for name in row if name.endswith("generated_tokens")]
+    held = rows.to_json({"groups": [[2, ["generate"], 0], [3, ["generate"], 0]], "trailing": {}})
+    resumed = Rows({"learn": 1}, now=5.0)
+    resumed.restore(held)
+    for made in (rows, resumed):
+        made.batch(1, (2,))
+        made.update(1, "learn", {"tokens": 12.0}, seconds=1.0)
+        row = made.row(1, 6.0, {})
+        assert (row["generate_tokens_per_s"], row["response_length"]) == (0.0, 2.0)
 
 
 def test_two_nodes_of_a_function_report_apart_and_nodes_of_different_functions_under_plain_names() -> None:
