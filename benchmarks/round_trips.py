@@ -138,7 +138,7 @@ def cluster(processes: int, threads: int) -> Iterator["Driver"]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         door = Door(run, ipc_endpoint(folder), secrets.token_hex(16))
-        server = Server(door)
+        server = Server(door, {rank_peer(f"worker/{i}", 0): "local" for i in range(processes * threads)})
         join = folder / "join.json"
         Join(run, server.endpoint, door.token, "local", scratch).write(join)
         child = start([HERE, "hosts", str(join), str(processes), str(threads)], run, stderr=sys.stderr.buffer)

@@ -1,43 +1,113 @@
 """The controller's board, where ranks that form a process group find each other: the addresses gloo listens on.
 
-It serves as torch's key-value store, in place of its TCPStore, which listens on all interfaces and asks nobody for a
+It serves as torch's key-value store, in place of its TCPStore, which listens on all interfaces and asks no peer for a
 key, and of files, which hosts may not share. What is on it stays for the run: some hundred bytes for each rank of a
-group. Pure.
+group. A peer may keep and ask for so much and no more, and may not change what another one has posted. Pure.
 """
 
 from collections import Counter
 
-from penstock.runtime.control.messages import Count, Found, Look, Question
+from penstock.runtime.control.messages import MAX_BYTES, Count, Found, Look, Post, Question
+
+MAX_KEPT = 4 << 20
+"""Characters that are kept of one peer: of its keys and values, and of its questions that are not answered yet. A group
+of a hundred ranks needs some 60,000 of each."""
+MAX_BOARD = 256 << 20
+"""Characters that are kept in all."""
+MAX_ANSWERED = 256 << 20
+"""Characters of all answers to one peer in a run, which wait in memory if it does not read them."""
+MAX_ANSWER = MAX_BYTES - 4096
+"""Characters of one answer, so that it fits in a frame."""
+_EACH = 64
+"""What a key or question costs beside its characters."""
 
 
 class Board:
     """Answers questions, some of them later: `Look` waits until all of its keys are there. For how long is the asker's
-    business.
+    business. What goes beyond a bound changes nothing; its answer says so in `error`.
     """
 
     def __init__(self) -> None:
         self._posted: dict[str, str] = {}
+        self._posters: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
-        self._waiting: list[tuple[str, Look]] = []
+        self._waiting: dict[str, list[tuple[str, Look, set[str]]]] = {}  # by key: who asked what, which lacks what
+        self._kept: Counter[str] = Counter()
+        self._answered: Counter[str] = Counter()
 
     def hear(self, peer: str, question: Question) -> list[tuple[str, Found]]:
         """What `peer` says; the answers to whoever they are for."""
+        number = 0 if isinstance(question, Post) else question.number
+        if refusal := self._refusal(peer, question):
+            return [(peer, Found(number, {}, refusal))]
         if isinstance(question, Look):
-            self._waiting.append((peer, question))
-            return self._answers()
+            lacks = set() if question.at_once else {*question.keys} - self._posted.keys()
+            if not lacks:
+                return [self._found(peer, number, question.keys)]
+            self._kept[peer] += _size(question)
+            for key in lacks:
+                self._waiting.setdefault(key, []).append((peer, question, lacks))
+            return []
         if isinstance(question, Count):
             self._counts[question.key] += question.amount
             # In decimal digits, as torch's own stores keep a number.
-            value = self._posted[question.key] = str(self._counts[question.key]).encode().hex()
-            return [(peer, Found(question.number, {question.key: value})), *self._answers()]
-        self._posted[question.key] = question.value
-        return self._answers()
+            others = self._post(peer, question.key, str(self._counts[question.key]).encode().hex())
+            return [self._found(peer, number, (question.key,)), *others]
+        return self._post(peer, question.key, question.value)
 
-    def _answers(self) -> list[tuple[str, Found]]:
-        """The answers to those who need not wait any longer."""
-        ready = [(peer, look) for peer, look in self._waiting if look.at_once or self._posted.keys() >= {*look.keys}]
-        self._waiting = [one for one in self._waiting if one not in ready]
-        return [
-            (peer, Found(look.number, {key: self._posted[key] for key in look.keys if key in self._posted}))
-            for peer, look in ready
-        ]
+    def _post(self, peer: str, key: str, value: str) -> list[tuple[str, Found]]:
+        """Put it up; the answers to those who have waited for this key alone."""
+        poster = self._posters.setdefault(key, peer)
+        self._kept[poster] += _cost(key, value) - (_cost(key, self._posted[key]) if key in self._posted else 0)
+        self._posted[key] = value
+        found = []
+        for asker, look, lacks in self._waiting.pop(key, ()):
+            lacks.discard(key)
+            if not lacks:
+                self._kept[asker] -= _size(look)
+                found.append(self._found(asker, look.number, look.keys))
+        return found
+
+    def _refusal(self, peer: str, question: Question) -> str:
+        """Why a question is refused; "" if it is not."""
+        more = _size(question)
+        if isinstance(question, Look):
+            more = 0 if question.at_once or self._posted.keys() >= {*question.keys} else more
+        elif question.key in self._posted:
+            poster = self._posters[question.key]
+            if poster != peer and not (isinstance(question, Count) and question.key in self._counts):
+                return f"{question.key:.200}: posted by {poster}, which alone may change it"
+            more -= _cost(question.key, self._posted[question.key])
+        if more > 0 and self._kept[peer] + more > MAX_KEPT:
+            given = f"{peer} has {self._kept[peer]} characters on the controller's board and gave {more} more"
+            return f"{given}; needed at most {MAX_KEPT} for each rank"
+        if more > 0 and self._kept.total() + more > MAX_BOARD:
+            given = f"the controller's board has {self._kept.total()} characters and {peer} gave {more} more"
+            return f"{given}; needed at most {MAX_BOARD}"
+        if self._answered[peer] > MAX_ANSWERED:
+            return f"{peer} was answered with {self._answered[peer]} characters; needed at most {MAX_ANSWERED}"
+        return ""
+
+    def _found(self, peer: str, number: int, keys: tuple[str, ...]) -> tuple[str, Found]:
+        values = {key: self._posted[key] for key in keys if key in self._posted}
+        size = sum(_cost(*item) for item in values.items())
+        if size > MAX_ANSWER:
+            error = f"given {len(values)} keys with {size} characters; needed at most {MAX_ANSWER} at once"
+            return peer, Found(number, {}, error)
+        self._answered[peer] += size
+        return peer, Found(number, values)
+
+
+def _cost(*texts: str) -> int:
+    """Bytes of texts in a frame, and what goes with them."""
+    return _EACH + sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+
+
+def _size(question: Question) -> int:
+    match question:
+        case Look(keys=keys):
+            return _EACH + sum(map(_cost, keys))
+        case Post(key=key, value=value):
+            return _cost(key, value)
+        case Count(key=key):
+            return _cost(key, "0" * 40)

@@ -52,6 +52,8 @@ from penstock.runtime.tensor.handle import Handle
 
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
+MAX_WARNINGS = 200
+"""Warnings that the summary keeps."""
 DISMISS_S = 2.0
 """Seconds for ranks and agents to end after a goodbye."""
 
@@ -131,13 +133,16 @@ class Controller:
     # Running ----------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Hear what there is, or wait a moment for it; then look for those who do not answer."""
-        for peer, message in self.server.receive(TICK):
+        """Hear what there is, or wait a moment for it; then look for those who do not answer. The launcher comes first:
+        a stop does not wait behind what ranks say.
+        """
+        heard = self.server.receive(TICK)
+        while not self.launcher.empty():
+            self._hear_launcher(self.launcher.get())
+        for peer, message in heard:
             self._hear(peer, message)
         if late := self.server.late(monotonic()):
             raise PeerFault(f"no sign of life from {', '.join(map(self._spelled, late))}: hung, stopped or gone")
-        while not self.launcher.empty():
-            self._hear_launcher(self.launcher.get())
         if self._complaint and self._complaint.ripe(monotonic(), self.server.heard):
             raise PeerFault(self._complaint.text)
         self._tell_dropped(monotonic())
@@ -162,6 +167,8 @@ class Controller:
                         self._send(self._answer(peer, result))
             case _ if isinstance(message, Question):
                 for asker, found in self.board.hear(peer, message):
+                    if found.error:
+                        self.server.drop("excessive", self._spelled(asker), found.error)
                     self.server.answer(asker, found)
             case Hello(role=role):
                 self.alive.add(peer)
@@ -169,12 +176,16 @@ class Controller:
                     self._set_up(peer)
             case AgentReady(host=host):
                 self._launch(host)
-            case Ready():
-                self._welcome(message)
+            case Ready(replica=replica, rank=rank):
+                if (replica, rank) in self.pids:
+                    self.server.drop("unexpected", peer, "a second Ready")
+                else:
+                    self._welcome(message)
             case Note(level, text):
                 if level == "error":
                     raise PeerFault(text)
-                self.warnings += [text] if level == "warning" else []
+                if level == "warning" and len(self.warnings) < MAX_WARNINGS:
+                    self.warnings.append(text)
                 say({"kind": "note", "level": level, "text": text})
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
                 self.alive.discard(rank_peer(replica, rank))
@@ -186,15 +197,14 @@ class Controller:
                 # It has said why itself, on a connection of its own: that may be heard later.
                 self._complaint = Complaint(fault, monotonic())
             case _:
-                self.server.counts["unexpected"] += 1
+                self.server.drop("unexpected", peer, type(message).__name__)
 
     def _answer(self, peer: str, result: Any) -> Mapping[str, Order]:
-        """An answer that nobody awaits is counted and dropped: it changes nothing."""
+        """An answer to what was not asked is counted and dropped: it changes nothing."""
         try:
             return self.session.answer(result, monotonic())
         except UnawaitedError as error:
-            self.server.counts["unawaited"] += 1
-            say({"kind": "note", "level": "warning", "text": f"{peer}: {error}"})
+            self.server.drop("unawaited", peer, str(error))
             return {}
 
     def _hear_launcher(self, line: str) -> None:
@@ -279,7 +289,8 @@ def main() -> None:
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)
     try:
-        server = Server(Door.read(folder.path / "keys" / "controller.json"))
+        ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
+        server = Server(Door.read(folder.path / "keys" / "controller.json"), ranks)
     except WireError as error:
         say({"kind": "error", "text": error.strerror})
         sys.exit(FAILED)

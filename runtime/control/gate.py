@@ -17,8 +17,9 @@ def new_pair() -> tuple[str, str]:
 class Gate:
     """Locks a server's socket. `socket` must be polled: a connection waits until `answer` was called.
 
-    libzmq asks about each key. Should nobody answer, nobody comes in. `refused` is told the address of a client
-    whose key is not on the list.
+    libzmq asks about each key. Should this not answer, no connection is let in. `refused` is told the address of a
+    client whose key is not on the list. Each message of a client that is let in carries its public key in Z85 as the
+    property "User-Id": libzmq has proved that the client has the secret one.
     """
 
     def __init__(
@@ -40,5 +41,5 @@ class Gate:
         known = mechanism == b"CURVE" and len(keys) == 1 and keys[0] in self._allowed
         if not known:
             self._refused(address.decode(errors="replace"))
-        verdict = [b"200", b"OK"] if known else [b"400", b"not on the list"]
-        self.socket.send_multipart([version, number, *verdict, b"", b""])
+        verdict = [b"200", b"OK", z85.encode(keys[0])] if known else [b"400", b"not on the list", b""]
+        self.socket.send_multipart([version, number, *verdict, b""])

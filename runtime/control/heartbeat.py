@@ -12,7 +12,7 @@ from time import monotonic
 
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.keys import Join
-from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, Note, Question
+from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, MessageError, Note, Question
 
 INTERVAL = 1.0
 """Seconds from one heartbeat to the next."""
@@ -30,7 +30,8 @@ class Pulse:
         self._numbers = count(1)
         self._said: SimpleQueue[Question | Note] = SimpleQueue()
         self._awaited: set[int] = set()
-        self._found: dict[int, Mapping[str, str]] = {}
+        self._found: dict[int, Found] = {}
+        self._refused = ""  # why the controller did not take what was posted
         self._heard = threading.Condition()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -55,14 +56,20 @@ class Pulse:
                 self._client.wake()
 
     def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:
-        """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`."""
+        """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`.
+
+        Raises RuntimeError where the controller refuses it, or has refused what was posted before.
+        """
         with self._heard:
             number = next(self._numbers)
             self._awaited.add(number)
             self.say(question(number))
-            self._heard.wait_for(lambda: number in self._found, seconds)
+            self._heard.wait_for(lambda: number in self._found or self._refused, seconds)
             self._awaited.discard(number)
-            return self._found.pop(number, None)
+            found = self._found.pop(number, None)
+            if refused := self._refused or (found.error if found else ""):
+                raise RuntimeError(f"refused by the controller: {refused}")
+            return found.values if found else None
 
     def _beat(self) -> None:
         client, due = self._client, monotonic() + self._interval
@@ -76,11 +83,13 @@ class Pulse:
                 client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
 
     def _hear(self, message: Found) -> None:
-        """An answer that nobody awaits any more is dropped."""
+        """An answer that no thread awaits any more is dropped."""
         with self._heard:
-            if message.number in self._awaited:
-                self._found[message.number] = message.values
-                self._heard.notify_all()
+            if message.number == 0:
+                self._refused = message.error
+            elif message.number in self._awaited:
+                self._found[message.number] = message
+            self._heard.notify_all()
 
     def _say_all(self) -> None:
         while True:
@@ -88,3 +97,7 @@ class Pulse:
                 self._client.send(self._said.get_nowait())
             except Empty:
                 return
+            except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
+                with self._heard:
+                    self._refused = str(error)
+                    self._heard.notify_all()

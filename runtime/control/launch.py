@@ -54,6 +54,8 @@ LEAVE_S = 3.5
 LOST_S = 8.0
 """Seconds for a controller that has lost an agent to end the run."""
 _TICK = 0.1
+_LONGEST_LINE = 64 << 20
+"""Bytes of a line that are kept before its end has come."""
 
 Line = dict[str, Any]
 Child = subprocess.Popen[bytes]
@@ -70,13 +72,19 @@ class _Controller:
         self.silent = False
         os.set_blocking(self.stdout.fileno(), False)
 
-    def lines(self) -> list[bytes]:
-        """The whole lines that it has written since the last call."""
+    def lines(self, most: int = 1 << 18) -> list[bytes]:
+        """The whole lines that it has written since the last call, up to about `most` bytes of them."""
+        size = 0
         with suppress(BlockingIOError):
-            while data := os.read(self.stdout.fileno(), 1 << 16):
+            while size < most:
+                if not (data := os.read(self.stdout.fileno(), 1 << 16)):
+                    self.silent = True
+                    break
+                size += len(data)
                 self._rest += data
-            self.silent = True
         *lines, self._rest = self._rest.split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            self._rest = b""  # no line of ours: something else writes there
         return [line for line in lines if line]
 
     def say(self, line: str) -> None:
@@ -181,12 +189,14 @@ class Launcher:
             while process.poll() is None:
                 selector.select(_TICK)
                 for line in controller.lines():
+                    if self.interrupts > asked:  # before each line: to show them may take long
+                        asked = self.interrupts
+                        self._ask_to_stop(controller)
                     self._hear(line)
                 if controller.silent and controller.stdout in selector.get_map():
                     selector.unregister(controller.stdout)
                 if self.interrupts > asked:
                     asked = self.interrupts
-                    os.eventfd_read(self._signal)
                     self._ask_to_stop(controller)
                 self._check_agents(controller)
                 if self._deadline is not None and monotonic() > self._deadline:
@@ -218,6 +228,8 @@ class Launcher:
                 self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
 
     def _ask_to_stop(self, controller: _Controller) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._signal)
         if self.interrupts > 1:
             self._deadline = 0.0
             return

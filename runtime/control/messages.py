@@ -22,6 +22,8 @@ from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.handle import Handle
 
 PROTOCOL: Literal[4] = 4
+MAX_TEXT = 16 << 10
+"""Characters of a text for the user: the middle of a longer one is left out."""
 
 __all__ = [
     "MAX_BYTES",
@@ -175,10 +177,13 @@ class Order(Packable, frozen=True):
 
 
 class Found(Packable, frozen=True):
-    """The answer to question `number`: values of the board, in hexadecimal."""
+    """The answer to question `number`: values of the board, in hexadecimal. `error` says why there is none; number 0
+    stands for a Post, which has no answer unless it is refused.
+    """
 
     number: int
     values: dict[str, str]
+    error: str = ""
 
 
 class Goodbye(Packable, frozen=True):
@@ -242,6 +247,15 @@ def rank_peer(replica: str, rank: int) -> str:
 
 def agent_peer(host: str) -> str:
     return f"agent:{host}"
+
+
+def shortened(text: str, most: int = MAX_TEXT) -> str:
+    """A text of at most about `most` characters, with more of its end than of its beginning: tracebacks end with what
+    was raised.
+    """
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 4]}\n… {len(text) - most} characters left out …\n{text[len(text) - 3 * most // 4 :]}"
 
 
 def signal_name(number: int) -> str:

@@ -2,6 +2,8 @@
 
 import traceback
 
+from penstock.runtime.control.messages import shortened
+
 OWN = ("penstock.", "__main__")
 BETWEEN = ("torch.", "concurrent.futures.")
 
@@ -16,4 +18,5 @@ def told(error: BaseException) -> str:
     refused = isinstance(error, ValueError | TypeError) and bool(modules) and modules[-1].startswith(OWN)
     shown = refused and all(module.startswith(OWN + BETWEEN) for module in modules)
     text = "".join(traceback.format_exception_only(error) if shown else traceback.format_exception(error))
+    text = shortened(text)
     return text.encode(errors="backslashreplace").decode()  # half a character, which no message could carry

@@ -26,6 +26,7 @@ from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.status import tell_node_warnings
 from penstock.runtime.control.weights import BridgeWays, channels_of, drained
 from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.tensor.handle import owner_of
 from penstock.runtime.tensor.segments import SHM
 from penstock.runtime.tensor.store import Reader, Store
 from penstock.runtime.tensor.world import Free, Lockstep, Pace, open_world
@@ -107,7 +108,7 @@ def make_rank(
         config.run,
     )
     values: dict[Any, Any] = {}
-    owner, folders = f"{replica.replace('/', '.')}.{index}", (SHM, folder)
+    owner, folders = owner_of(replica, index), (SHM, folder)
     # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
     client = ExchangeClient(join, min(SILENCE, config.flags.deadline / 2))
     reader = Reader(join.run, host=place.host, far=client.block, folders=folders)

@@ -14,6 +14,7 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.stage import Orders, Recorder, Stage
 from penstock.runtime.schedule.events import Abort, Begin, Checkpoint
 from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.schedule.tables import Rules
 from penstock.runtime.tensor.handle import Handle
 
@@ -59,7 +60,9 @@ class Session:
         return self._next_stage(now)
 
     def answer(self, result: Result, now: float) -> Orders:
-        assert self.stage is not None
+        """A rank's answer. Raises UnawaitedError for one that was not asked for."""
+        if self.stage is None:
+            raise UnawaitedError(f"{type(result.event).__name__} before the first stage")
         return self._after(self.stage.answer(result, now), now)
 
     def stop(self, now: float, why: str = "") -> Orders:

@@ -1,19 +1,27 @@
 """The socket of the controller, a `Server` (ROUTER), for the `Client`s (see `client`) of ranks and agents.
 
-Nobody is heard before a Hello with the run's token. A frame that is malformed, oversized, replayed, of an unknown
+No peer is heard before a Hello with the run's token. A frame that is malformed, oversized, replayed, of an unknown
 connection or of a kind that a controller does not hear is counted by kind in `counts`, described in `dropped`,
 and never raises. On tcp always CURVE: a key that is not on the door's list does not get as far as a frame. Each side
 numbers its frames on a connection; a number that does not grow is a replay. Not for several threads.
+
+Who may say what is decided here and nowhere else. On tcp a connection is its key's host, whatever it says; on a Unix
+socket, which only the run's user can open, the host that it says. A host may say Hello for its own agent and for the
+ranks that the plan has there, a rank speaks for itself, an agent for itself and the ranks of its host, and values are
+where their maker is. What goes beyond that is counted as "unauthorised", what goes beyond a peer's amount of notes or
+questions as "excessive".
 """
 
 import select
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hmac import compare_digest
 from time import monotonic
+from typing import get_args
 
 import zmq
+from msgspec import structs
 
 from penstock.runtime.control.endpoints import socket_file
 from penstock.runtime.control.gate import Gate
@@ -21,27 +29,54 @@ from penstock.runtime.control.keys import Door
 from penstock.runtime.control.listen import listen
 from penstock.runtime.control.messages import (
     MAX_BYTES,
-    TO_CONTROLLER,
+    MAX_TEXT,
+    AgentReady,
+    Exited,
     Heartbeat,
     Hello,
     Message,
     MessageError,
+    Note,
+    Question,
+    Ready,
+    Result,
+    Results,
+    agent_peer,
     pack,
+    rank_peer,
+    shortened,
     unpack_frame,
 )
 from penstock.runtime.control.tracker import Tracker
+from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Saved, Swapped
+from penstock.runtime.tensor.handle import Handle, owner_of
 
 SILENCE = 15.0
 """Seconds without a sign of life after which a peer is taken for dead."""
 MAX_WAITING = 100_000
 """Messages that may wait for one peer: past it the peer is stuck, and sending fails."""
-MAX_DRAIN = 4096
-"""Frames that one `receive` takes, so that a flood does not keep the caller from its deadlines."""
-_CUT_OFF = 4 * MAX_BYTES
+MAX_UNREAD = 64
+"""Frames of one connection that the controller keeps before it has read them; the others wait with their sender."""
+MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
+"""Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears
+and from its deadlines."""
+MAX_DOING = 200
+"""Characters of what a peer says that it is at."""
+MAX_NOTES = 100
+"""Notes of one peer that are handed on. Those that say why it ends are not counted."""
+_CUT_OFF = MAX_BYTES + (64 << 10)
 """Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
 FLUSH_S = 0.5
 """Seconds for what is still being sent when a socket is closed."""
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+
+
+_SAYS: Mapping[str, tuple[type, ...]] = {
+    "agent": (AgentReady, Exited, Heartbeat, Note),
+    "rank": (Ready, Results, Heartbeat, Note),
+    "heartbeat": (Heartbeat, Note, *get_args(Question)),
+}
+"""What a connection of each role may say after its Hello."""
 
 
 def tune(socket: zmq.Socket[bytes]) -> None:
@@ -68,9 +103,14 @@ class _Dropped(Exception):
 
 @dataclass(slots=True)
 class _Connection:
-    """A peer's socket. `heard` and `said` are the last sequence numbers."""
+    """A peer's socket. `key` is the public key that it came with, "" on a Unix socket; `heard` and `said` are the last
+    sequence numbers.
+    """
 
     peer: str
+    role: str
+    host: str
+    key: str
     identity: bytes
     heard: int
     said: int = 0
@@ -81,11 +121,15 @@ class Server:
     each peer was at when it last beat.
     """
 
-    def __init__(self, door: Door, silence: float = SILENCE) -> None:
+    def __init__(self, door: Door, ranks: Mapping[str, str], silence: float = SILENCE) -> None:
+        """`ranks` has the host of each rank that may come, by its name as a peer."""
         self.counts: Counter[str] = Counter()
         self.dropped: deque[str] = deque(maxlen=32)
         self.doing: dict[str, str] = {}
         self._token = door.token.encode()
+        self._ranks = ranks
+        self._hosts = {public: host for host, public in door.allowed.items()}
+        self._notes: Counter[str] = Counter()
         self._tracker = Tracker(silence)
         self._connections: dict[bytes, _Connection] = {}
         self._routes: dict[str, _Connection] = {}
@@ -96,6 +140,7 @@ class Server:
         self._poller.register(self._socket, zmq.POLLIN)
         self._gate: Gate | None = None
         tune(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if not door.endpoint.startswith("ipc://"):
@@ -122,12 +167,17 @@ class Server:
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         now = monotonic()
-        for frames in drain(self._socket) if self._socket in ready else ():
+        for frames, key in self._drain() if self._socket in ready else ():
             try:
-                found += self._take(frames, now)
+                found += self._take(frames, key, now)
             except _Dropped as drop:
-                self._count(*drop.args)
+                self.drop(*drop.args)
         return found
+
+    def drop(self, kind: str, name: str, text: str) -> None:
+        """Count and describe what goes no further."""
+        self.counts[kind] += 1
+        self.dropped.append(f"{kind} frame of {name:.200}: {text:.400}")
 
     def send(self, peer: str, message: Message) -> bool:
         """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
@@ -177,10 +227,25 @@ class Server:
         if (file := socket_file(self.endpoint)) is not None:
             file.unlink(missing_ok=True)
 
-    def _take(self, frames: list[bytes], now: float) -> list[tuple[str, Message]]:
+    def _drain(self) -> Iterator[tuple[list[bytes], str]]:
+        """What waits, up to the bounds of one `receive`, each with the key that libzmq has checked."""
+        unix = ((frames, "") for frames in drain(self._socket))
+        size = 0
+        for frames, key in unix if self._gate is None else keyed(self._socket):
+            yield frames, key
+            size += sum(map(len, frames))
+            if size > MAX_DRAIN_BYTES:
+                return
+
+    def _take(self, frames: list[bytes], key: str, now: float) -> list[tuple[str, Message]]:
         """What a frame says to the caller, if anything. Raises _Dropped."""
         connection = self._connections.get(frames[0])
+        # libzmq lets a client choose its identity: another host's could take that of a connection that has broken.
+        if connection is not None and connection.key != key:
+            connection = None
         name = "an unknown connection" if connection is None else connection.peer
+        if key:
+            name = f"{name} (key of host {self._hosts[key]})"
         if len(frames) != 2:
             raise _Dropped("malformed", name, f"{len(frames)} frames")
         if len(frames[1]) > MAX_BYTES:
@@ -190,28 +255,40 @@ class Server:
         except MessageError as error:
             raise _Dropped("malformed", name, str(error)) from error
         if connection is None:
-            return self._greet(frames[0], sequence, message, now)
+            return self._greet(frames[0], key, name, sequence, message, now)
         if sequence <= connection.heard:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
-        if not isinstance(message, TO_CONTROLLER) or isinstance(message, Hello):
+        if not isinstance(message, _SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
+        if claim := _overreach(message, connection, self._ranks):
+            raise _Dropped("unauthorised", name, claim)
         connection.heard = sequence
         self._tracker.heard(connection.peer, now)
         if isinstance(message, Heartbeat):
-            self.doing[connection.peer] = message.doing
+            self.doing[connection.peer] = message.doing[:MAX_DOING]
             return []
-        return [(connection.peer, message)]
+        if isinstance(message, Note) and message.level != "error":
+            self._notes[connection.peer] += 1
+            if self._notes[connection.peer] > MAX_NOTES:
+                raise _Dropped("excessive", name, f"a note after {MAX_NOTES} of them")
+        return [(connection.peer, _readable(message))]
 
-    def _greet(self, identity: bytes, sequence: int, message: Message, now: float) -> list[tuple[str, Message]]:
+    def _greet(
+        self, identity: bytes, key: str, name: str, sequence: int, message: Message, now: float
+    ) -> list[tuple[str, Message]]:
         """A connection's first frame: let it in. Raises _Dropped."""
         if not isinstance(message, Hello):
-            raise _Dropped("unknown", "an unknown connection", f"{type(message).__name__} before Hello")
+            raise _Dropped("unknown", name, f"{type(message).__name__} before Hello")
         if not compare_digest(message.token.encode(), self._token):
-            raise _Dropped("unknown", message.peer, "Hello with another run's token")
+            raise _Dropped("unknown", name, f"Hello of {message.peer} with another run's token")
+        host = self._hosts[key] if key else message.host
+        own = message.name if message.role == "agent" else self._ranks.get(message.peer)
+        if not host == own == message.host:
+            raise _Dropped("unauthorised", name, f"Hello of {message.peer}, which is none of host {host}")
         beats = message.role == "heartbeat"
-        if not beats and message.peer in self._routes:
-            raise _Dropped("duplicate", message.peer, f"Hello of pid {message.pid}, but it is here already")
-        connection = _Connection(message.peer, identity, sequence)
+        if message.peer in (self._sides if beats else self._routes):
+            raise _Dropped("duplicate", name, f"Hello of {message.peer}, pid {message.pid}, but it is here already")
+        connection = _Connection(message.peer, message.role, host, key, identity, sequence)
         self._connections[identity] = connection
         self._tracker.heard(message.peer, now)
         if beats:
@@ -221,8 +298,63 @@ class Server:
         return [(message.peer, message)]
 
     def _refuse(self, address: str) -> None:
-        self._count("refused", address, "a key that is not on the list")
+        self.drop("refused", address, "a key that is not on the list")
 
-    def _count(self, kind: str, name: str, text: str) -> None:
-        self.counts[kind] += 1
-        self.dropped.append(f"{kind} frame of {name}: {text}")
+
+def keyed(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[bytes], str]]:
+    """`drain`, and for each message the public key of its sender, which the authenticator gave as its user's name."""
+    for _ in range(MAX_DRAIN):
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        yield [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
+        if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+            return
+
+
+def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
+    """What a message claims that its sender may not; "" for none."""
+    peer, handles = connection.peer, list[Handle]()
+    match message:
+        case Ready(replica=replica, rank=rank, restored=restored):
+            handles = [handle for _, _, handle in restored]
+            claimed = {rank_peer(replica, rank)}
+        case Results(results):
+            claimed = set()
+            for event in (result.event for result in results):
+                if isinstance(event, Done | Failed | Arrived | Swapped | Saved):
+                    claimed.add(rank_peer(event.replica, event.rank))
+                elif not isinstance(event, Abort):
+                    return f"a {type(event).__name__}"  # the controller's own
+            handles = [handle for result in results for handle in result.outputs.values()]
+        case AgentReady(host=host):
+            claimed = {agent_peer(host)}
+        case Exited(replica=replica, rank=rank):
+            dead = rank_peer(replica, rank)
+            return "" if ranks.get(dead) == connection.host else f"Exited of {dead}"
+        case _:
+            return ""
+    if others := claimed - {peer}:
+        return f"{type(message).__name__} of {', '.join(sorted(others))}"
+    name, _, index = peer.rpartition(":")
+    for handle in handles:
+        # Facts about weights have no block: their maker is the replica, and no rank reads them from it.
+        if handle.host not in ("", connection.host) or handle.owner not in (name, owner_of(name, int(index))):
+            return f"a value of {handle.owner} on host {handle.host}"
+    return ""
+
+
+def _readable(message: Message) -> Message:
+    """The message with texts of a length that a terminal and a log can take."""
+    match message:
+        case Note(text=text) if len(text) > MAX_TEXT:
+            return structs.replace(message, text=shortened(text))
+        case Exited(tail=tail) if len(tail) > MAX_TEXT:
+            return structs.replace(message, tail=shortened(tail))
+        case Results(results) if any(len(getattr(one.event, "error", "")) > MAX_TEXT for one in results):
+            return Results(tuple(map(_readable_result, results)))
+    return message
+
+
+def _readable_result(result: Result) -> Result:
+    if not isinstance(result.event, Failed | Abort):
+        return result
+    return structs.replace(result, event=structs.replace(result.event, error=shortened(result.event.error)))

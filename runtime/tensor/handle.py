@@ -24,5 +24,10 @@ class Handle(Packable, frozen=True):
         return f"{self.segment}[{self.offset}:{self.offset + self.nbytes}] of {self.owner}{where} {self.meta}"
 
 
+def owner_of(replica: str, rank: int) -> str:
+    """The `owner` of a rank's values: "generator.0.1" is rank 1 of generator/0."""
+    return f"{replica.replace('/', '.')}.{rank}"
+
+
 class HandleError(RuntimeError):
     """A handle that names no value: never made, freed already, damaged on its way, out of reach. The peer's fault."""

@@ -1,7 +1,7 @@
 """A stand-in for a controller: it starts one rank on every host, and ends as FAKE_CONTROLLER says.
 
 "done": when all ranks are ready. "wait": when it is told to stop, or somebody died. "deaf": never. "raise": at once.
-"fail": when it is told to stop, with an error.
+"fail": when it is told to stop, with an error. "flood": as "wait", but it never stops talking.
 """
 
 import json
@@ -29,12 +29,19 @@ def listen() -> None:
         told.append(line.strip())
 
 
+def talk() -> None:
+    note = json.dumps({"kind": "note", "text": "x" * 100_000}) + "\n"
+    while True:
+        os.write(1, note.encode())
+
+
 def main() -> int:
     die_with_parent()
     mode = os.environ["FAKE_CONTROLLER"]
     if mode == "raise":
         raise RuntimeError("no such graph")
-    server = Server(Door.read(Path(sys.argv[1]) / "keys" / "controller.json"))
+    ranks = {f"{host}-pool/0:0": host for host in os.environ["FAKE_HOSTS"].split()}
+    server = Server(Door.read(Path(sys.argv[1]) / "keys" / "controller.json"), ranks)
     threading.Thread(target=listen, daemon=True).start()
     print("a library says hello", flush=True)
     say(kind="listening", endpoint=server.endpoint)
@@ -50,16 +57,19 @@ def main() -> int:
                     server.send(peer, Launch(f"{host}-pool/0", 0))
                 case Ready(replica=replica, pid=pid):
                     pids[replica] = pid
-                    if len(pids) == 2 * int(os.environ["FAKE_HOSTS"]):
+                    if len(pids) == 2 * len(ranks):
                         pools = {"trainer": {"doing": ["update[3]"]}}
                         say(kind="status", stage="train", update=3, updates=9, pools=pools)
                         say(kind="ready", controller=os.getpid(), pids=pids)
                         status = 0 if mode == "done" else None
+                        if mode == "flood":
+                            threading.Thread(target=talk, daemon=True).start()
                 case Exited(replica=replica, rank=rank, reason=reason):
                     say(kind="error", text=f"{replica} rank {rank} died: {reason}")
                     status = 1
         if told and mode != "deaf":
-            say(kind="told", line=told[0])
+            if mode != "flood":
+                say(kind="told", line=told[0])
             status = 130 if told[0].startswith("stop") and mode != "fail" else 1
             if mode == "fail":
                 say(kind="error", text="the disk is full")

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 def launcher(folder: Path, run: str, mode: str, cluster: Cluster, tell: Any, **environment: str) -> Launcher:
     """A launcher of the fake controller, and of agents with fake ranks."""
-    told = {"FAKE_CONTROLLER": mode, "FAKE_HOSTS": str(len(cluster.hosts)), **environment}
+    told = {"FAKE_CONTROLLER": mode, "FAKE_HOSTS": " ".join(host.name for host in cluster.hosts), **environment}
     commands = [(str(HERE / name),) for name in ("fake_controller.py", "fake_agent.py")]
     return Launcher(folder, run, cluster, tell, environment=told, controller=commands[0], agent=commands[1])
 

@@ -1,12 +1,12 @@
 """Servers and clients in one process, and waiting with a deadline."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -17,6 +17,18 @@ from penstock.runtime.control.messages import Hello, Message, pack
 from penstock.runtime.control.wire import Server
 
 DEADLINE_S = 60.0
+Role = Literal["rank", "agent", "heartbeat"]
+RANKS = {
+    **{
+        f"{name}/{i}:{rank}": "local"
+        for name in ("generator", "scorer", "trainer")
+        for i in (0, 1)
+        for rank in range(8)
+    },
+    "generator/7:0": "b",
+    "generator/7:1": "b",
+}
+"""The ranks of a bench's plan, and their hosts."""
 
 
 def until(look: Callable[[], Any], deadline: float = DEADLINE_S) -> Any:
@@ -41,16 +53,16 @@ class Bench:
     def join(self, host: str = "local") -> Join:
         return self.keys.join(host, self.server.endpoint, self.folder)
 
-    def client(self, name: str = "generator/0", rank: int = 0) -> Client:
+    def client(self, name: str = "generator/0", rank: int = 0, host: str = "local") -> Client:
         """A rank that has been greeted."""
-        client = Client(self.join(), "rank", name, rank)
+        client = Client(self.join(host), "rank", name, rank)
         self.stack.callback(client.close)
         until(lambda: self.hear() or f"{name}:{rank}" in self.server.peers)
         return client
 
-    def raw(self) -> "Raw":
+    def raw(self, host: str = "local") -> "Raw":
         """A socket that says whatever it is told to."""
-        raw = Raw(self.join())
+        raw = Raw(self.join(host))
         self.stack.callback(raw.context.destroy, linger=0)
         return raw
 
@@ -71,11 +83,13 @@ class Bench:
 class Raw:
     """A DEALER without manners."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Join, identity: bytes = b"") -> None:
         self.join = join
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
         if join.server:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, join.server.encode())
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
@@ -85,18 +99,25 @@ class Raw:
     def say(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def hello(self, name: str = "generator/0", token: str | None = None, sequence: int = 1) -> None:
-        hello = Hello("rank", name, 0, 1, "local", self.join.token if token is None else token)
-        self.say(pack(hello, sequence))
+    def hello(
+        self,
+        name: str = "generator/0",
+        token: str | None = None,
+        sequence: int = 1,
+        role: Role = "rank",
+        host: str = "",
+    ) -> None:
+        token = self.join.token if token is None else token
+        self.say(pack(Hello(role, name, 0, 1, host or self.join.host, token), sequence))
 
 
 @contextmanager
-def bench(folder: Path, endpoint: str = "", silence: float = 60.0) -> Iterator[Bench]:
+def bench(folder: Path, endpoint: str = "", silence: float = 60.0, ranks: Mapping[str, str] = RANKS) -> Iterator[Bench]:
     """A listening server, by default on a Unix socket in `folder`; everything is closed at the end."""
     run = f"t{secrets.token_hex(6)}"  # another suite may run on this machine, with the same tests
     keys = Keys.make(run, endpoint or ipc_endpoint(folder), ["local", "b"])
     with ExitStack() as stack:
-        server = Server(keys.door, silence)
+        server = Server(keys.door, ranks, silence)
         stack.callback(server.close)
         yield Bench(server, keys, folder, stack)
 

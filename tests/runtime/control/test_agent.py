@@ -17,11 +17,12 @@ from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello
 from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
 from penstock.runtime.tensor.segments import SHM, sweep
 
-from .sockets import Bench, bench, stranger, until
+from .sockets import RANKS, Bench, bench, stranger, until
 
 pytestmark = pytest.mark.timeout(300)
 AGENT = str(Path(__file__).with_name("fake_agent.py"))
 M = TypeVar("M")
+ON_B = dict.fromkeys(RANKS, "b")
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def heard(b: Bench, kind: type[M]) -> M:
 
 @pytest.fixture
 def b(tmp_path: Path) -> Iterator[Bench]:
-    with bench(tmp_path) as made:
+    with bench(tmp_path, ranks=ON_B) as made:
         yield made
 
 
@@ -208,7 +209,8 @@ def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> N
 def test_what_forks_is_started_again_for_the_first_rank_too(b: Bench) -> None:
     with agent(b) as process:
         heard(b, AgentReady)
-        os.kill(next(pid for pid in processes_of(b.keys.door.run) if pid != process.pid), signal.SIGKILL)
+        forks = until(lambda: [pid for pid in processes_of(b.keys.door.run) if pid != process.pid])
+        os.kill(forks[0], signal.SIGKILL)
         b.server.send("agent:b", Launch("generator/0", 0))
         assert heard(b, Ready).rank == 0
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.controller import Controller, PeerFault
-from penstock.runtime.control.messages import Exited, Note
+from penstock.runtime.control.messages import Exited, Found, Note, Post, Ready, pack, unpack
 from penstock.runtime.record.folder import RunFolder
 from tests.gates.running import make_run
 
@@ -21,8 +21,17 @@ pytestmark = pytest.mark.timeout(300)
 class Still:
     """A test's session: nothing moves."""
 
+    running = True
+
+    def __init__(self) -> None:
+        self.stops: list[str] = []
+
     def moving(self, replica: str) -> str:
         return ""
+
+    def stop(self, now: float, why: str) -> dict[str, Any]:
+        self.stops.append(why)
+        return {}
 
 
 @pytest.fixture
@@ -79,3 +88,42 @@ def test_a_rank_that_has_not_is_named_with_what_is_known(
     agent.send(Exited("generator/0", 0, 77, int(not signal), signal, tail))
     assert fault(controller) == said
     agent.close()
+
+
+def test_a_stop_is_heard_before_what_ranks_say(
+    b: Bench, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[str]] = []
+    monkeypatch.setattr("penstock.runtime.control.controller.say", lambda line: said.append([*still(controller).stops]))
+    rank = b.client("generator/0")
+    for _ in range(20):
+        rank.send(Note("info", "x" * (1 << 20)))
+    controller.launcher.put("stop enough")
+    hear(controller, lambda: len(said) == 20)
+    assert said == [["enough"]] * 20
+
+
+def still(controller: Controller) -> Still:
+    session: Any = controller.session
+    assert isinstance(session, Still)
+    return session
+
+
+def test_a_rank_that_keeps_too_much_is_told_and_counted(b: Bench, controller: Controller) -> None:
+    pulse = b.raw()
+    pulse.hello(role="heartbeat")
+    for number in range(5):
+        pulse.say(pack(Post(str(number), "0" * (1 << 20)), 2 + number))
+    hear(controller, lambda: b.server.counts["excessive"])
+    assert pulse.socket.poll(20_000)
+    found = unpack(pulse.socket.recv())
+    assert isinstance(found, Found)
+    assert "generator/0" in found.error
+
+
+def test_a_second_ready_of_a_rank_changes_nothing(b: Bench, controller: Controller) -> None:
+    rank = b.client("generator/0")
+    for pid in (5, 6):
+        rank.send(Ready("generator/0", 0, pid))
+    hear(controller, lambda: b.server.counts["unexpected"])
+    assert controller.pids == {("generator/0", 0): 5}

@@ -104,6 +104,19 @@ def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) ->
     )
 
 
+def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path) -> None:
+    run = Run(tmp_path, "flood")
+    notes = count()
+
+    def note(line: Line) -> None:
+        run.lines.pop()
+        if next(notes) == 20:
+            interrupt(line)
+
+    run.when["note"] = note
+    assert run.run() == 130
+
+
 def test_a_controller_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOP_S", 0.3)
     run = Run(tmp_path, "deaf", FAKE_RANK="deaf")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Store
 
-from penstock.runtime.control.board import Board
+from penstock.runtime.control.board import MAX_KEPT, Board
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.meeting import Meeting
 from penstock.runtime.control.messages import Question
@@ -120,3 +120,14 @@ def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(RuntimeError, match="the controller has not looked for key within"):
             store.check(["key"])
         pulse.stop()
+
+
+@pytest.mark.parametrize(("size", "said"), [(MAX_KEPT // 4, "generator/0:0 .*for each rank"), (MAX_KEPT, "frame: ")])
+def test_a_rank_that_posts_too_much_is_told_so(tmp_path: Path, size: int, said: str) -> None:
+    with meetings(tmp_path, 2) as (store, other):
+        for number in range(2):
+            store.set(str(number), "x" * size)
+        with pytest.raises(RuntimeError, match=f"refused by the controller: {said}"):
+            store.wait(["1"], timedelta(seconds=20))
+        other.set("small", "1")
+        assert other.get("small") == b"1"

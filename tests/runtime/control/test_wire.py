@@ -10,6 +10,7 @@ from time import monotonic
 
 import psutil
 import pytest
+from msgspec import structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control import wire
@@ -18,33 +19,45 @@ from penstock.runtime.control.endpoints import ipc_endpoint
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.control.messages import (
     MAX_BYTES,
+    MAX_TEXT,
+    AgentReady,
+    Exited,
+    Found,
     Goodbye,
     Heartbeat,
     Hello,
+    Message,
     Note,
     Order,
+    Post,
     Ready,
     Result,
     Results,
     pack,
 )
-from penstock.runtime.control.wire import Server
-from penstock.runtime.schedule.events import Done, Fire
+from penstock.runtime.control.wire import MAX_DRAIN_BYTES, MAX_NOTES, Server
+from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Saved, Swapped
+from penstock.runtime.tensor.handle import Handle
 
-from .sockets import bench, stranger, until
+from .sockets import Raw, Role, bench, stranger, until
 
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 RESULTS = Results((Result(Done(Firing("generate", 3), "generator/0")),))
+AFAR = Handle("penstock-run-generator.7.0-0", 0, 64, '{"serial":1}', "generator.7.0", "local", "tcp://127.0.0.1:1")
+
+
+def replace_owner(handle: Handle) -> Handle:
+    return structs.replace(handle, host="b", owner="trainer.0.0")
 
 
 @pytest.mark.parametrize("endpoint", ["", TCP])
 def test_messages_go_both_ways_after_a_hello(tmp_path: Path, endpoint: str) -> None:
     with bench(tmp_path, endpoint) as b:
-        client = b.client("generator/0", 1)
+        client = b.client("generator/0", 0)
         ((peer, hello),) = b.heard
         assert isinstance(hello, Hello)
-        assert (peer, hello.pid, hello.host) == ("generator/0:1", os.getpid(), "local")
+        assert (peer, hello.pid, hello.host) == ("generator/0:0", os.getpid(), "local")
         order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),))
         assert b.server.send(peer, order)
         assert until(lambda: client.receive(0.1)) == [order]
@@ -127,6 +140,111 @@ def test_a_message_that_only_a_controller_says_is_unexpected(tmp_path: Path) -> 
         client.send(Order(()))
         b.wait_for_count("unexpected", 2)
         assert len(b.heard) == 1
+
+
+OTHERS: list[tuple[str, Message]] = [
+    ("rank", RESULTS),
+    ("rank", Results((Result(Saved(3, "trainer/0")),))),
+    ("rank", Results((Result(Swapped("policy>generator", 1, "generator/1")),))),
+    ("rank", Results((Result(Failed(Firing("generate", 3), "generator/7", 1, "my other rank")),))),
+    ("rank", Results((Result(Checkpoint(final=True)),))),
+    ("rank", Results((Result(Begin()),))),
+    ("rank", Results((Result(Done(Firing("generate", 3), "generator/7"), {"out": AFAR}),))),
+    ("rank", Results((Result(Done(Firing("generate", 3), "generator/7"), {"out": replace_owner(AFAR)}),))),
+    ("rank", Ready("trainer/0", 0, 1)),
+    ("rank", Ready("generator/7", 0, 1, ((Firing("generate", 3), "out", AFAR),))),
+    ("agent", AgentReady("local", 1)),
+    ("agent", Exited("trainer/0", 0, 1, 0, 9, "")),
+    ("agent", Exited("nowhere/0", 0, 1, 0, 9, "")),
+]
+
+
+@pytest.mark.parametrize("endpoint", ["", TCP])
+def test_a_hosts_key_speaks_for_its_own_agent_and_ranks_and_a_rank_for_itself(tmp_path: Path, endpoint: str) -> None:
+    with bench(tmp_path, endpoint) as b:
+        speakers = {"rank": b.raw("b"), "agent": b.raw("b")}
+        speakers["rank"].hello("generator/7")
+        speakers["agent"].hello("b", role="agent")
+        b.wait_for(2)
+        for number, (role, message) in enumerate(OTHERS, 2):
+            speakers[role].say(pack(message, number))
+        b.wait_for_count("unauthorised", len(OTHERS))
+        own = Results((Result(Saved(3, "generator/7")),))
+        speakers["rank"].say(pack(own, 100))
+        speakers["agent"].say(pack(Exited("generator/7", 1, 1, 0, 9, ""), 100))
+        assert {peer for peer, _ in b.wait_for(4)[2:]} == {"generator/7:0", "agent:b"}
+        assert b.server.counts == {"unauthorised": len(OTHERS)}
+        assert all(("key of host b" in text) == bool(endpoint) for text in b.server.dropped)
+
+
+@pytest.mark.parametrize("role", ["rank", "heartbeat", "agent"])
+def test_a_key_lets_in_only_what_is_on_its_host(tmp_path: Path, role: Role) -> None:
+    with bench(tmp_path, TCP) as b:
+        raw = b.raw("b")
+        other, own = ("local", "b") if role == "agent" else ("trainer/0", "generator/7")
+        for number, (name, host) in enumerate([(other, "b"), (other, "local"), (own, "local"), ("unknown/0", "b")]):
+            raw.hello(name, sequence=number + 1, role=role, host=host)
+        b.wait_for_count("unauthorised", 4)
+        assert (b.heard, b.server.peers) == ([], ())
+        raw.hello(own, sequence=9, role=role)
+        raw.say(pack(Note("info", "in"), 10))
+        until(lambda: b.hear() is not None and ("info" in repr(b.heard)))
+
+
+def test_a_connection_that_takes_anothers_identity_is_a_stranger(tmp_path: Path) -> None:
+    """libzmq lets a client choose the name by which the server's socket knows it, once that is free."""
+    with bench(tmp_path, TCP) as b:
+        first = b.raw()
+        first.socket.close()
+        first = Raw(b.join(), identity=b"trainer")
+        b.stack.callback(first.context.destroy, linger=0)
+        first.hello("trainer/0")
+        b.wait_for(1)
+        first.socket.close(linger=0)
+        until(lambda: b.hear() is not None and not b.server.send("trainer/0:0", Goodbye("")))
+        second = Raw(b.join("b"), identity=b"trainer")
+        b.stack.callback(second.context.destroy, linger=0)
+        second.say(pack(Results((Result(Saved(3, "trainer/0")),)), 5))
+        b.wait_for_count("unknown")
+        assert len(b.heard) == 1
+
+
+def test_notes_are_handed_on_up_to_a_number_and_a_length(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        for _ in range(MAX_NOTES + 50):
+            client.send(Note("warning", "x" * (1 << 20)))
+        b.wait_for_count("excessive", 50)
+        client.send(Note("error", "y" * MAX_TEXT + "the end"))
+        texts = [note.text for _, note in b.wait_for(MAX_NOTES + 2)[1:] if isinstance(note, Note)]
+        assert len(texts) == MAX_NOTES + 1
+        assert max(map(len, texts)) < 2 * MAX_TEXT
+        assert texts[-1].endswith("the end")
+
+
+def test_one_receive_takes_a_bounded_number_of_bytes(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        client = b.client()
+        frame = Note("info", "x" * (3 << 20))
+        for _ in range(40):
+            client.send(frame)
+        until(lambda: b.hear() is not None and len(b.heard) > 1)
+        while len(b.heard) < 41:
+            assert len(b.hear()) <= MAX_DRAIN_BYTES // (3 << 20) + 1
+
+
+def test_a_rank_has_one_connection_for_its_heartbeats(tmp_path: Path) -> None:
+    """Or their number would have no bound."""
+    with bench(tmp_path) as b:
+        first, second = b.raw(), b.raw()
+        first.hello(role="heartbeat")
+        until(lambda: b.hear() is not None and b.server.answer("generator/0:0", Found(1, {})))
+        second.hello(role="heartbeat")
+        second.say(pack(Post("key", "01"), 2))
+        b.wait_for_count("duplicate")
+        b.wait_for_count("unknown")
+        first.say(pack(Post("key", "02"), 2))
+        assert b.wait_for(1) == [("generator/0:0", Post("key", "02"))]
 
 
 def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(tmp_path: Path) -> None:
@@ -228,15 +346,15 @@ def test_a_client_that_knows_another_server_key_gets_nowhere(tmp_path: Path) -> 
 
 def test_tcp_without_keys_is_never_listened_on(tmp_path: Path) -> None:
     with bench(tmp_path, TCP) as b, pytest.raises(ValueError, match="CURVE"):
-        Server(replace(b.keys.door, endpoint=TCP, secret="", allowed={}))
+        Server(replace(b.keys.door, endpoint=TCP, secret="", allowed={}), {})
 
 
 def test_a_port_in_use_and_an_address_of_another_machine_are_named(tmp_path: Path) -> None:
     with bench(tmp_path, TCP) as b:
         with pytest.raises(WireError, match=f"{b.server.endpoint}.*in use"):
-            Server(replace(b.keys.door, endpoint=b.server.endpoint))
+            Server(replace(b.keys.door, endpoint=b.server.endpoint), {})
         with pytest.raises(WireError, match=r"192\.0\.2\.1.*no such address"):
-            Server(replace(b.keys.door, endpoint="tcp://192.0.2.1:5000"))
+            Server(replace(b.keys.door, endpoint="tcp://192.0.2.1:5000"), {})
 
 
 def test_a_server_listens_on_loopback_alone_and_its_socket_file_is_private(tmp_path: Path) -> None:
