@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
@@ -35,6 +36,7 @@ class NodeDef(Generic[P, T]):
         self.fn, self.pool, self.init = fn, pool, init
         self.clock: Clock = clock
         self.beat = 1
+        self.label = ""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current.get()
@@ -58,6 +60,19 @@ class NodeDef(Generic[P, T]):
     def on(self, pool: str) -> Self:
         """This node, in another pool."""
         return self._changed(pool=pool)
+
+    def named(self, name: str) -> Self:
+        """This node, whose call is named `name` in the graph: in figures (`solver.loss`), in flags
+        (`--duration solver=0.3`) and on the display. Without, it has its function's name, with a number from the second
+        call on (`policy_update_2`).
+
+        Raises GraphError for what is no plain name of letters, digits and "_". A program refuses a name that another
+        call has. That of an argument may be taken: `policy_update.named("solver")(solver, …)`.
+        """
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII):
+            needed = 'a name of letters, digits and "_", at most 64, such as "solver"'
+            raise fault(f"{self.__name__}.named", repr(name), needed)
+        return self._changed(label=name)
 
     def every(self, updates: int) -> Self:
         """This per-update node, fired at every so-manieth update only. What it makes stays as it is in between."""

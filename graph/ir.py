@@ -6,6 +6,7 @@ computes from them, `show` draws them. Every field is JSON-able, so that a graph
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -107,6 +108,17 @@ class Node:
     turns: int | None = None
     where: str = ""
     given: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What figures and flags call it: its name, less the function that follows where an argument is called so, too
+        ("solver:policy_update")."""
+        return self.name.partition(":")[0]
+
+    @property
+    def own_label(self) -> bool:
+        """Has the call a name of its own (`named`), other than its function's with or without a number?"""
+        return not re.fullmatch(rf"{re.escape(self.op.rpartition(':')[2])}(_\d+)?", self.name.rpartition(".")[2])
 
     @property
     def fires(self) -> bool:

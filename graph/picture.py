@@ -79,7 +79,7 @@ def _node(node: Node) -> Box:
     """The note tells the clock, if it is not plain, and the first options that the call wrote."""
     words = _brief(node)[:2]
     beat = [] if words and node.clock == "group" and node.turns is None else [clock(node)]
-    return Box(node.name, node.name, ", ".join([*beat, *words]), node.pool, "node")
+    return Box(node.name, node.label, ", ".join([*beat, *words]), node.pool, "node")
 
 
 def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:

@@ -101,7 +101,7 @@ class Recorder:
         self.faults += faults
         inputs = self._inputs(definition, args, kwargs)
         return Node(
-            name=self._name(definition.__name__),
+            name=self._named(definition) if definition.label else self._name(definition.__name__),
             op="" if faults else definition.path,
             inputs=(*inputs, *self._strays(interface, kwargs)),
             outputs=tuple(Output(port.name, self._made(port, interface, inputs)) for port in interface.outputs),
@@ -214,6 +214,18 @@ class Recorder:
             if node.name == ref.node:
                 return next(o.type for o in node.outputs if o.name == ref.output)
         return self.declare(self._arguments[ref.node])
+
+    def _named(self, definition: "NodeDef[..., Any]") -> str:
+        """The name that the program gives this call. Raises GraphError for one that another call has."""
+        label, called = definition.label, f"{definition.__name__}.named"
+        name = self.prefix + label
+        other = next((node for node in self.nodes if node.label == name), None)
+        if other is not None:
+            raise fault(called, f"{label!r}, the name of the call at {other.where}", "a name of its own for each call")
+        if name in self._taken:  # by an argument, which is the value that edges of that name carry
+            name = f"{name}:{definition.__name__}"
+        self._taken.add(name)
+        return name
 
     def _name(self, function: str) -> str:
         stem = name = self.prefix + function

@@ -90,7 +90,7 @@ def _names(graph: Graph) -> dict[Ref, str]:
     for node in graph.nodes:
         for output in node.outputs:
             ref = Ref(node.name, output.name)
-            own = f"{_local(node.name)}_{output.name}"
+            own = f"{_local(node.label)}_{output.name}"
             kept = f"kept_{names.get(node.inputs[int(output.name)].ref)}" if node.construct == "keep" else None
             past = f"past_{names.get(node.inputs[0].ref)}" if node.construct == "delay" else None
             wishes = (results.get(ref), kept, past, called.get(ref), short(output.type).lower(), own)
@@ -138,7 +138,7 @@ def _argument(node: Node, item: Input, names: dict[Ref, str]) -> str:
 
 
 def _comment(graph: Graph, node: Node) -> str:
-    named = [] if node.name == _function(node) else [node.name]
+    named = [] if node.name == _function(node) else [node.label]
     if not node.fires:
         return ", ".join([*named, f"to {node.pool}"])
     other = _partner(graph, node)

@@ -585,6 +585,30 @@ def composed(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, by: Any 
     return fake_update(policy, rollouts, rewards)
 
 
+# Calls with names of their own ------------------------------------------------------------------------------------
+
+
+@program
+def named(proposer: FakePolicy, solver: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> dict[str, Any]:
+    """Two models, each with its own samples; the second update has the name of its value."""
+    asked = fake_generate.named("asks")(prompts, broadcast(proposer, lag=lag), ms=1.0)
+    answered = fake_generate.named("answers")(prompts, broadcast(solver, lag=lag), samples=2, ms=1.0)
+    return {
+        "proposer": fake_update(proposer, asked, fake_score(asked)),
+        "solver": fake_update.named("solver")(solver, answered, fake_score.named("worth")(answered)),
+    }
+
+
+@program
+def named_twice(proposer: FakePolicy, solver: FakePolicy, prompts: FakePrompts) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(proposer, lag=1))
+    rewards = fake_score(rollouts)
+    return {
+        "proposer": fake_update.named("solver")(proposer, rollouts, rewards),
+        "solver": fake_update.named("solver")(solver, rollouts, rewards),
+    }
+
+
 # An evaluation, pointed at one of several carried values -------------------------------------------------------
 
 

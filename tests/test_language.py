@@ -15,12 +15,15 @@ from penstock.graph.build import trace_evaluation
 from penstock.graph.passes import period_bound
 from penstock.runtime.cli.launching import finish
 from penstock.runtime.cli.progress import Progress
+from penstock.runtime.cli.simulate_given import timing
 from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.control.config import EVALUATION, Flags
 from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import columns, prefixes
 from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.page import page
 from penstock.runtime.report.report import make_report
@@ -607,3 +610,59 @@ def test_a_pointed_evaluation_measures_the_value_and_makes_no_other(tmp_path: Pa
     assert said["accuracy_after"] == pytest.approx(sums["solver"], abs=1e-5)
     assert said["accuracy_before"] == pytest.approx(64.0, abs=1e-5)
     assert len({round(number, 4) for number in (64.0, *sums.values())}) == 3
+
+
+# Calls with names of their own -----------------------------------------------------------------------------------
+
+
+def test_a_call_has_the_name_that_it_is_given() -> None:
+    made = graph("named")
+    fired = {node.name: node.label for node in made.nodes if node.construct == "call"}
+    assert list(fired.values()) == ["asks", "answers", "fake_score", "fake_update", "worth", "solver"]
+    assert [name for name, label in fired.items() if name != label] == ["solver:fake_update"]  # the argument's is taken
+    assert dict(made.results)["solver"].node == "solver:fake_update"
+    assert made["asks"].op == made["answers"].op
+    assert Graph.from_json(made.to_json()) == made
+    assert not check(made)
+    shown = [line.partition("# ")[2].partition(",")[0] for line in str(made).splitlines() if "#" in line]
+    assert {"asks", "answers", "solver"} < set(shown)
+    assert prefixes(made) == {
+        "broadcast": ("",),
+        "asks": ("", "asks."),
+        "broadcast_2": ("broadcast_2.",),
+        "answers": ("answers.",),
+        "fake_score": ("",),
+        "fake_update": ("",),
+        "worth": ("worth.",),
+        "solver:fake_update": ("solver.",),
+    }
+
+
+def test_a_name_that_another_call_has_or_that_is_none_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"given   'solver', the name of the call at .*:\d+") as error:
+        graph("named_twice")
+    assert error.value.faults[0].where.startswith(FILE.rstrip(":"))
+    call = load(FILE + "follow")
+    for name in ("", "a b", "a.b", "a:b", "ä", "1a", "x" * 65, None):
+        with pytest.raises(GraphError, match='needed  a name of letters, digits and "_"'):
+            call.named(name)
+    assert call.label == ""
+
+
+def test_flags_of_a_simulation_take_names_of_calls() -> None:
+    made = graph("named")
+    found = timing(made, ["solver=0.5", "asks=0.25", "fake_update=0.125"])
+    assert (found.means["solver:fake_update"], found.means["asks"], found.means["fake_update"]) == (0.5, 0.25, 0.125)
+    with pytest.raises(CommandError, match="needed one of asks, answers, fake_score, fake_update, worth, solver, pub"):
+        timing(made, ["slover=1"])
+
+
+@PROCESSES
+def test_figures_of_a_named_call_stand_under_its_name(tmp_path: Path, processes: bool) -> None:
+    folder = run(tmp_path, "named", processes=processes)
+    for row in rows(folder):
+        assert (row["tokens"], row["solver.tokens"]) == (4 * 4 * BATCH, 2 * 4 * BATCH)
+        assert row["loss"] != row["solver.loss"]
+        assert row["reward_mean"] != row["worth.reward_mean"]
+        assert "fake_update_2.loss" not in row
+        assert columns([row], "loss") == ["loss", "solver.loss"]

@@ -3,12 +3,12 @@
 import errno
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +21,7 @@ from penstock.runtime.cli.figures import clock, figure, many, percent, sparkline
 from penstock.runtime.cli.progress import STAGES, Line, Pool, Progress, external_text
 from penstock.runtime.control.stops import nobody_reads
 from penstock.runtime.record.faults import visible
+from penstock.runtime.record.metrics import Row, columns
 
 PLAIN_SECONDS = 1.0
 """Time between two plain lines about updates."""
@@ -37,7 +38,8 @@ IDLE = {
     "done": "has nothing left to do",
 }
 """The scheduler's causes of idleness."""
-FIGURES = (
+Wanted = tuple[str, str, Callable[[float | None], str]]
+FIGURES: tuple[Wanted, ...] = (
     ("loss", "loss", figure),
     ("lag", "lag_mean", figure),
     ("ratio", "ratio_mean", lambda value: "-" if value is None else f"{value:.4f}"),
@@ -46,7 +48,7 @@ FIGURES = (
     ("sync", "sync_s", lambda value: "-" if value is None else f"{1e3 * value:.3g} ms"),
 )
 """What the dashboard shows of a row: name, key, and how."""
-PLAIN = (("reward", "reward_mean", figure), *FIGURES[:2])
+PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), *FIGURES[:2])
 
 
 class Display(Protocol):
@@ -119,7 +121,7 @@ class PlainDisplay:
             return
         self._said = now
         parts = [f"update {seen.update}/{seen.updates}"]
-        parts += [f"{name} {_shown(seen.row, key, show)}" for name, key, show in PLAIN if key in seen.row]
+        parts += [f"{name} {value}" for name, value in _figures(seen.row, PLAIN)]
         if seen.rows:
             parts += [f"{figure(seen.updates_per_s)} updates/s", f"{many(seen.tokens_per_s)} tokens/s"]
         self.write("  ".join(parts))
@@ -227,7 +229,7 @@ def _accuracy(found: Mapping[str, float]) -> Text:
 def _numbers(seen: Progress, width: int) -> Text:
     """Rates, and the last row's figures, as many as there is room for."""
     items = [("updates/s", figure(seen.updates_per_s)), ("tokens/s", many(seen.tokens_per_s))]
-    items += [(name, _shown(seen.row, key, show)) for name, key, show in FIGURES if key in seen.row]
+    items += _figures(seen.row, FIGURES)
     line = Text(no_wrap=True, overflow="crop")
     for name, value in items:
         if len(line) + len(name) + len(value) + 1 > width:
@@ -236,10 +238,19 @@ def _numbers(seen: Progress, width: int) -> Text:
     return line
 
 
-def _shown(row: Mapping[str, Any], key: str, show: Callable[[float | None], str]) -> str:
+def _shown(row: Row, key: str, show: Callable[[float | None], str]) -> str:
     """A figure of a row; what was reported where that is no number."""
     wrong = row.get("not_finite") or {}
     return str(wrong[key]) if key in wrong else show(row.get(key))
+
+
+def _figures(row: Row, wanted: Sequence[Wanted]) -> list[tuple[str, str]]:
+    """What is wanted of a row, with its name: "loss", or "solver.loss" of a node that has a name."""
+    return [
+        (f"{column.removesuffix(key)}{name}", _shown(row, column, show))
+        for name, key, show in wanted
+        for column in columns([row], key)
+    ]
 
 
 def _pools(seen: Progress) -> Table:

@@ -42,8 +42,8 @@ def timing(graph: Graph, given: Sequence[str]) -> Timing:
         else:
             nodes[name], means[name] = Lognormal(mean, sigma) if sigma else mean, mean
     if missing := [node.name for node in calls if node.name not in nodes]:
-        example = " ".join(f"{name}=0.05" for name in missing)
-        raise CommandError(f"no duration of {', '.join(missing)}; needed all, such as --duration {example}", 2)
+        example = " ".join(f"{name.partition(':')[0]}=0.05" for name in missing)
+        raise CommandError(f"no duration of {_labels(missing)}; needed all, such as --duration {example}", 2)
     means |= {node.name: sum(sync.values()) for node in graph.nodes if node.construct == "broadcast"}
     return Timing(Durations(nodes, **sync), means)
 
@@ -59,9 +59,9 @@ def deciding(graph: Graph, drop: Sequence[str], again: Sequence[str]) -> Verdict
 
 
 def _share(flag: str, word: str, names: Sequence[str], kind: str) -> tuple[str, float]:
-    name, _, rest = word.partition("=")
+    name, rest = _named(word, names)
     if name not in names:
-        needed = f"one of {', '.join(names)} before '='" if names else f"none, since the program has no {kind}"
+        needed = f"one of {_labels(names)} before '='" if names else f"none, since the program has no {kind}"
         raise CommandError(f"{flag}: given {word!r}, needed {needed}", 2)
     try:
         share = float(rest)
@@ -70,6 +70,16 @@ def _share(flag: str, word: str, names: Sequence[str], kind: str) -> tuple[str, 
     if not 0 <= share <= 1:
         raise CommandError(f"{flag}: given {word!r}, needed a share from 0 to 1, such as {name}=0.3", 2)
     return name, share
+
+
+def _named(word: str, names: Sequence[str]) -> tuple[str, str]:
+    """The node and the rest of NODE=REST. A node's label stands for its name (see `ir.Node.label`)."""
+    given, _, rest = word.partition("=")
+    return next((name for name in names if given in (name, name.partition(":")[0])), given), rest
+
+
+def _labels(names: Sequence[str]) -> str:
+    return ", ".join(name.partition(":")[0] for name in names)
 
 
 @dataclass(frozen=True)
@@ -86,10 +96,10 @@ class Uniform:
 
 def duration(word: str, names: Sequence[str]) -> tuple[str, float, float]:
     """Name, mean and sigma of NAME=SECONDS[~SIGMA]. Raises CommandError, also for a name that is not of `names`."""
-    name, _, rest = word.partition("=")
+    name, rest = _named(word, names)
     seconds, _, sigma = rest.partition("~")
     if name not in names:
-        raise CommandError(f"--duration: given {word!r}, needed one of {', '.join(names) or 'none'} before '='", 2)
+        raise CommandError(f"--duration: given {word!r}, needed one of {_labels(names) or 'none'} before '='", 2)
     try:
         values = float(seconds), float(sigma or 0.0)
     except ValueError:

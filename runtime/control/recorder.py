@@ -129,8 +129,8 @@ class RunRecorder:
                 self.rows.synced(self.bars.swapped(result.event, now))
 
     def _done(self, now: float, result: Result, event: Done) -> None:
-        firing, before = event.firing, self.prefixes.get(event.firing.node, "")
-        metrics = {before + name: value for name, value in result.metrics.items()}
+        firing, before = event.firing, self.prefixes.get(event.firing.node, ("",))
+        metrics = {prefix + name: value for prefix in before for name, value in result.metrics.items()}
         node = self._node(firing.node)
         if node is None:
             if ">" in firing.node:

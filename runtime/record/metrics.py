@@ -35,13 +35,28 @@ GENERATED = "generated_tokens"
 """The figure by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups."""
 
 
-def prefixes(graph: Graph) -> dict[str, str]:
+def prefixes(graph: Graph) -> dict[str, tuple[str, ...]]:
     """By node, what stands before the names of its figures: nothing for the first node of each function, the node's
-    name and a dot for its others. So figures of two nodes are never mixed for being called alike."""
+    name and a dot for its others. So figures of two nodes are never mixed for being called alike. Figures of the first
+    stand there both ways if the program has named it."""
     first: dict[str, str] = {}
     for node in graph.nodes:
         first.setdefault(node.op, node.name)
-    return {node.name: "" if first[node.op] == node.name else f"{node.name}." for node in graph.nodes}
+    return {
+        node.name: (
+            *([""] if first[node.op] == node.name else []),
+            *([f"{node.label}."] if first[node.op] != node.name or node.own_label else []),
+        )
+        for node in graph.nodes
+    }
+
+
+def columns(rows: Sequence[Row], figure: str) -> list[str]:
+    """The columns that hold a figure of the rows: its own, and those of nodes with a name (`solver.loss`). Its own is
+    left out where one of them is the same node's, so has the same numbers."""
+    named = sorted({name for row in rows for name in row if name.endswith(f".{figure}")})
+    again = any(all(row.get(name) == row.get(figure) for row in rows) for name in named)
+    return [*([figure] if any(figure in row for row in rows) and not again else []), *named]
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
@@ -90,7 +105,7 @@ class Rows:
     def group(self, firing: Firing, metrics: Metrics) -> None:
         """The figures of a per-group node. Tokens that it sampled count at once, whatever becomes of the group."""
         told = {name: value for name, value in metrics.items() if name.rpartition(".")[2] == GENERATED}
-        self._generated += sum(told.values())
+        self._generated += max(told.values(), default=0.0)  # a node with a name tells the same twice
         if len(told) < len(metrics):
             others = {name: value for name, value in metrics.items() if name not in told}
             self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = others
@@ -124,7 +139,7 @@ class Rows:
         measured: Metrics = {}
         for node, found in self._beside.items():
             for update, metrics in found[place : place + 1]:
-                measured |= {**metrics, f"{node}_update": float(update)}
+                measured |= {**metrics, f"{node.partition(':')[0]}_update": float(update)}
         return measured
 
     def to_json(self, cut: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
-from penstock.runtime.record.metrics import Row
+from penstock.runtime.record.metrics import Row, columns
 from penstock.runtime.report.charts import Figure, Point, curves, histogram
 from penstock.runtime.report.facts import Facts
 from penstock.runtime.report.follow import NS
@@ -73,7 +73,7 @@ QUEUES = (
 def _rows(rows: Sequence[Row], wanted: Iterable[tuple[str, Sequence[str]]]) -> list[Figure]:
     figures = []
     for title, names in wanted:
-        present = [name for name in names if any(_known(row.get(name)) for row in rows)]
+        present = [name for found in names for name in columns(rows, found) if any(_known(r.get(name)) for r in rows)]
         if present:
             points = [(float(row["update"]), *(_value(row.get(name)) for name in present)) for row in rows]
             figures.append(curves(title, present, points))

@@ -16,6 +16,7 @@ from penstock.runtime.record.metrics import (
     LOST,
     MetricsFile,
     Rows,
+    columns,
     combine,
     keep_rows,
     prefixes,
@@ -90,6 +91,14 @@ def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(bad: floa
     json.dumps(row, allow_nan=False)
 
 
+def test_a_figure_has_a_column_for_each_node_with_a_name_and_none_twice() -> None:
+    rows = [{"loss": x, "solver.loss": x, "proposer.loss": 2.0} for x in (1.0, 2.0)]
+    assert columns(rows, "loss") == ["proposer.loss", "solver.loss"]
+    assert columns([{"loss": 1.0, "policy_update_2.loss": 2.0}], "loss") == ["loss", "policy_update_2.loss"]
+    assert columns([{"loss": None}], "loss") == ["loss"]
+    assert columns([{"update": 0}], "loss") == []
+
+
 def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group() -> None:
     """Of groups that are learnt from later, dropped or never; of each turn and each generator; of no replayed group."""
     rows = Rows({"learn": 1}, now=0.0)
@@ -99,10 +108,11 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
         rows.group(Firing("generate", ordinal), {"generated_tokens": 10.0})
         rows.group(Firing("generate", ordinal, 1), {"generated_tokens": 2.0, "response_length": 2.0})
         rows.group(Firing("generate_2", ordinal), {"generate_2.generated_tokens": 1.0})
+        rows.group(Firing("asks", ordinal), {"generated_tokens": 3.0, "asks.generated_tokens": 3.0})
     rows.batch(0, (1,))  # group 0 was dropped, groups 2 and 3 are for later
     rows.update(0, "learn", {"tokens": 30.0, "replayed_tokens": 20.0}, seconds=1.0)
     row = rows.row(0, 2.0, {})
-    assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 13 / 2, 30.0)
+    assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 16 / 2, 30.0)
     assert not [name for name in row if name.endswith("generated_tokens")]
     held = rows.to_json({"groups": [[2, ["generate"], 0], [3, ["generate"], 0]], "trailing": {}})
     resumed = Rows({"learn": 1}, now=5.0)
@@ -117,13 +127,13 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
 def test_two_nodes_of_a_function_report_apart_and_nodes_of_different_functions_under_plain_names() -> None:
     graph = trace(load("remax"))
     assert prefixes(graph) == {
-        "broadcast": "",
-        "generate": "",
-        "generate_2": "generate_2.",
-        "score": "",
-        "score_2": "score_2.",
-        "greedy_advantage": "",
-        "policy_update": "",
+        "broadcast": ("",),
+        "generate": ("",),
+        "generate_2": ("generate_2.",),
+        "score": ("",),
+        "score_2": ("score_2.",),
+        "greedy_advantage": ("",),
+        "policy_update": ("",),
     }
     assert combine(
         [{"score_2.tokens": 1.0, "score_2.lag_max": 3.0}, {"score_2.tokens": 2.0, "score_2.lag_max": 2.0}]
