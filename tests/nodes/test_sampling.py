@@ -75,6 +75,14 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
         assert (allowed > -torch.inf).nonzero().flatten().tolist() == kept
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4), (0.2499999, 1), (1.0, 4)])
+def test_a_token_with_which_top_p_is_reached_exactly_is_the_last_one(top_p: float, kept: int) -> None:
+    """Four equal tokens: their probabilities and the sums of them are exact."""
+    allowed = Sampler(top_p=top_p).logprobs(torch.zeros(1, 4))[0]
+    assert (allowed > -torch.inf).tolist() == [True] * kept + [False] * (4 - kept)
+    torch.testing.assert_close(allowed[:kept].exp(), torch.full((kept,), 1 / kept))
+
+
 def test_temperature_zero_takes_the_likeliest_with_probability_one() -> None:
     logits_SV = logits(5, 9)
     tokens, logprobs = Sampler(0.0)(logits_SV, torch.rand(5, dtype=torch.float64))

@@ -183,6 +183,29 @@ def test_a_stale_version_or_proof_is_refused() -> None:
         receiver.receive(1, facts, transport)
 
 
+def test_only_the_version_that_arrived_goes_live_and_only_once() -> None:
+    policy, publisher, receiver = sides()
+    with pytest.raises(SyncError, match="swap to version 0: live: -1, arrived: None"):
+        receiver.swap(0)
+    sync(policy, publisher, receiver, 0)
+    before = live(receiver)
+    with pytest.raises(SyncError, match="swap to version 0: live: 0, arrived: None"):
+        receiver.swap(0)
+    policy.advance(2)
+    hand_over(publisher, receiver, 2, publisher.publish(2))
+    for other in (1, 3):
+        with pytest.raises(SyncError, match=f"swap to version {other}: live: 0, arrived: 2"):
+            receiver.swap(other)
+    assert receiver.weights.version == 0
+    assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in before.items())
+    receiver.swap(2)
+    assert receiver.weights.version == 2
+    assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in policy.tensors.items())
+    with pytest.raises(SyncError, match="swap to version 2: live: 2, arrived: None"):
+        receiver.swap(2)
+    assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in policy.tensors.items())
+
+
 def test_versions_come_once_and_in_order() -> None:
     policy, publisher, receiver = sides(keep=5)
     sync(policy, publisher, receiver, 3)
