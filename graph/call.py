@@ -34,7 +34,7 @@ class Call:
         self.options: dict[str, Json] = {**dict(node.options), **bound}
         self._inputs = {item.name: item.ref for item in node.inputs if not item.back}
         self.left_out = frozenset(p.name for p in definition.interface.inputs if p.optional) - {
-            item.name for item in node.inputs
+            item.name.partition("[")[0] for item in node.inputs
         }
 
     def lack(self, given: str, needed: str, option: str = "", *, input: str = "") -> GraphError:

@@ -97,6 +97,7 @@ class NodeDef(Generic[P, T]):
 
     def run(self, state: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Call the function as a worker does. `state` is ignored by a node without one."""
+        inputs = self.interface.gathered(inputs)
         if self.init is None:
             return self.fn(**inputs, **options)
         return self.fn(state, **inputs, **options)

@@ -2,7 +2,7 @@
 annotation the outputs."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -20,13 +20,15 @@ class Port:
     """An input or output. Only an optional input (`x: X | None = None`) may be left out of a call.
 
     `variable` is the name of the TypeVar that it is annotated with, `type` that one's bound: an output is of the type
-    of the value that the call passes as the input with the same variable.
+    of the value that the call passes as the input with the same variable. `several`: an input that is a list of values
+    of this type (`x: Sequence[X] = ()`); in the graph they are the inputs `x[0]`, `x[1]`, ….
     """
 
     name: str
     type: Any
     optional: bool = False
     variable: str = ""
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,15 @@ class Interface:
     returns: str
     stream: bool = False
     context: str = ""
+
+    def gathered(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs by the names of the node's parameters: those of a list together."""
+        found = dict(inputs)
+        for port in self.inputs:
+            if port.several:
+                names = [name for name in inputs if name.startswith(f"{port.name}[")]
+                found[port.name] = tuple(found.pop(name) for name in sorted(names, key=lambda name: (len(name), name)))
+        return found
 
     def values(self, payload: Any) -> tuple[Any, ...]:
         """The outputs' values in what a call returned, taken off state and metrics."""
@@ -84,6 +95,9 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     returns = inspect.formatannotation(sig.return_annotation).replace("dict[str, float]", "Metrics")
     state = parameters[0].annotation if stateful and parameters else None
     stream = isinstance(state, type) and issubclass(state, Stream)
+    if stream and (lists := [port.name for port in inputs if port.several]):
+        given = f"a list of inputs, {lists[0]!r}, of a node whose state is a Stream"
+        raise fault(f"{function.__name__}: signature", given, "an input for each value", defined(function))
     return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream, context)
 
 
@@ -106,8 +120,11 @@ def _input(parameter: inspect.Parameter, what: str, function: Callable[..., Any]
         rest = [a for a in get_args(annotation) if a is not NoneType]
         annotation = rest[0] if len(rest) == 1 else annotation
     default = parameter.default
+    if default == () and get_origin(annotation) is Sequence:
+        (type_,) = get_args(annotation)
+        return Port(parameter.name, type_of(type_, what, defined(function)), optional=True, several=True)
     if default is not None and default is not parameter.empty:
-        needed = "no default, or None, for an input; options stand after `*`"
+        needed = "no default, or None, for an input, or () for a Sequence of inputs; options stand after `*`"
         raise fault(what, f"the default {default!r}", needed, defined(function))
     optional, type_ = default is None, type_of(annotation, what, defined(function))
     return Port(parameter.name, type_, optional, _variable(annotation))

@@ -115,6 +115,13 @@ class Recorder:
             given=(*_by_keyword(definition, inputs), *(key for key in kwargs if key in interface.options)),
         )
 
+    def _list(self, name: str, values: Any, what: str, type_: str) -> list[Input]:
+        """The values of an input that is a list, each an input by its place."""
+        if not isinstance(values, list | tuple):
+            raise fault(what, repr(values), f"a list of values of type {short(type_)}")
+        named = [(f"{name}[{place}]", value) for place, value in enumerate(values)]
+        return [Input(each, type_, self.ref(value, f"{what}, number {each}", type_)) for each, value in named]
+
     def _made(self, port: Port, interface: Interface, inputs: Sequence[Input]) -> str:
         """The type of an output: what it declares, or where that is a TypeVar, what the call passes for it."""
         same = {p.name for p in interface.inputs if port.variable and p.variable == port.variable}
@@ -252,6 +259,9 @@ class Recorder:
         for port in ports:
             type_, what = self.declare(port.type), f"{name}: input {port.name!r}"
             value = values.get(port.name, REQUIRED)
+            if port.several:
+                inputs += self._list(port.name, () if value is REQUIRED else value, what, type_)
+                continue
             if port.optional and (value is None or value is REQUIRED):
                 continue
             if value is REQUIRED:
@@ -261,9 +271,10 @@ class Recorder:
 
 
 def _by_keyword(definition: "NodeDef[..., Any]", inputs: Sequence[Input]) -> list[str]:
-    """The inputs that stand behind one that the call left out."""
+    """The inputs that stand behind one that the call left out, and those of lists."""
     ports = definition.interface.inputs
-    return [item.name for item, port in zip(inputs, ports, strict=False) if item.name != port.name]
+    place = next((i for i, (item, port) in enumerate(zip(inputs, ports, strict=False)) if item.name != port.name), None)
+    return [item.name for item in inputs[len(ports) if place is None else place :]]
 
 
 def _options(

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 from penstock.graph.faults import Fault, GraphError
-from penstock.graph.ir import Graph, Input, Node, Ref
+from penstock.graph.ir import Graph, Node, Ref
 from penstock.graph.paths import short
 from penstock.graph.picture import clock, picture, told, value
 
@@ -86,7 +86,7 @@ def _names(graph: Graph) -> dict[Ref, str]:
     called: dict[Ref, str] = {}
     for node in graph.nodes:
         for item in node.inputs if node.construct == "call" else ():
-            called.setdefault(item.ref, item.name)
+            called.setdefault(item.ref, item.name.partition("[")[0])
     for node in graph.nodes:
         for output in node.outputs:
             ref = Ref(node.name, output.name)
@@ -110,7 +110,7 @@ def _returned_call(graph: Graph) -> Node | None:
 def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
     """The call's lines, with the options that it wrote; two nodes that take turns are one call."""
     outputs, options = [Ref(node.name, o.name) for o in node.outputs], told(node)
-    words = [_argument(node, i, names) for i in node.inputs if not i.back]
+    words = _arguments(node, names)
     function = _function(node)
     if node.turns is not None and (other := _partner(graph, node)) is not None:
         words = [function, _function(other), *words]
@@ -131,10 +131,18 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
     return [line.replace("\xa0", " ") for line in wrapped]
 
 
-def _argument(node: Node, item: Input, names: dict[Ref, str]) -> str:
-    """An input as the call writes it: by place, or by keyword behind one that was left out."""
-    name = names.get(item.ref, str(item.ref))
-    return f"{item.name}={name}" if item.name in node.given else name
+def _arguments(node: Node, names: dict[Ref, str]) -> list[str]:
+    """The inputs as the call writes them: by place, or by keyword behind one that was left out; a list as a list."""
+    words, lists = [], dict[str, list[str]]()
+    for item in node.inputs:
+        if item.back:
+            continue
+        name, (parameter, several, _) = names.get(item.ref, str(item.ref)), item.name.partition("[")
+        if several:
+            lists.setdefault(parameter, []).append(name)
+        else:
+            words.append(f"{item.name}={name}" if item.name in node.given else name)
+    return [*words, *(f"{parameter}=[{', '.join(values)}]" for parameter, values in lists.items())]
 
 
 def _comment(graph: Graph, node: Node) -> str:

@@ -203,6 +203,30 @@ class Batchable:
         rows = {f.name: joined([getattr(p, f.name) for p in parts]) for f in fields(cls)}
         return cls(**rows)
 
+    def take(self, rows: "Sequence[int] | Array") -> Self:
+        """The value with these rows only, in this order; a row may be taken twice, or none at all.
+
+        `rows` are row numbers from 0, or for each row whether it is taken (bool [N]), as a list, a tensor or an array:
+        `rollouts.take(rewards.values_N > 0)`. Raises ValueError for a row that there is not.
+        """
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        count = next(len(column) for column in columns.values() if column is not None)
+        index = list(rows.tolist() if hasattr(rows, "tolist") else rows)
+        if index and all(isinstance(row, bool) for row in index):
+            if len(index) != count:
+                needed = f"{count}, one for each row"
+                raise ValueError(f"{type(self).__name__}.take: given {len(index)} marks, needed {needed}")
+            index = [row for row, taken in enumerate(index) if taken]
+        if wrong := [row for row in index if not 0 <= row < count]:
+            raise ValueError(f"{type(self).__name__}.take: given row {wrong[0]}, needed 0 to {count - 1}")
+
+        def taken(column: Any) -> Any:
+            if column is None:
+                return None
+            return tuple(column[row] for row in index) if isinstance(column, tuple) else column[index]
+
+        return type(self)(**{name: taken(column) for name, column in columns.items()})
+
 
 @dataclass
 class Prompts(Batchable):

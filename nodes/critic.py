@@ -29,7 +29,7 @@ from penstock.nodes.base import open_scorer, require_scorer, run_spec
 from penstock.nodes.learn.advantages import whiten
 from penstock.nodes.learn.batch import per_response, per_token
 from penstock.nodes.learn.behaviour import behaviour_logprobs
-from penstock.nodes.learn.minibatches import optimizer_steps, take_rows
+from penstock.nodes.learn.minibatches import optimizer_steps
 from penstock.nodes.learn.packing import Packed, sampled_lengths, sampled_mask
 from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.learn.scores import packed_values
@@ -147,7 +147,7 @@ def critic_update(
     shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
     losses, norms = [], []
     for number, (_, rows) in enumerate(shares, 1):
-        part = take_rows(rollouts, rows), take_rows(values, rows), take_rows(returns, rows)
+        part = rollouts.take(rows), values.take(rows), returns.take(rows)
         total, tokens = _backward(learner, *part, clip, micro_tokens)
         norms.append(learner.apply(step, normaliser=tokens, last=number == len(shares)))
         losses.append(total / tokens)

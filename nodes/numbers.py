@@ -24,6 +24,11 @@ def not_negative(*names: str) -> Requirement:
     return _numbers("a finite number of at least 0", lambda number: 0 <= number < math.inf, names)
 
 
+def finite(*names: str) -> Requirement:
+    """Any sign."""
+    return _numbers("a finite number", math.isfinite, names)
+
+
 def bound(*names: str) -> Requirement:
     """At least 0; infinity is a bound that bounds nothing."""
     return _numbers("a number of at least 0", lambda number: number >= 0, names)

@@ -40,7 +40,7 @@ Workers call it at the same time: it changes nothing."""
 class LanguageModel(SequenceModel[Llama]):
     """A model that gives log-probabilities to tokens."""
 
-    def pack(self, rollouts: Rollouts, max_tokens: int | None = None) -> list[Packed]:
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
         """The same, of rollouts whose tokens this model can score.
 
         Raises ValueError for greedy rows, whose tokens all have probability 1, and for rows that were sampled from a
@@ -53,7 +53,7 @@ class LanguageModel(SequenceModel[Llama]):
             if bool(odd_N.any()):
                 given = f"{int(odd_N.sum())} of {len(rollouts)} responses sampled with {name}"
                 raise ValueError(f"rollouts whose tokens are scored: given {given}, needed {needed}")
-        return super().pack(rollouts, max_tokens)
+        return super().pack(rollouts, max_tokens, whole_groups=whole_groups)
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[Packed]) -> list[Tensor]:

@@ -11,7 +11,6 @@ import torch
 from penstock.graph import node, requires
 from penstock.graph.arrays import Array
 from penstock.graph.types import Advantages, Context, Metrics, Rollouts
-from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.numbers import count
 
 
@@ -62,11 +61,11 @@ def replay(
     past = list(dict.fromkeys(memory.ordinals))
     drawn = set(random.Random(Context(seed=memory.key).key(memory.update)).sample(past, min(take, len(past))))
     chosen = [row for row, ordinal in enumerate(memory.ordinals) if ordinal in drawn]
-    old = [take_rows(memory.past(), chosen)] if chosen else []
+    old = [memory.past().take(chosen)] if chosen else []
     mixed = Past.concat([fresh, *old])
     ages = [float((memory.update - each.born_N).float().mean()) for each in old]
     everything = Past.concat([memory.past(), fresh]) if past else fresh
-    kept = take_rows(everything, _young(everything, memory.update + 1 - max_age, capacity))
+    kept = everything.take(_young(everything, memory.update + 1 - max_age, capacity))
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
     learnt = replace(Rollouts(**_columns(mixed)), replayed_N=mixed.born_N < memory.update)
     worth = replace(advantage, values_N=mixed.values_N)

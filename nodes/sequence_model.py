@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.graph.sharding import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.lanes import Lanes
-from penstock.nodes.learn.packing import Packed, pack, sampled_mask
+from penstock.nodes.learn.packing import Packed, group_rows, pack, sampled_mask
 from penstock.nodes.model import Decoder, save_tensors, torch_dtype
 from penstock.nodes.model.parallel import stages_of, tensor_parallel, trainer_rules
 from penstock.nodes.parallel.ranks import Ranks
@@ -40,14 +40,16 @@ class SequenceModel(Generic[Model]):
     def device(self) -> torch.device:
         return self.model.device
 
-    def pack(self, rollouts: Rollouts, max_tokens: int | None = None) -> list[Packed]:
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
         """Micro-batches of at most `max_tokens` tokens with padding; by default what suits the device.
 
-        Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled at.
+        Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled at. With
+        `whole_groups` no prompt group is cut, however large.
         """
         lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
         tokens_NS, settings = rollouts.tokens_NS.to(self.device), (sampled_mask(rollouts), rollouts.temperature_N)
-        return self.pack_tokens(tokens_NS, *lengths, max_tokens, *settings)
+        group_N = group_rows(rollouts.ordinals) if whole_groups else None
+        return self.pack_tokens(tokens_NS, *lengths, max_tokens, *settings, group_N)
 
     def pack_tokens(
         self,
@@ -57,10 +59,11 @@ class SequenceModel(Generic[Model]):
         max_tokens: int | None = None,
         sampled_NT: Tensor | None = None,
         temperature_N: Tensor | None = None,
+        group_N: Tensor | None = None,
     ) -> list[Packed]:
         """The same of bare tokens: prompts and responses of the given lengths, padded on the right; see `pack`."""
         bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
-        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT, temperature_N)
+        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT, temperature_N, group_N)
 
     def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.

@@ -29,12 +29,11 @@ from penstock.nodes.environments.python_tool import python_tool
 from penstock.nodes.generate import generate
 from penstock.nodes.generate.converse import converse
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.objectives import aipo, importance_weighted, ppo, reinforce, tis
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
 from penstock.nodes.learn.sampled import Loss, Sampled, reads
 from penstock.nodes.learn.schedules import cosine, linear
-from penstock.nodes.learn.update import aipo_update, policy_update
+from penstock.nodes.learn.update import aipo_update, policy_update, term
 from penstock.nodes.measure import measure
 from penstock.nodes.replay import replay
 from penstock.nodes.reward_model import reward_scores
@@ -74,7 +73,7 @@ def forked(policy: Policy, prompts: Prompts) -> Policy:
 
 @node(pool="generator")
 def fork(rollouts: Rollouts) -> Rollouts:
-    return take_rows(rollouts, [0, 0])
+    return rollouts.take([0, 0])
 
 
 @program
@@ -96,6 +95,30 @@ def below_nothing(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
     advantage, lr = group_advantage(score(rollouts, by=math_answer)), partial(linear, peak=1e-4, warmup=-1)
     return policy_update(policy, rollouts, advantage, loss=ppo, lr=lr)  # below_nothing
+
+
+@program
+def twins(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    again = [term(rollouts, advantage, loss=aipo), term(rollouts, loss=partial(ppo, clip_low=0.1))]
+    return policy_update(policy, rollouts, advantage, beside=again, loss=ppo)  # twins
+
+
+@program
+def dotted(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    again = term(rollouts, advantage, loss=ppo, name="my.term")  # dotted
+    return policy_update(policy, rollouts, advantage, beside=[again], loss=ppo)
+
+
+@program
+def term_without_old(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer))
+    again = term(rollouts, advantage, loss=tis)  # term_without_old
+    return policy_update(policy, rollouts, advantage, beside=[again], loss=ppo)
 
 
 @node(pool="trainer", clock="update")

@@ -37,6 +37,9 @@ MISUSE = {
     "without_a_peak": ("policy_update: option 'lr'", "cosine without peak", "partial(cosine, peak=…)"),
     "below_nothing": ("policy_update: lr linear: option 'warmup'", "-1", "a whole number of at least 0"),
     "two_rates": ("policy_update: option 'lr'", "a learning rate beside the input `rate`", "one of the two"),
+    "twins": ("policy_update", "two terms of the name 'ppo'", "names of their own, which the figures of each begin"),
+    "dotted": ("term: option 'name'", "'my.term'", "letters, digits and _"),
+    "term_without_old": ("term: loss tis", "no proximal_P for it", "see policy_logprobs"),
     "own": ("policy_update: loss own_loss", "no reference_P for it", "see reference_logprobs"),
     "empty_exam": ("measure: option 'problems'", "0", "a whole number of at least 1"),
 }

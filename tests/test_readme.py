@@ -29,6 +29,7 @@ RUN = {
     "by_width": "unseen",
     "second_chance": "loss",
     "often": "replayed",
+    "mixed": "spread_loss",
     "chase": "aipo_update_2.loss",
     "warmed": "lr",
     "careful": "lr",

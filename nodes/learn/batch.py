@@ -6,15 +6,16 @@ Shapes: N responses, T tokens of a response, P sampled tokens of a micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from penstock.graph.arrays import Array
 from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
-from penstock.nodes.learn.minibatches import take_rows
-from penstock.nodes.learn.packing import Packed, sampled_lengths
+from penstock.nodes.learn.aggregation import Aggregation
+from penstock.nodes.learn.packing import Packed, group_rows, sampled_lengths
 from penstock.nodes.learn.sampled import Sampled
 
 
@@ -63,15 +64,15 @@ class Batch:
 
     def take(self, rows: Sequence[int]) -> "Batch":
         """These rows only."""
-        others = {name: take_rows(other, rows) for name, other in self.others.items()}
-        return Batch(take_rows(self.rollouts, rows), take_rows(self.advantage, rows), others)
+        others = {name: other.take(rows) for name, other in self.others.items()}
+        return Batch(self.rollouts.take(rows), self.advantage.take(rows), others)
 
     def lengths(self) -> Tensor:
         """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all."""
         return sampled_lengths(self.rollouts)
 
-    def sampled(self, packed: Packed, lengths_N: Tensor) -> Sampled:
-        """What is known of a micro-batch's targets."""
+    def sampled(self, packed: Packed, lengths_N: Tensor, *, whole_groups: bool = False) -> Sampled:
+        """What is known of a micro-batch's targets, which holds `whole_groups` or may cut them."""
         place, replayed_N = (packed.sequence_P, packed.step_P), self.rollouts.replayed_N
         return Sampled(
             advantages_P=self.advantage.at(*place),
@@ -80,4 +81,31 @@ class Batch:
             sequence_P=packed.sequence_P,
             given={name: other.logprobs_NT[place] for name, other in self.others.items()},
             replayed_P=None if replayed_N is None else replayed_N[packed.sequence_P],
+            whole_groups_N=group_rows(self.rollouts.ordinals).to(lengths_N.device) if whole_groups else None,
         )
+
+
+@dataclass
+class Term(Rollouts):
+    """One term of an update's loss: rollouts, and what to make of them (see `update.term`).
+
+    `values_N` are the advantages, [N] or [N, T]; `reference_NT` and `proximal_NT` log-probabilities as inputs of an
+    update. `loss` is the loss function as JSON (`graph.paths.encode`), so that a term can cross processes.
+    """
+
+    values_N: Array = None
+    reference_NT: Array = None
+    proximal_NT: Array = None
+    name: str = ""
+    loss: str = ""
+    weight: float = 1.0
+    average: Aggregation = "token_mean"
+    kl: float = 0.0
+
+    def batch(self, device: torch.device) -> Batch:
+        """As `Batch.of`."""
+        rollouts = Rollouts(**{field.name: getattr(self, field.name) for field in fields(Rollouts)})
+        kind = TokenAdvantages if self.values_N.ndim == 2 else Advantages
+        others = {"reference": self.reference_NT, "proximal": self.proximal_NT}
+        given = {name: None if values is None else Logprobs(values) for name, values in others.items()}
+        return Batch.of(rollouts, kind(self.values_N), device, **given)

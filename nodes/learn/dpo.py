@@ -14,8 +14,7 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.call import Call
 from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
-from penstock.nodes.learn.minibatches import take_rows
-from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.packing import Packed, group_rows
 from penstock.nodes.learn.preference import best_and_worst, dpo_loss
 from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.numbers import ADAMW, positive
@@ -56,7 +55,7 @@ def dpo_update(
     pairs = len(rows_N) // 2
     figures = {"loss": 0.0, "pairs": float(pairs), "margin": 0.0, "preferred": 0.0, "tokens": 0.0}
     if pairs:
-        chosen, others = take_rows(rollouts, rows_N), take_rows(reference, rows_N)
+        chosen, others = rollouts.take(rows_N), reference.take(rows_N)
         figures |= _backward(learner, chosen, others.logprobs_NT.to(learner.device), beta, micro_tokens)
     rate = learner.rate(lr)
     grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=max(1, pairs))
@@ -65,9 +64,7 @@ def dpo_update(
 
 def _pairs(ordinals: Sequence[int], rewards_N: Tensor) -> list[int]:
     """The rows of all chosen responses, then those of the rejected ones in the same order."""
-    prompts = {ordinal: group for group, ordinal in enumerate(dict.fromkeys(ordinals))}
-    group_N = torch.tensor([prompts[ordinal] for ordinal in ordinals])
-    best_G, worst_G, weight_G = best_and_worst(rewards_N.cpu(), group_N)
+    best_G, worst_G, weight_G = best_and_worst(rewards_N.cpu(), group_rows(ordinals))
     return [*best_G[weight_G > 0].tolist(), *worst_G[weight_G > 0].tolist()]
 
 

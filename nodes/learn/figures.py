@@ -28,23 +28,22 @@ def token_sums(
     fresh_P = torch.ones_like(lag_P) if sampled.replayed_P is None else (~sampled.replayed_P).double()
     sums = {
         "tokens": torch.ones_like(lag_P).sum(),
-        "fresh": fresh_P.sum(),
         "entropy": entropy_P.double().sum(),
-        "lag": (lag_P * fresh_P).sum(),
-        "lag_max": (lag_P * fresh_P).max(),
         "ratio_clipped": clipped_P.double().sum(),
     }
+    if "behaviour" not in sampled.given:  # no policy of this run sampled them: there is no lag, and no ratio
+        return sums
+    sums |= {"fresh": fresh_P.sum(), "lag": (lag_P * fresh_P).sum(), "lag_max": (lag_P * fresh_P).max()}
     counted_PL = lag_P.clamp(0, LAGS - 1)[:, None] == torch.arange(LAGS, device=lag_P.device)
     by_lag_L = (counted_PL * fresh_P[:, None]).sum(0)
     sums |= {f"tokens_lag_{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
     if sampled.replayed_P is not None:
         sums["replayed_lag_max"] = (lag_P * (1 - fresh_P)).max()
-    if "behaviour" in sampled.given:
-        # in float64, where the square of no float32's exponential is infinite
-        behaviour_P, now_P = sampled.behaviour_P.double(), logprobs_P.detach().double()
-        ratio_P = torch.exp(now_P - behaviour_P)
-        sums |= {"ratio": ratio_P.sum(), "ratio_max": ratio_P.max(), "ratio_squared": ratio_P.square().sum()}
-        sums["kl"] = kl_estimate(behaviour_P, now_P, estimator="k3").sum()
+    # in float64, where the square of no float32's exponential is infinite
+    behaviour_P, now_P = sampled.behaviour_P.double(), logprobs_P.detach().double()
+    ratio_P = torch.exp(now_P - behaviour_P)
+    sums |= {"ratio": ratio_P.sum(), "ratio_max": ratio_P.max(), "ratio_squared": ratio_P.square().sum()}
+    sums["kl"] = kl_estimate(behaviour_P, now_P, estimator="k3").sum()
     return sums
 
 
@@ -58,7 +57,8 @@ def add_up(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
 
 @dataclass(frozen=True)
 class Taken:
-    """An optimizer step that was taken: the sums over its tokens, its mean loss, its gradient's norm, its epoch."""
+    """An optimizer step on a term of the loss: the sums over its tokens, its mean loss, the norm of the whole gradient,
+    its epoch."""
 
     sums: Sums
     loss: float
@@ -67,17 +67,21 @@ class Taken:
 
 
 def update_figures(steps: Sequence[Taken]) -> Metrics:
-    """The figures of an update of several steps. Means are over all tokens that its steps took.
+    """The figures of a term of the loss, of the steps of an update in which it had tokens. Means are over all of these.
 
     `tokens` counts those of one epoch. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
-    gone from the one that sampled; so far as μ was recorded, as all that follows. `ess` is the effective sample size
-    (Kish) of the tokens' ratios π / μ, as a share of the tokens. `loss` and `grad_norm` are means over the steps.
+    gone from the one that sampled. `ess` is the effective sample size (Kish) of the tokens' ratios π / μ, as a share of
+    the tokens. `loss` and `grad_norm` are means over the steps.
 
     `lag_mean` and `lag_max` are of fresh tokens, 0 of none; `tokens_lag_K` counts those of one epoch that are K updates
     old, where there are any. Where past groups are learnt from beside them,
     `replayed_tokens` counts theirs (of one epoch) and `replayed_lag_max` is the largest lag of them. All other figures,
     `ess` and the ratios among them, are of all tokens, fresh and replayed: of what the update used.
+
+    Lags, ratios, `ess` and `kl` are there so far as μ was recorded: demonstrations have none.
     """
+    if not steps:
+        return {"loss": 0.0, "tokens": 0.0}  # of a term that had nothing to learn from
     whole = _total([step.sums for step in steps])
     last = _total([step.sums for step in steps if step.epoch == steps[-1].epoch])
     tokens = whole["tokens"]
@@ -87,19 +91,19 @@ def update_figures(steps: Sequence[Taken]) -> Metrics:
         "optimizer_steps": float(len(steps)),
         "tokens": last["tokens"],
         "entropy": whole["entropy"] / tokens,
-        "lag_mean": whole["lag"] / max(1.0, whole["fresh"]),
-        "lag_max": whole["lag_max"],
         "ratio_clipped": whole["ratio_clipped"] / tokens,
     }
-    figures |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
-    if "replayed_lag_max" in whole:
-        figures["replayed_tokens"] = last["tokens"] - last["fresh"]
-        figures["replayed_lag_max"] = whole["replayed_lag_max"]
     if "ratio" in whole:
+        figures["lag_mean"] = whole["lag"] / max(1.0, whole["fresh"])
+        figures["lag_max"] = whole["lag_max"]
+        figures |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
         figures["ratio_mean"] = whole["ratio"] / tokens
         figures["ratio_max"] = whole["ratio_max"]
         figures["ess"] = whole["ratio"] ** 2 / (whole["ratio_squared"] * tokens)
         figures["kl"] = last["kl"] / last["tokens"]
+    if "replayed_lag_max" in whole:
+        figures["replayed_tokens"] = last["tokens"] - last["fresh"]
+        figures["replayed_lag_max"] = whole["replayed_lag_max"]
     return figures
 
 

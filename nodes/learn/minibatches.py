@@ -2,15 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import groupby, pairwise
-from typing import Any, TypeVar
 
-import torch
-
-from penstock.graph.types import Batchable, Context
-
-B = TypeVar("B", bound=Batchable)
+from penstock.graph.types import Context
 
 
 def minibatch_rows(ordinals: Sequence[int], minibatches: int, key: int) -> list[list[int]]:
@@ -33,28 +27,18 @@ def minibatch_rows(ordinals: Sequence[int], minibatches: int, key: int) -> list[
 
 
 def optimizer_steps(
-    context: Context, version: int, ordinals: Sequence[int], epochs: int, minibatches: int
+    context: Context, version: int, ordinals: Sequence[int], epochs: int, minibatches: int, term: int = 0
 ) -> list[tuple[int, list[int]]]:
     """(epoch, rows) of each optimizer step of an update, in order, drawn by the run's seed, the version and the epoch.
 
-    Raises ValueError for less than one epoch, and as `minibatch_rows` does.
+    `term` is the number of the term of the loss: each cuts its own rows. Raises ValueError for less than one epoch, and
+    as `minibatch_rows` does.
     """
     if epochs < 1:
         raise ValueError(f"{context.node}: given epochs={epochs}, needed 1 or more")
+    more = (term,) if term else ()
     return [
         (epoch, rows)
         for epoch in range(epochs)
-        for rows in minibatch_rows(ordinals, minibatches, context.key("minibatches", version, epoch))
+        for rows in minibatch_rows(ordinals, minibatches, context.key("minibatches", version, epoch, *more))
     ]
-
-
-def take_rows(value: B, rows: Sequence[int]) -> B:
-    """The value with these rows only, in this order."""
-    index = torch.tensor(rows)
-
-    def taken(column: Any) -> Any:
-        if column is None:
-            return None
-        return tuple(column[row] for row in rows) if isinstance(column, tuple) else column[index]
-
-    return type(value)(**{field.name: taken(getattr(value, field.name)) for field in fields(value)})

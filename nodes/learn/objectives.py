@@ -22,6 +22,7 @@ from penstock.nodes.learn.losses import (
     ppo_loss,
     ratio,
     reinforce_loss,
+    sft_loss,
     tis_loss,
 )
 from penstock.nodes.learn.sampled import Sampled, reads
@@ -34,6 +35,11 @@ LossAndClipped = tuple[Tensor, Tensor]
 def reinforce(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
     """−A · log π: on-policy, whatever policy sampled (Williams 1992)."""
     return reinforce_loss(logprobs_P, sampled.advantages_P)
+
+
+def imitate(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
+    """−log π: cross-entropy to the responses, whatever their advantage; of demonstrations, or of one's own best."""
+    return sft_loss(logprobs_P)
 
 
 @requires(reads("behaviour"), positive("rho"))

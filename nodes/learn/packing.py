@@ -1,8 +1,9 @@
 """Sequences of different lengths in micro-batches, so that little is computed on padding.
 
-Sequences of about one length go together: the longest first, those of equal length in the order of the batch. What
-is in which micro-batch is a function of the lengths alone, so that equal rollouts make equal sums to the bit. A
-sequence's last token predicts nothing and is left out.
+Sequences of about one length go together: the longest first, those of equal length in the order of the batch; or whole
+prompt groups, for losses that compare the responses to a prompt. What is in which micro-batch is a function of the
+lengths alone, so that equal rollouts make equal sums to the bit. A sequence's last token predicts nothing and is left
+out.
 
 What a policy sampled is predicted; a token that an environment wrote into a conversation is context alone.
 
@@ -10,6 +11,7 @@ Shapes: N sequences, S their padded length, T that of responses, R rows (the seq
 row, P predicted tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +45,12 @@ def sampled_mask(rollouts: Rollouts) -> Tensor:
     return within_NT & (versions_NT >= 0)
 
 
+def group_rows(ordinals: Sequence[int]) -> Tensor:
+    """Which prompt group each row is of, int64 [N]: 0, 1, … in the order in which the groups come."""
+    numbers = {ordinal: number for number, ordinal in enumerate(dict.fromkeys(ordinals))}
+    return torch.tensor([numbers[ordinal] for ordinal in ordinals], dtype=torch.long)
+
+
 def sampled_lengths(rollouts: Rollouts) -> Tensor:
     """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all: nothing to learn from."""
     lengths_N = sampled_mask(rollouts).sum(1)
@@ -60,47 +68,61 @@ def pack(
     multiple: int = 1,
     sampled_NT: Tensor | None = None,
     temperature_N: Tensor | None = None,
+    group_N: Tensor | None = None,
 ) -> list[Packed]:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
 
     Their number is a multiple of `multiple` where there are sequences enough. `sampled_NT` (bool, see `sampled_mask`)
     says which tokens of the responses are predicted; None: all of them. `temperature_N` is the temperature that each
     response was sampled at; None: 1. A micro-batch in which nothing is predicted is left out: there is nothing to
-    compute, and kernels refuse matrices without a row. Every prompt needs a token: the first one of a response has to
-    be predicted by something. Raises ValueError for an empty prompt.
+    compute, and kernels refuse matrices without a row. `group_N` (int64) says which rows stay together: a micro-batch
+    holds whole groups, at least one, whatever its tokens. Every prompt needs a token: the first one of a response has
+    to be predicted by something. Raises ValueError for an empty prompt.
     """
     if int(prompt_lengths_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompt_lengths_N.argmin())}, needed one token")
     lengths_N = (prompt_lengths_N + response_lengths_N - 1).cpu()
     order_N = torch.argsort(lengths_N, descending=True, stable=True)
-    rows = _balanced(lengths_N[order_N].tolist(), max_tokens, multiple)
-    lengths = prompt_lengths_N.cpu(), response_lengths_N.cpu()
+    # The units that are never cut: rows, or groups by their longest row. Each has its length and its number of rows.
+    units = {row: [row] for row in order_N.tolist()}
+    if group_N is not None:
+        units = {}
+        for row, group in zip(order_N.tolist(), group_N.cpu()[order_N].tolist(), strict=True):
+            units.setdefault(group, []).append(row)
+        order_N = torch.tensor([row for unit in units.values() for row in unit])
+    lengths = lengths_N[[unit[0] for unit in units.values()]].tolist()
+    rows = _balanced(lengths, [len(unit) for unit in units.values()], max_tokens, multiple)
+    parts = prompt_lengths_N.cpu(), response_lengths_N.cpu()
     predicted_NT = None if sampled_NT is None else sampled_NT.cpu()
     if temperature_N is not None:
         temperature_N = temperature_N.float().cpu() if bool((temperature_N != 1).any()) else None
-    given = (*lengths, predicted_NT, temperature_N)
+    given = (*parts, predicted_NT, temperature_N)
     packed = [_build(tokens_NS, *given, chosen_R) for chosen_R in torch.split(order_N, rows)]
     return [each for each in packed if len(each.targets_P)]
 
 
-def _balanced(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
+def _balanced(lengths: list[int], counts: list[int], max_tokens: int, multiple: int) -> list[int]:
     """Rows of each micro-batch: the smallest bound on its tokens that needs no more of them than `max_tokens` does,
     rounded up to `multiple`."""
-    count = len(_rows(lengths, max_tokens))
-    count += -count % multiple
+    most = len(_rows(lengths, counts, max_tokens))
+    most += -most % multiple
     low, high = 1, max(max_tokens, lengths[0])
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_rows(lengths, middle)) <= count else (middle + 1, high)
-    return _rows(lengths, low)
+        low, high = (low, middle) if len(_rows(lengths, counts, middle)) <= most else (middle + 1, high)
+    return _rows(lengths, counts, low)
 
 
-def _rows(lengths: list[int], max_tokens: int) -> list[int]:
-    """Rows of each micro-batch of at most `max_tokens`, each as wide as its first (longest) sequence."""
-    rows, first = [], 0
-    while first < len(lengths):
-        rows.append(min(max(1, max_tokens // lengths[first]), len(lengths) - first))
-        first += rows[-1]
+def _rows(lengths: list[int], counts: list[int], max_tokens: int) -> list[int]:
+    """Rows of each micro-batch of at most `max_tokens`, each as wide as its first (longest) unit."""
+    rows: list[int] = []
+    width = 0
+    for length, count in zip(lengths, counts, strict=True):
+        if rows and (rows[-1] + count) * width <= max_tokens:
+            rows[-1] += count
+        else:
+            rows.append(count)
+            width = length
     return rows
 
 
@@ -112,11 +134,11 @@ def _build(
     temperature_N: Tensor | None,
     chosen_R: Tensor,
 ) -> Packed:
-    """The micro-batch of the sequences `chosen_R`, the first of which is the longest."""
+    """The micro-batch of the sequences `chosen_R`."""
     device = tokens_NS.device
     prompts_R, responses_R = prompts_N[chosen_R], responses_N[chosen_R]
     lengths_R = prompts_R + responses_R - 1
-    width = int(lengths_R[0])
+    width = int(lengths_R.max())
     within_RW = torch.arange(width) < lengths_R[:, None]
     row_P = torch.repeat_interleave(torch.arange(len(chosen_R)), responses_R)
     step_P = torch.arange(len(row_P)) - (responses_R.cumsum(0) - responses_R)[row_P]

@@ -5,11 +5,13 @@ Shapes: P sampled tokens of some responses, one response after the other.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from penstock.graph.call import Call
+from penstock.graph.requirement import requirements
 from penstock.graph.types import Rollouts
 
 Other = Literal["behaviour", "reference", "proximal"]
@@ -33,6 +35,10 @@ class Sampled:
     (int64) the row of its response in the batch. `given` has log-probabilities of the same tokens (nats) under other
     policies; the properties name them. `replayed_P` (bool) says which tokens an earlier update has learnt from
     already; it is None without a buffer of past groups (see `nodes.replay`).
+
+    A loss that compares the responses to a prompt says so with `@requires(reads("group"))`. Then a micro-batch holds
+    whole prompt groups, so that sums over `group_P`, or over the rows of a group, are sums over groups; `group_N`
+    (int64) has the group of each row of the batch, `group_P` that of each token.
     """
 
     advantages_P: Tensor
@@ -41,6 +47,19 @@ class Sampled:
     sequence_P: Tensor
     given: Mapping[str, Tensor] = field(default_factory=dict)
     replayed_P: Tensor | None = None
+    whole_groups_N: Tensor | None = None
+
+    @property
+    def group_N(self) -> Tensor:
+        """The prompt group of each row of the batch. ValueError where micro-batches may cut groups."""
+        if self.whole_groups_N is None:
+            raise ValueError('loss: given micro-batches that may cut groups, needed @requires(reads("group")) above it')
+        return self.whole_groups_N
+
+    @property
+    def group_P(self) -> Tensor:
+        """The prompt group of each token, as `group_N`."""
+        return self.group_N[self.sequence_P]
 
     @property
     def behaviour_P(self) -> Tensor:
@@ -69,8 +88,9 @@ Loss = Callable[[Tensor, Sampled], Tensor | tuple[Tensor, Tensor]]
 the figures, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""
 
 
-def reads(*names: Other) -> Callable[[Call], None]:
-    """What a loss requires of the update that it is given to, where it cannot do without these log-probabilities:
+def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
+    """What a loss requires of the update that it is given to, where it cannot do without these log-probabilities, or
+    without whole prompt groups ("group"):
 
     @requires(reads("behaviour", "proximal"))
     def tis(logprobs_P: Tensor, sampled: Sampled) -> Tensor: ...
@@ -78,10 +98,21 @@ def reads(*names: Other) -> Callable[[Call], None]:
 
     def check(call: Call) -> None:
         for name in names:
-            if _lacks(call, name):
+            if name != "group" and _lacks(call, name):
                 raise call.lack(f"no {name}_P for it", NEEDED[name])
 
+    check.reads = frozenset(names)  # type: ignore[attr-defined]
     return check
+
+
+def reads_groups(loss: Callable[..., object]) -> bool:
+    """Does a loss say that it reads whole prompt groups, or one that is bound to it?"""
+    bound: list[Callable[..., object]] = []
+    while isinstance(loss, partial):
+        bound += (option for option in loss.keywords.values() if callable(option))
+        loss = loss.func
+    said = any("group" in getattr(check, "reads", ()) for check in requirements(loss))
+    return said or any(map(reads_groups, bound))
 
 
 def _lacks(call: Call, name: Other) -> bool:

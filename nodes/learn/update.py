@@ -6,7 +6,9 @@ is divided once per optimizer step. Equal rollouts make equal weights, to the bi
 Shapes: P sampled tokens of a micro-batch.
 """
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -14,17 +16,18 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.call import Call
+from penstock.graph.paths import encode, names_function, path_of, resolve, short
 from penstock.graph.types import Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.aggregation import Aggregation, normaliser, token_weights
-from penstock.nodes.learn.batch import Batch
+from penstock.nodes.learn.batch import Batch, Term
 from penstock.nodes.learn.figures import Taken, add_up, token_sums, update_figures
 from penstock.nodes.learn.losses import kl_to_reference
 from penstock.nodes.learn.minibatches import optimizer_steps
 from penstock.nodes.learn.objectives import aipo
-from penstock.nodes.learn.packing import Packed
-from penstock.nodes.learn.sampled import NEEDED, Loss, Sampled, reads
+from penstock.nodes.learn.packing import Packed, sampled_mask
+from penstock.nodes.learn.sampled import NEEDED, Loss, Sampled, reads, reads_groups
 from penstock.nodes.learn.schedules import Schedule
-from penstock.nodes.numbers import ADAMW, not_negative, positive
+from penstock.nodes.numbers import ADAMW, finite, not_negative, positive
 from penstock.nodes.policy import LanguagePolicy, Step, language_policy
 
 
@@ -40,7 +43,59 @@ def one_rate(call: Call) -> None:
         raise call.lack("a learning rate beside the input `rate`", "one of the two", "lr")
 
 
-@requires(penalty, not_negative("kl"), one_rate, *ADAMW)
+def own_names(call: Call) -> None:
+    """What terms require: a name for each, since their figures begin with it."""
+    beside = [call.view.nodes.get(item.ref.node) for item in call.node.inputs if item.name.startswith("beside[")]
+    options = [dict(node.options) for node in beside if node is not None and node.op == path_of(term)]
+    losses = [(own.get("name"), own["loss"]) for own in (call.options, *options)]
+    names = [name or short(loss["path"]) for name, loss in losses if names_function(loss)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise call.lack(f"two terms of the name {twice[0]!r}", f"{SAME}: {', '.join(names)}")
+
+
+def plain_name(call: Call) -> None:
+    name = call.options["name"]
+    if name and not (isinstance(name, str) and name.isidentifier()):
+        raise call.lack(repr(name), "letters, digits and _, which the names of its figures begin with", "name")
+
+
+SAME = 'names of their own, which the figures of each begin with: term(…, name="…")'
+
+
+@requires(penalty, not_negative("kl"), finite("weight"), plain_name)
+@node(pool="trainer", clock="update")
+def term(
+    rollouts: Rollouts,
+    advantage: Advantages | None = None,
+    reference: Logprobs | None = None,
+    proximal: Logprobs | None = None,
+    *,
+    loss: Loss,
+    weight: float = 1.0,
+    average: Aggregation = "token_mean",
+    kl: float = 0.0,
+    name: str = "",
+) -> Term:
+    """One more term of an update's loss, over the same rollouts or others: `policy_update(…, beside=[term(…)])`.
+
+    Inputs and options are as those of `policy_update`. Without an `advantage` each response has 1. `name` is what the
+    names of its figures begin with, by default the loss function's. A term without a sampled token adds nothing.
+    """
+    values_N = torch.ones(len(rollouts)) if advantage is None else advantage.values_N
+    return Term(
+        **{field.name: getattr(rollouts, field.name) for field in fields(Rollouts)},
+        values_N=values_N,
+        reference_NT=None if reference is None else reference.logprobs_NT,
+        proximal_NT=None if proximal is None else proximal.logprobs_NT,
+        name=name or _named(loss),
+        loss=json.dumps(encode(loss, "term: option 'loss'")),
+        weight=weight,
+        average=average,
+        kl=kl,
+    )
+
+
+@requires(penalty, not_negative("kl"), finite("weight"), one_rate, own_names, *ADAMW)
 @node(pool="trainer", clock="update")
 def policy_update(
     policy: AnyPolicy,
@@ -49,8 +104,10 @@ def policy_update(
     reference: Logprobs | None = None,
     proximal: Logprobs | None = None,
     rate: LearningRate | None = None,
+    beside: Sequence[Term] = (),
     *,
     loss: Loss,
+    weight: float = 1.0,
     average: Aggregation = "token_mean",
     kl: float = 0.0,
     epochs: int = 1,
@@ -69,21 +126,39 @@ def policy_update(
     loss. `lr` is a number or a schedule (see `schedules`); a `rate` that a node has computed takes its place.
     `clip_norm` bounds the 2-norm of each step's gradient.
 
+    `beside` are more terms of the same loss, made by `term`: what each step goes down along is Σ weight · average of
+    the term's token losses, each average over the term's own tokens or responses. All terms take part in each step,
+    with a minibatch of their own prompt groups.
+
     A batch is cut into minibatches by whole prompt groups, in an order keyed by the run's seed, the version and the
     epoch; where their number does not divide, as replay may have it, some have one group more than others. However many
-    steps are taken, the update makes one version. For the figures see `update_figures`. Raises ValueError for what does
-    not fit together, FloatingPointError for a gradient that is not finite: the steps before it stay taken.
+    steps are taken, the update makes one version. Raises ValueError for what does not fit together, FloatingPointError
+    for a gradient that is not finite: the steps before it stay taken.
+
+    Figures: those of `update_figures` and `lr`. With terms
+    beside it, `loss` is the weighted sum of all terms, NAME_loss that of each term by itself, the first one included,
+    and the other figures of a term are NAME_tokens, NAME_entropy and so on; without a name they are of the first term.
     """
     learner = language_policy(policy)
-    objective = _Objective(loss, average, kl)
-    batch = Batch.of(rollouts, advantage, learner.device, reference=reference, proximal=proximal)
+    first = Batch.of(rollouts, advantage, learner.device, reference=reference, proximal=proximal)
+    parts = [_Part(_named(loss), first, loss, weight, average, kl)]
+    parts += (_part(each, learner.device) for each in beside)
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{learner.context.node}: given terms {', '.join(names)}, needed {SAME}")
     step = Step(learner.rate(lr if rate is None else rate.value), clip_norm, betas, weight_decay)
-    shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
-    taken = [
-        _take_step(learner, batch.take(rows), objective, step, epoch, micro_tokens, last=number == len(shares))
-        for number, (epoch, rows) in enumerate(shares, 1)
-    ]
-    return policy, {**update_figures(taken), "lr": step.lr}
+    steps = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
+    cuts = [[rows for _, rows in steps]]
+    for number, part in enumerate(parts[1:], 1):
+        key = learner.context, learner.version, part.batch.rollouts.ordinals, epochs, minibatches, number
+        cuts.append([rows for _, rows in optimizer_steps(*key)] if len(part.batch) else [[] for _ in steps])
+    taken: list[list[Taken]] = [[] for _ in parts]
+    norms: list[float] = []
+    for number, ((epoch, _), *rows) in enumerate(zip(steps, *cuts, strict=True), 1):
+        minibatch = [replace(part, batch=part.batch.take(chosen)) for part, chosen in zip(parts, rows, strict=True)]
+        norms.append(_take_step(learner, minibatch, step, epoch, micro_tokens, taken, last=number == len(steps)))
+    of_steps = {"grad_norm": sum(norms) / len(norms), "optimizer_steps": float(len(norms)), "lr": step.lr}
+    return policy, {**_figures(parts, [update_figures(each) for each in taken]), **of_steps}
 
 
 @requires(reads("behaviour"), positive("rho"), *ADAMW)
@@ -118,49 +193,101 @@ def aipo_update(
 
 
 @dataclass(frozen=True)
-class _Objective:
-    """What the policy goes down along: a loss of tokens, how they are averaged, and a penalty on leaving."""
+class _Part:
+    """A term of the loss: what it is about, a loss of tokens, how they are averaged, and a penalty on leaving."""
 
+    name: str
+    batch: Batch
     loss: Loss
+    weight: float
     average: Aggregation
     kl: float
 
-    def __call__(self, logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
+    def total(self, logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
         """(the weighted sum of the tokens' losses, whether each was clipped)."""
         result = self.loss(logprobs_P, sampled)
         unclipped_P = torch.zeros_like(logprobs_P, dtype=torch.bool)
         loss_P, clipped_P = result if isinstance(result, tuple) else (result, unclipped_P)
         if not isinstance(loss_P, Tensor) or loss_P.shape != logprobs_P.shape:
-            name = getattr(getattr(self.loss, "func", self.loss), "__name__", repr(self.loss))
             given = list(loss_P.shape) if isinstance(loss_P, Tensor) else type(loss_P).__name__
             needed = f"a loss for each token, shape {list(logprobs_P.shape)}"
-            raise ValueError(f"loss {name}: given a result of shape {given}, needed {needed}")
+            raise ValueError(f"loss {_named(self.loss)}: given a result of shape {given}, needed {needed}")
         if self.kl:
             loss_P = loss_P + self.kl * kl_to_reference(logprobs_P, sampled.reference_P)
         weights_P = token_weights(sampled.lengths_P, aggregation=self.average)
         return (weights_P * loss_P).sum(), clipped_P
 
 
+def _part(beside: Term, device: torch.device) -> _Part:
+    loss = resolve(json.loads(beside.loss))
+    return _Part(beside.name, beside.batch(device), loss, beside.weight, beside.average, beside.kl)
+
+
+def _named(loss: Loss) -> str:
+    """What a loss function is called."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return getattr(loss, "__name__", repr(loss))
+
+
+def _figures(parts: Sequence[_Part], figures: Sequence[Metrics]) -> Metrics:
+    """The figures of an update, by those of each of its terms."""
+    if len(parts) == 1:
+        return figures[0]
+    pairs = list(zip(parts, figures, strict=True))
+    found = {f"{part.name}_{name}": figure for part, own in pairs[1:] for name, figure in own.items()}
+    found = {name: figure for name, figure in found.items() if not name.endswith(("_grad_norm", "_optimizer_steps"))}
+    whole = sum(part.weight * own["loss"] for part, own in pairs)
+    return {**found, **figures[0], "loss": whole, f"{parts[0].name}_loss": figures[0]["loss"]}
+
+
 def _take_step(
     learner: LanguagePolicy,
-    batch: Batch,
-    objective: _Objective,
+    parts: Sequence[_Part],
     step: Step,
     epoch: int,
     micro_tokens: int | None,
+    taken: Sequence[list[Taken]],
     *,
     last: bool,
-) -> Taken:
-    """One optimizer step on the whole of a (mini)batch."""
-    lengths_N = batch.lengths()
+) -> float:
+    """One optimizer step on the whole of a (mini)batch, noted in `taken` for each term; the gradient's 2-norm.
 
-    def micro(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        sampled = batch.sampled(packed, lengths_N)
-        total, clipped_P = objective(logprobs_P, sampled)
-        sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
-        return total, {"loss": total.detach().double(), **sums}
+    Gradients add up in units of the first normaliser, by which the sum is divided at the end.
+    """
+    unit, made = 0.0, []
+    for part, notes in zip(parts, taken, strict=True):
+        batch = part.batch
+        if len(parts) > 1 and not sampled_mask(batch.rollouts).any():
+            continue
+        lengths_N, whole_groups = batch.lengths(), reads_groups(part.loss)
+        divisor = normaliser(lengths_N, aggregation=part.average, max_tokens=learner.context.max_tokens)
+        unit = unit or divisor
+        micro = partial(_micro, learner, part, lengths_N, whole_groups, part.weight * (unit / divisor))
+        packed = learner.pack(batch.rollouts, micro_tokens, whole_groups=whole_groups)
+        sums = add_up(learner.accumulate(packed, micro))
+        made.append((notes, sums, sums["loss"] / divisor))
+    if not unit:
+        given = f"{len(parts)} terms, {' and '.join(part.name for part in parts)}, without a sampled token"
+        raise ValueError(f"{learner.context.node}: given {given}, needed at least one in each minibatch")
+    grad_norm = learner.apply(step, normaliser=unit, last=last)
+    for notes, sums, mean in made:
+        notes.append(Taken(sums, mean, grad_norm, epoch))
+    return grad_norm
 
-    sums = add_up(learner.accumulate(learner.pack(batch.rollouts, micro_tokens), micro))
-    divisor = normaliser(lengths_N, aggregation=objective.average, max_tokens=learner.context.max_tokens)
-    grad_norm = learner.apply(step, normaliser=divisor, last=last)
-    return Taken(sums, sums["loss"] / divisor, grad_norm, epoch)
+
+def _micro(
+    learner: LanguagePolicy,
+    part: _Part,
+    lengths_N: Tensor,
+    whole_groups: bool,
+    scale: float,
+    packed: Packed,
+    logprobs_P: Tensor,
+    entropy_P: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch of a term, times `scale`, and the sums over its tokens."""
+    sampled = part.batch.sampled(packed, lengths_N, whole_groups=whole_groups)
+    total, clipped_P = part.total(logprobs_P, sampled)
+    sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
+    return total * scale, {"loss": total.detach().double(), **sums}

@@ -1,6 +1,7 @@
 """Tracing: a program is called once, and what it calls is the graph."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,14 @@ import pytest
 from penstock.graph import (
     Advantages,
     Context,
+    Graph,
     GraphError,
     Metrics,
+    Policy,
     Rewards,
     Rollouts,
     broadcast,
+    check,
     load,
     node,
     program,
@@ -349,3 +353,53 @@ def test_flags_without_annotation_or_default() -> None:
     assert [(f.annotation, f.default) for f in bare.flags] == [(Any, REQUIRED), (float, 0.5), (Any, None)]
     fails(lambda: trace(bare), "bare: option 'must'", "given   nothing", "no default")
     assert dict(trace(bare, {"must": 1}).options) == {"must": 1, "rate": 0.5, "maybe": None}
+
+
+# Inputs that are lists ----------------------------------------------------------------------------------------
+
+
+@node(clock="update")
+def summed(rollouts: Rollouts, hints: Rewards | None = None, rewards: Sequence[Rewards] = ()) -> Rewards:
+    """All rewards together."""
+    return sum(rewards, Rewards(0.0))
+
+
+@node(clock="update")
+def told(rewards: Rewards) -> Metrics:
+    return {}
+
+
+def test_a_list_of_values_is_an_input_for_each_and_one_parameter() -> None:
+    @program
+    def several(policy: Policy, rollouts: Rollouts, one: Rewards, two: Rewards) -> Policy:
+        told(summed(rollouts, rewards=[two, one, two]))
+        told(summed(rollouts))
+        return policy
+
+    graph = trace(several)
+    assert [(i.name, i.ref.node) for i in graph["summed"].inputs] == [
+        ("rollouts", "rollouts"),
+        *((f"rewards[{place}]", name) for place, name in enumerate(("two", "one", "two"))),
+    ]
+    assert "summed(rollouts, rewards=[two, one, two])" in str(graph)
+    assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+    twelve = {f"rewards[{place}]": Rewards(10.0**place) for place in range(12)}
+    assert summed.run(None, {"rollouts": None, **twelve}, {}).values_N == 111_111_111_111
+    assert summed.run(None, {"rollouts": None}, {}).values_N == 0.0
+
+
+def test_what_is_no_list_of_such_values_is_refused() -> None:
+    @program
+    def alone(policy: Policy, rollouts: Rollouts, one: Rewards) -> Policy:
+        told(summed(rollouts, rewards=one))  # type: ignore[arg-type]
+        return policy
+
+    @program
+    def mistyped(policy: Policy, rollouts: Rollouts, one: Rewards) -> Policy:
+        told(summed(rollouts, rewards=[one, rollouts]))  # type: ignore[list-item]
+        return policy
+
+    with pytest.raises(GraphError, match=r"summed: input 'rewards'\n.*\n +needed  a list of values of type Rewards"):
+        trace(alone)
+    faults = [(f.what, f.given) for f in check(trace(mistyped)) if "input" in f.what]
+    assert faults == [("summed: input 'rewards[1]'", "Rollouts (from rollouts)")]

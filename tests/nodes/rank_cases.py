@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.graph.types import Context, Metrics, Rewards
 from penstock.nodes.average import FollowingPolicy, ema, make_average
 from penstock.nodes.critic import critic_update, critic_values, gae, make_critic
-from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.objectives import aipo
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
 from penstock.nodes.learn.update import policy_update
@@ -66,7 +65,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
 def few_rows(rank: int, folder: Path, mesh: str) -> None:
     """A batch that has less micro-batches than there are ranks, and a loss that fails first."""
     parted, one = policy(mesh, rank), policy()
-    rollouts, advantage = (take_rows(part, [2]) for part in batch())
+    rollouts, advantage = (part.take([2]) for part in batch())
 
     def failing(*_: Any) -> Tensor:
         raise ArithmeticError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.graph.types import Rewards
-from penstock.nodes.learn.minibatches import minibatch_rows, take_rows
+from penstock.nodes.learn.minibatches import minibatch_rows
 
 from .updating import batch
 
@@ -48,8 +48,8 @@ def test_groups_are_never_torn(minibatches: int) -> None:
 def test_rows_are_taken_of_arrays_and_of_tuples_alike() -> None:
     rollouts, _ = batch()
     rollouts.logprobs_NT = None
-    taken = take_rows(rollouts, [3, 1])
+    taken = rollouts.take([3, 1])
     assert taken.ordinals == (3, 1)
     assert taken.logprobs_NT is None
     assert torch.equal(taken.tokens_NS, rollouts.tokens_NS[[3, 1]])
-    assert take_rows(Rewards(torch.tensor([5.0, 6.0])), [1]).values_N.tolist() == [6]
+    assert Rewards(torch.tensor([5.0, 6.0])).take([1]).values_N.tolist() == [6]

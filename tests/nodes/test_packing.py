@@ -95,3 +95,18 @@ def test_no_micro_batch_is_without_a_target() -> None:
     nothing[1, 1] = True
     (micro,) = pack(tokens, prompts, responses, 1, sampled_NT=nothing)
     assert (micro.sequence_P.tolist(), micro.step_P.tolist()) == ([1], [1])
+
+
+@given(LENGTHS, st.integers(1, 120), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_groups_stay_whole_and_nothing_is_lost(lengths: Lengths, size: int, multiple: int, random: Random) -> None:
+    tokens, prompts, responses = batch(lengths)
+    groups = torch.tensor([random.randrange(3) for _ in lengths])
+    micros = pack(tokens, prompts, responses, size, multiple, group_N=groups)
+    places = [(s, t) for m in micros for s, t in zip(m.sequence_P.tolist(), m.step_P.tolist(), strict=True)]
+    assert sorted(places) == [(s, t) for s, (_, response) in enumerate(lengths) for t in range(response)]
+    held = [set(groups[m.sequence_P].tolist()) for m in micros]
+    assert sum(map(len, held)) == len(set(groups.tolist()))
+    for m, found in zip(micros, held, strict=True):
+        assert m.tokens_RW.numel() <= size or len(found) == 1
+        at = prompts[m.sequence_P] + m.step_P
+        assert torch.equal(m.tokens_RW.flatten()[m.at_P], tokens[m.sequence_P, at - 1])

@@ -14,7 +14,6 @@ from penstock.nodes.distillation import distill_update, distillation_advantage
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.mismatch import mismatch
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.minibatches import take_rows
 from penstock.nodes.learn.objectives import ppo
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
 from penstock.nodes.learn.update import aipo_update, policy_update
@@ -86,9 +85,9 @@ def replayed(rollouts: Rollouts) -> Rollouts:
     advantage = Advantages(torch.zeros(len(rollouts)))
     memory, _, _ = replay.fn(memory, rollouts, advantage)
     memory = decode(type(memory), *encode(memory))
-    later = replace(take_rows(rollouts, [0]), ordinals=(9,))
-    _, (both, _), _ = replay.fn(memory, later, take_rows(advantage, [0]))
-    both = take_rows(both, range(1, len(both)))
+    later = replace(rollouts.take([0]), ordinals=(9,))
+    _, (both, _), _ = replay.fn(memory, later, advantage.take([0]))
+    both = both.take(range(1, len(both)))
     assert isinstance(both, Rollouts)
     return both
 

@@ -14,7 +14,7 @@ from penstock.graph import Policy, Prompts, broadcast, check, program, trace
 from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.minibatches import minibatch_rows, optimizer_steps, take_rows
+from penstock.nodes.learn.minibatches import minibatch_rows, optimizer_steps
 from penstock.nodes.learn.objectives import (
     aipo,
     cispo,
@@ -219,7 +219,7 @@ def test_minibatches_are_updates_on_whole_prompt_groups_in_the_keyed_order() -> 
     parts = minibatch_rows(rollouts.ordinals, 2, cut.context.key("minibatches", 0, 0))
     assert sorted(parts) == [[0, 1], [2, 3, 4]]
     for rows in parts:
-        policy_update.fn(step_by_step, take_rows(rollouts, rows), take_rows(advantage, rows), loss=aipo)
+        policy_update.fn(step_by_step, rollouts.take(rows), advantage.take(rows), loss=aipo)
     policy_update.fn(cut, rollouts, advantage, loss=aipo, minibatches=2)
     assert equal(step_by_step, cut)
     assert cut.version == 1
