@@ -267,7 +267,7 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
 def _goes_on(summary: Mapping[str, Any]) -> str:
     """From where, and what is done again."""
     at, done = summary["checkpoint"], summary["updates"]
-    if at == done:
+    if at >= done:
         return f"from update {at}" if at else "from the beginning"
     held = f"the last checkpoint, of update {at}" if at else "the beginning, since there is no checkpoint"
     return f"from {held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"

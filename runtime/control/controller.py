@@ -69,6 +69,7 @@ class Controller:
         self, folder: RunFolder, config: RunConfig, server: Server, session: Session, cut: Checkpoint | None
     ) -> None:
         self.folder, self.config, self.server, self.session, self.cut = folder, config, server, session, cut
+        folder.hold()
         self.board = Board()
         self.launcher: queue.SimpleQueue[str] = queue.SimpleQueue()
         replicas = config.plan.replicas
@@ -253,7 +254,7 @@ class Controller:
         for peer in self.server.peers:
             if peer.startswith("agent:"):
                 self.server.send(peer, Goodbye(self.session.status))
-        (self.folder.path / "processes.json").unlink(missing_ok=True)
+        (self.folder.held / "processes.json").unlink(missing_ok=True)
 
 
 def say(line: Mapping[str, Any]) -> None:
@@ -299,9 +300,10 @@ def main() -> None:
     try:
         status = _control(folder, config, server)
     except RecordError as error:
-        say({"kind": "error", "text": str(error)})
+        say({"kind": "error", "text": folder.follow() or str(error)})
     except Exception:
-        say({"kind": "error", "text": f"the controller failed:\n{traceback.format_exc()}"})
+        why = folder.follow() or f"the controller failed:\n{traceback.format_exc()}"
+        say({"kind": "error", "text": why})
     finally:
         server.close()
     sys.stdout.flush()

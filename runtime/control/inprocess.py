@@ -149,6 +149,7 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     except RecordError:  # of the folder, which takes no summary either
         raise
     except Exception as error:  # none of a node, which fails its firing alone
+        folder.require()
         session.abort(told(error).rstrip(), monotonic())
         status = session.status
     finally:

@@ -220,7 +220,9 @@ class RunFolder:
         raise RecordError(f"{self.path}: the run folder was {became} while the run went on; {needed}")
 
     def follow(self) -> str:
-        """Take the path that the folder which is held has now; why that is another one, "" if it is not."""
+        """Take the path that the folder which is held has now; why that is another one, "" if it is not, or none is."""
+        if self._held is None:
+            return ""
         try:
             self.require()
         except RecordError as fault:

@@ -1,6 +1,7 @@
 """A run that was stopped or killed and goes on ends with the bits of one that was left alone; no group counts twice."""
 
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.runtime.control.config import Flags
 from penstock.runtime.record.checkpoint import latest_checkpoint
+from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import read_log
 
@@ -128,6 +130,43 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 def interrupt_at(update: int, line: Line) -> None:
     if line.get("kind") == "row" and line["row"]["update"] == update:
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_folder_that_is_moved_meanwhile_ends_the_run_and_what_is_put_in_its_place_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    folder, moved = toy_run(tmp_path / "r", 0, checkpoint_every=1), tmp_path / "moved"
+
+    def move(line: Line) -> None:
+        if line.get("kind") == "row" and line["row"]["update"] == 3:
+            folder.rename(moved)
+            (folder / "checkpoints").mkdir(parents=True)
+            (folder / "processes.json").write_text("another run's")
+
+    with pytest.raises(RecordError, match=f"{folder}: the run folder was moved to {moved} while the run went on"):
+        status_here(folder, move)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "processes.json"]
+    assert list((folder / "checkpoints").iterdir()) == []
+    cut = latest_checkpoint(RunFolder.open(moved))
+    assert cut is not None
+    assert not (moved / "processes.json").exists()
+    run_here(with_updates(moved, cut.update + 2))
+    assert_whole(moved, 0, cut.update + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_run_whose_folder_goes_away_ends_with_that_and_makes_none_again(tmp_path: Path, how: str) -> None:
+    folder, moved = toy_run(tmp_path / "r", 0, checkpoint_every=1), tmp_path / "moved"
+    with Running(folder) as running:
+        running.until_update(3)
+        folder.rename(moved)
+        if how == "removed":
+            shutil.rmtree(moved)
+        assert running.wait() == 1
+    assert f"{folder}: the run folder was {how}" in running.errors
+    assert list(tmp_path.iterdir()) == ([moved] if how == "moved" else [])
+    assert how == "removed" or not (moved / "keys").exists()
 
 
 @pytest.mark.slow

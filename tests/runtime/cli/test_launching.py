@@ -110,6 +110,26 @@ def test_a_controller_that_could_not_write_leaves_a_summary_of_what_it_did(
     assert last["error"] == "events.log: cannot be written: the disk is full"
 
 
+def test_a_run_whose_folder_was_moved_has_its_summary_there_and_nothing_in_its_place(
+    processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move(folder: RunFolder, cluster: Cluster, tell: Any) -> int:
+        processes(folder, cluster, tell)
+        write_cut(folder, open_cut(folder, "r", 5), {"update": 5}, {})
+        out.rename(moved)
+        return FAILED
+
+    monkeypatch.setattr("penstock.runtime.cli.launching.launch", move)
+    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    assert list(tmp_path.iterdir()) == [moved]
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary == json.loads((moved / "summary.json").read_text())
+    assert (summary["status"], summary["checkpoint"]) == ("failed", 5)
+    assert f"{out}: the run folder was moved to {moved}" in summary["error"]
+
+
 def test_a_summary_that_cannot_be_written_is_printed_all_the_same(
     processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

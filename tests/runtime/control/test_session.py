@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -214,6 +215,30 @@ def test_a_resume_that_is_stopped_before_it_begins_has_the_groups_of_its_cut(fol
     session.stop(monotonic())
     summary = folder.read_json("summary.json")
     assert (summary["status"], summary["updates"], summary["groups"]) == ("stopped", UPDATES, 2 * UPDATES)
+
+
+def test_a_resume_that_is_stopped_before_a_group_is_done_writes_no_checkpoint_again(folder: RunFolder) -> None:
+    run(folder, lag=0)
+    before = files_of(folder.checkpoints)
+    cut, config = latest_checkpoint(folder), RunConfig.load(folder)
+    assert cut is not None
+    config = replace_fields(config, flags=replace_fields(config.flags, updates=UPDATES + 3))
+    session = Watched(config, RunRecorder(folder, config, lambda line: None, monotonic(), cut), cut.cut)
+    session.stop_when = lambda session, result: True
+    InProcess(config, session, folder.path, cut.folder).run()
+    assert (session.status, session.stopping is not None) == ("stopped", True)
+    assert files_of(folder.checkpoints) == before != {}
+    assert [path.name for path in folder.checkpoints.iterdir()] == [cut.folder.name]
+
+
+def test_a_resume_whose_training_was_done_writes_no_checkpoint_again(folder: RunFolder) -> None:
+    """As one that was killed while it measured the accuracy afterwards."""
+    run(folder)
+    before = files_of(folder.checkpoints)
+    folder.lock()
+    assert run_in_process(folder, lambda line: None) == "done"
+    folder.unlock()
+    assert files_of(folder.checkpoints) == before != {}
 
 
 def test_a_run_of_another_format_is_refused_with_both_versions(folder: RunFolder) -> None:
