@@ -12,7 +12,6 @@ and stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +22,21 @@ from typing import NoReturn
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.heartbeat import INTERVAL
 from penstock.runtime.control.keys import Join
-from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Kill, Launch, Message
+from penstock.runtime.control.messages import (
+    AgentReady,
+    Exited,
+    Goodbye,
+    Heartbeat,
+    Kill,
+    Launch,
+    Message,
+    Note,
+    signal_name,
+)
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.ranks import Ended, Ranks
-from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.control.stops import on_stop
+from penstock.runtime.control.wire import JOIN_S, SILENCE
 from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import make_folder
 from penstock.runtime.tensor.segments import SHM, sweep
@@ -34,8 +44,6 @@ from penstock.runtime.tensor.segments import SHM, sweep
 WORKER = ("-m", "penstock.runtime.control.worker")
 LEAVE_S = 3.0
 """Seconds that ranks have to end by themselves after a goodbye."""
-JOIN_S = 60.0
-"""Seconds that an agent tries to reach its controller."""
 
 
 class Agent:
@@ -72,6 +80,11 @@ class Agent:
                     self._client.send(Heartbeat(self._join.host, 0, now))
                 if fault := self._fault(now):
                     return fault
+        except _Ended as ended:
+            # Before the ranks' deaths, of which this is the reason: they are killed.
+            by = f"ended by {signal_name(ended.number)}"
+            self._client.send(Note("error", f"the agent of host {self._join.host} was {by}, and with it its ranks"))
+            raise
         finally:
             self._tell(self._ranks.close())
             sweep(None, folders)
@@ -137,15 +150,23 @@ def serve(join_file: Path, folder: Path | None = None) -> int:
         said = f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)"
         print(visible(said), file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _terminated)
-    fault = Agent(join, join_file).run()
+    with on_stop(_end):
+        fault = Agent(join, join_file).run()
     if fault:
         print(visible(f"penstock agent: {fault}"), file=sys.stderr)
     return 1 if fault else 0
 
 
-def _terminated(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)
+class _Ended(SystemExit):
+    """A signal asks this process to end: `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise _Ended(number)
 
 
 def main() -> None:

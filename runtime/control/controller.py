@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
+from msgspec import structs
+
 from penstock.graph.ir import Firing
 from penstock.runtime.control.board import Board
 from penstock.runtime.control.complaint import Complaint
@@ -104,7 +106,7 @@ class Controller:
         until = monotonic() + seconds
         while len(self.pids) < len(self.ranks) and self.session.running:
             self._turn()
-            if monotonic() > until:
+            if monotonic() > until + self.server.held_up:
                 raise PeerFault(self._absent(seconds))
 
     def _absent(self, seconds: float) -> str:
@@ -170,7 +172,7 @@ class Controller:
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
                         self.server.drop("excessive", self._spelled(asker), found.error)
-                    self.server.answer(asker, found)
+                    self.server.answer(asker, structs.replace(found, held_up=self.server.held_up))
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":

@@ -13,6 +13,7 @@ from time import monotonic
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, MessageError, Note, Question
+from penstock.runtime.control.wire import JOIN_S, SILENCE
 
 INTERVAL = 1.0
 """Seconds from one heartbeat to the next."""
@@ -20,12 +21,13 @@ INTERVAL = 1.0
 
 class Pulse:
     """Beats for a rank from its own thread until `stop`, and asks the controller's board for any thread of the rank.
-    `doing` says what the main thread is at.
+    `doing` says what the main thread is at; `held_up` is the controller's, as of its last answer.
     """
 
     def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
         self._replica, self._rank, self._interval = replica, rank, interval
         self.doing: Callable[[], str] = str
+        self.held_up = 0.0
         self._client = Client(join, "heartbeat", replica, rank)
         self._numbers = count(1)
         self._said: SimpleQueue[Question | Note] = SimpleQueue()
@@ -68,12 +70,16 @@ class Pulse:
             self._awaited.discard(number)
             found = self._found.pop(number, None)
             if refused := self._refused or (found.error if found else ""):
-                raise RuntimeError(f"refused by the controller: {refused}")
+                raise RuntimeError(f"no answer of the controller's key-value store: {refused}")
             return found.values if found else None
 
     def _beat(self) -> None:
-        client, due = self._client, monotonic() + self._interval
+        client, due, joined = self._client, monotonic() + self._interval, False
         while not self._over.is_set():
+            lost = client.lost(monotonic())
+            joined = joined or lost == 0
+            if lost > (SILENCE if joined else JOIN_S):
+                self._refuse(f"no connection to the controller for {lost:.0f} s")
             for message in client.receive(max(0.0, due - monotonic())):
                 if isinstance(message, Found):
                     self._hear(message)
@@ -85,6 +91,7 @@ class Pulse:
     def _hear(self, message: Found) -> None:
         """An answer that no thread awaits any more is dropped."""
         with self._heard:
+            self.held_up = message.held_up
             if message.number == 0:
                 self._refused = message.error
             elif message.number in self._awaited:
@@ -98,6 +105,10 @@ class Pulse:
             except Empty:
                 return
             except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
-                with self._heard:
-                    self._refused = str(error)
-                    self._heard.notify_all()
+                self._refuse(str(error))
+
+    def _refuse(self, why: str) -> None:
+        """There will be no answer."""
+        with self._heard:
+            self._refused = why
+            self._heard.notify_all()

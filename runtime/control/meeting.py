@@ -12,8 +12,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.messages import Count, Look, Post
 
-ANSWER_S = 30.0
-"""Seconds for the controller to answer what it knows."""
+ANSWER_S = 600.0
+"""Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
+found by its connection, long before that."""
 
 
 class Meeting(Store):
@@ -56,8 +57,12 @@ class Meeting(Store):
         self._await(keys, self.timeout if timeout is None else timeout)
 
     def _await(self, keys: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
-        seconds = timeout.total_seconds()
+        seconds, counted = timeout.total_seconds(), self._pulse.held_up
         found = self._pulse.ask(lambda number: Look(number, tuple(keys)), seconds)
+        # Seconds for which the controller itself was stopped count for no rank: its answer says how many they were.
+        while found is None and self.check(keys[:1]) is not None and (more := self._pulse.held_up - counted) > 0:
+            counted += more
+            found = self._pulse.ask(lambda number: Look(number, tuple(keys)), more)
         if found is None:
             raise RuntimeError(f"{', '.join(keys)} not there within {seconds:g} s")
         return {key: bytes.fromhex(value) for key, value in found.items()}

@@ -178,12 +178,14 @@ class Order(Packable, frozen=True):
 
 class Found(Packable, frozen=True):
     """The answer to question `number`: values of the board, in hexadecimal. `error` says why there is none; number 0
-    stands for a Post, which has no answer unless it is refused.
+    stands for a Post, which has no answer unless it is refused. `held_up` are the seconds that the controller itself
+    was stopped so far.
     """
 
     number: int
     values: dict[str, str]
     error: str = ""
+    held_up: float = 0.0
 
 
 class Goodbye(Packable, frozen=True):

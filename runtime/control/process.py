@@ -89,7 +89,10 @@ def kill_session(pid: int) -> None:
 def describe_exit(child: "subprocess.Popen[bytes]") -> str:
     """How a child ended, in a few words."""
     status = child.returncode
-    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
+    if status < 0:
+        return f"killed by {signal_name(-status)}"
+    asked = f" ({signal_name(status - 128)})" if 128 < status < 160 else ""  # the shell's way to say so
+    return f"exit status {status}{asked}"
 
 
 def tail(path: Path) -> str:

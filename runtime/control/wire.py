@@ -53,6 +53,8 @@ from penstock.runtime.tensor.handle import Handle, owner_of
 
 SILENCE = 15.0
 """Seconds without a sign of life after which a peer is taken for dead."""
+JOIN_S = 60.0
+"""Seconds that a process tries to reach its controller for the first time."""
 MAX_WAITING = 100_000
 """Messages that may wait for one peer: past it the peer is stuck, and sending fails."""
 MAX_UNREAD = 64
@@ -80,13 +82,19 @@ _SAYS: Mapping[str, tuple[type, ...]] = {
 
 
 def tune(socket: zmq.Socket[bytes]) -> None:
-    """What both sides need. A peer that stops answering libzmq's own pings is cut off after SILENCE."""
+    """What both sides need. A connection is cut when the other side's kernel has not answered for SILENCE. It is not
+    libzmq that pings: it would not answer while its process is stopped, and cut all its connections when that goes on.
+    """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
     socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
     socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(SILENCE / 3)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(SILENCE / 15)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 10)
+    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * SILENCE))
+    socket.setsockopt(zmq.RCVBUF, 1 << 20)  # what is said while the process is stopped
 
 
 def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:

@@ -21,7 +21,7 @@ from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.raised import told
-from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.control.wire import JOIN_S, SILENCE
 
 if TYPE_CHECKING:
     from penstock.runtime.control.rank import Rank
@@ -87,13 +87,16 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
 def await_setup(client: Client) -> Setup | None:
     """The first order of business; None if the run ends before it begins."""
+    joined = False
     while True:
         for message in client.receive(IDLE):
             if isinstance(message, Setup):
                 return message
             if isinstance(message, Goodbye):
                 return None
-        if client.lost(monotonic()) > SILENCE:
+        lost = client.lost(monotonic())
+        joined = joined or lost == 0
+        if lost > (SILENCE if joined else JOIN_S):
             return None
 
 

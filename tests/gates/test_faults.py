@@ -3,21 +3,25 @@
 import os
 import signal
 from pathlib import Path
+from time import sleep
 
 import pytest
 
 from penstock.runtime.control.config import Flags
+from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.plan.cluster import Cluster, Host
 
-from .running import FAULTS, Options, Running, make_run, rows, summary
+from .running import FAULTS, ONE_HOST, Options, Running, make_run, rows, summary
 
 pytestmark = pytest.mark.timeout(400)
 LONG: Options = {"lag": 1, "generate_ms": 20.0, "score_ms": 2.0, "update_ms": 10.0, "sync_ms": 0.0}
 POOLS = ("generator", "scorer", "trainer")
 
 
-def long_run(path: Path, deadline: float = 60.0) -> Path:
+def long_run(path: Path, deadline: float = 60.0, cluster: Cluster = ONE_HOST) -> Path:
     """A run that does not end by itself while a test lasts."""
-    return make_run(path, "toy", LONG, Flags(updates=100_000, batch=4, slots=16, deadline=deadline))
+    flags = Flags(updates=100_000, batch=4, slots=16, deadline=deadline)
+    return make_run(path, "toy", LONG, flags, cluster=cluster)
 
 
 @pytest.mark.slow
@@ -106,14 +110,19 @@ def test_a_stopped_agent_is_found_by_its_silence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_controller_is_ended_once_its_agents_have_given_it_up(tmp_path: Path) -> None:
-    folder = long_run(tmp_path / "r")
+@pytest.mark.parametrize("bind", ["", "127.0.0.1:0"])
+def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: Path, bind: str) -> None:
+    cluster = Cluster(hosts=(Host(name="local", cores=2),), bind=bind)
+    folder = long_run(tmp_path / "r", deadline=10.0, cluster=cluster)
     with Running(folder) as running:
         pid = running.until_ready()["controller"]
         running.until_update(1)
         os.kill(pid, signal.SIGSTOP)
-        assert running.wait() == 1
-    assert f"the controller (pid {pid}) ended" in running.errors
+        sleep(SILENCE + 5.0)
+        os.kill(pid, signal.SIGCONT)
+        running.until_update(len(rows(folder)) + 3)
+        running.interrupt()
+        assert running.wait() == 130, running.errors
 
 
 @pytest.mark.slow

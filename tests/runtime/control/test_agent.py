@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -204,6 +205,26 @@ def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> N
         assert (exited.replica, exited.rank, exited.status) == ("generator/0", 0, 1)
         assert "Cannot allocate memory" in exited.tail
         assert exited.tail.endswith("ChildProcessError: a rank could not be forked")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_an_agent_that_is_told_to_end_says_so_before_its_ranks_deaths(tmp_path: Path, number: signal.Signals) -> None:
+    with bench(tmp_path, ranks=ON_B) as b:
+        b.join("b").write(b.folder / "b.json")
+        command = [sys.executable, "-m", "penstock.runtime.control.agent", str(b.folder / "b.json")]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            heard(b, AgentReady)
+            b.heard.clear()
+            process.send_signal(number)
+            note = heard(b, Note)
+            assert note.level == "error"
+            assert number.name in note.text
+            until(lambda: b.hear() is not None and process.poll() is not None)
+            assert process.returncode == 128 + number
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_what_forks_is_started_again_for_the_first_rank_too(b: Bench) -> None:

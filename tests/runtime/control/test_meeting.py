@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from msgspec import structs
 from torch._C._distributed_c10d import Store
 
 from penstock.runtime.control.board import MAX_KEPT, Board
@@ -28,7 +29,7 @@ TCP = "tcp://127.0.0.1:0"
 
 
 @contextmanager
-def controller(server: Server) -> Iterator[None]:
+def controller(server: Server, held_up: float = 0.0) -> Iterator[None]:
     """Answers what is asked of the board, as a controller does."""
     board, over = Board(), threading.Event()
 
@@ -36,7 +37,7 @@ def controller(server: Server) -> Iterator[None]:
         while not over.is_set():
             for peer, message in server.receive(0.02):
                 for asker, found in board.hear(peer, message) if isinstance(message, get_args(Question)) else ():
-                    server.answer(asker, found)
+                    server.answer(asker, structs.replace(found, held_up=held_up))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -48,9 +49,9 @@ def controller(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def meetings(folder: Path, ranks: int, endpoint: str = "") -> Iterator[list[Meeting]]:
+def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0) -> Iterator[list[Meeting]]:
     """The stores of so many ranks, each over a connection of its own."""
-    with bench(folder, endpoint) as b, controller(b.server):
+    with bench(folder, endpoint) as b, controller(b.server, held_up):
         pulses = [Pulse(b.join(), "generator/0", rank).start() for rank in range(ranks)]
         try:
             yield [Meeting(pulse) for pulse in pulses]
@@ -78,6 +79,17 @@ def test_keys_that_nobody_sets_are_an_error_with_the_deadline(tmp_path: Path) ->
             store.wait(["absent"], timedelta(seconds=0.05))
         store.set("there", "yes")
         assert store.get("there") == b"yes"  # the answer that came of nothing is nobody's
+
+
+def test_seconds_for_which_the_controller_was_stopped_are_no_ranks(tmp_path: Path) -> None:
+    with meetings(tmp_path, 2, held_up=30.0) as (store, other), ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(store.wait, ["late"], timedelta(seconds=0.05))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        other.set("late", "1")
+        waiting.result(20)
+        with pytest.raises(RuntimeError, match=r"absent not there within 0\.05 s"):
+            store.wait(["absent"], timedelta(seconds=0.05))
 
 
 def test_a_group_is_made_and_carries_and_an_absent_rank_is_named(tmp_path: Path) -> None:
@@ -127,7 +139,7 @@ def test_a_rank_that_posts_too_much_is_told_so(tmp_path: Path, size: int, said: 
     with meetings(tmp_path, 2) as (store, other):
         for number in range(2):
             store.set(str(number), "x" * size)
-        with pytest.raises(RuntimeError, match=f"refused by the controller: {said}"):
+        with pytest.raises(RuntimeError, match=f"key-value store: {said}"):
             store.wait(["1"], timedelta(seconds=20))
         other.set("small", "1")
         assert other.get("small") == b"1"

@@ -2,7 +2,10 @@
 
 import os
 import random
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control import wire
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.endpoints import ipc_endpoint
+from penstock.runtime.control.keys import Keys
 from penstock.runtime.control.listen import WireError
 from penstock.runtime.control.messages import (
     MAX_BYTES,
@@ -38,6 +42,7 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.wire import MAX_DRAIN_BYTES, MAX_NOTES, Server
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Saved, Swapped
 from penstock.runtime.tensor.handle import Handle
+from tests.halt import halt
 
 from .sockets import Raw, Role, bench, stranger, until
 
@@ -245,6 +250,53 @@ def test_a_rank_has_one_connection_for_its_heartbeats(tmp_path: Path) -> None:
         b.wait_for_count("unknown")
         first.say(pack(Post("key", "02"), 2))
         assert b.wait_for(1) == [("generator/0:0", Post("key", "02"))]
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from penstock.runtime.control import wire
+from penstock.runtime.control.keys import Door
+from penstock.runtime.control.messages import Goodbye, Note
+wire.SILENCE = float(sys.argv[2])
+server = wire.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local"})
+print(server.endpoint, flush=True)
+while True:
+    for peer, message in server.receive(0.1):
+        if isinstance(message, Note):
+            server.send(peer, Goodbye(message.text))
+"""
+
+
+@pytest.mark.parametrize("endpoint", ["", TCP])
+def test_a_controller_that_was_stopped_goes_on_with_the_same_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    silence = 0.5
+    keys = Keys.make("run", endpoint or ipc_endpoint(tmp_path), ["local", "b"])
+    keys.door.write(tmp_path / "door.json")
+    command = [sys.executable, "-c", STOPPED, str(tmp_path / "door.json"), str(silence)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        join = keys.join("local", child.stdout.readline().strip(), tmp_path)
+        monkeypatch.setattr(wire, "SILENCE", silence)
+        client = Client(join, "rank", "generator/0")
+        client.send(Note("info", "before"))
+        assert until(lambda: client.receive(0.1)) == [Goodbye("before")]
+        halt(child)
+        client.send(Note("info", "meanwhile"))
+        end = monotonic() + 5 * silence
+        while monotonic() < end:
+            assert client.receive(0.1) == []
+            assert client.lost(monotonic()) == 0
+        child.send_signal(signal.SIGCONT)
+        assert until(lambda: client.receive(0.1)) == [Goodbye("meanwhile")]
+        assert client.lost(monotonic()) == 0
+        client.close()
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(tmp_path: Path) -> None:
