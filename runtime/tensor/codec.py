@@ -25,6 +25,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 _SCALARS = {str, int, float, bool, type(None)}
+_FIELDS: dict[type, tuple[str, ...]] = {}
 _WHOLE = "value"  # the field's name when the value is no dataclass
 
 Meta = dict[str, Any]
@@ -100,10 +101,9 @@ def _copied(item: Any) -> Any:
             raise CodecError(f"given a numpy array of {item.dtype}, needed one of numbers ({error})") from error
     if isinstance(item, np.generic):
         return item.item()
-    if kind is tuple and set(map(type, item)) <= _SCALARS:
-        return item
     if kind is tuple or kind is list:
-        return kind(map(_copied, item))
+        plain = _SCALARS.issuperset(map(type, item))
+        return item if plain and kind is tuple else kind(item if plain else map(_copied, item))
     if kind is dict:
         return {key: _copied(entry) for key, entry in item.items()}
     if is_dataclass(item) and not isinstance(item, type):
@@ -115,7 +115,9 @@ def _copied(item: Any) -> Any:
 
 
 def _field_names(cls: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(cls) if f.init) if is_dataclass(cls) else (_WHOLE,)
+    if cls not in _FIELDS:  # to ask takes as long as to copy a small value
+        _FIELDS[cls] = tuple(f.name for f in fields(cls) if f.init) if is_dataclass(cls) else (_WHOLE,)
+    return _FIELDS[cls]
 
 
 def _parts(value: object) -> list[tuple[str, Any]]:
