@@ -75,6 +75,9 @@ class Assembly:
             pool = self._pool_of_reader(node.name) or "default"
         elif node.construct == "keep":
             pool = self._pool_of_value(node.inputs[0].ref.node)
+        if node.construct == "broadcast" and node.lag is None and self.results.get(carried := node.inputs[0].ref.node):
+            lag = 0 if self.results[carried] == Ref(carried) else None
+            return dataclasses.replace(node, inputs=inputs, pool=pool, lag=lag)
         return dataclasses.replace(node, inputs=inputs, pool=pool)
 
     def _ref(self, ref: Ref) -> Ref:

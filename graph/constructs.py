@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 from penstock.graph.definition import NodeDef
 from penstock.graph.faults import fault
 from penstock.graph.recorder import Recorder, current
-from penstock.graph.types import Weights
+from penstock.graph.types import Replies, Rollouts, Weights
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -45,21 +45,36 @@ def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
     return _recorder("keep").keep(values, when)
 
 
+@overload
+def alternate(
+    speak: NodeDef[P, A], answer: NodeDef[Q, Rollouts], *inputs: Any, turns: int | None = None, **options: Any
+) -> tuple[A, Replies]: ...
+@overload
 def alternate(
     speak: NodeDef[P, A], answer: NodeDef[Q, B], *inputs: Any, turns: int | None = None, **options: Any
-) -> tuple[A, B]:
+) -> tuple[A, B]: ...
+def alternate(
+    speak: NodeDef[..., Any], answer: NodeDef[..., Any], *inputs: Any, turns: int | None = None, **options: Any
+) -> Any:
     """Let two nodes take turns on each prompt group, such as a generator and an environment, at most `turns` times.
 
     `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
     `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
     is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. Whoever reads
-    their outputs gets those of the last turn. `options` go to the one that has them.
+    their outputs gets those of the last turn.
+
+    A generator that answers, `generate.of(judge)`, is the node `reply`: what its model says are the replies.
+
+    Inputs of the answering node's own are given to it beforehand: `customer.given(persona=personas)`,
+    `generate.of(judge)`. Both nodes start when all inputs of both are there. An optional input `earlier` of it is what
+    it made itself in the turn before. `options` go to the one that has them; one that both have is given to the
+    answering node by `given`.
     """
     for role, node in (("speaks", speak), ("answers", answer)):
         if not isinstance(node, NodeDef):
             needed = "a function with @node or, for an environment, @environment"
             raise fault(f"alternate: the node that {role}", repr(node), needed)
-    return cast(tuple[A, B], _recorder("alternate").alternate(speak, answer, inputs, turns, options))
+    return _recorder("alternate").alternate(speak, answer.answers(), inputs, turns, options)
 
 
 def _recorder(construct: str) -> Recorder:

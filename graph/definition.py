@@ -7,12 +7,12 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
 
-from penstock.graph.faults import defined, fault
+from penstock.graph.faults import defined, fault, nearest
 from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
 from penstock.graph.paths import path_of
 from penstock.graph.recorder import current, has_handles
-from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards
+from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards, Weights
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,6 +25,9 @@ class NodeDef(Generic[P, T]):
 
     Called in a program it records one node and returns handles. Called anywhere else it is the plain function `fn`:
     same arguments, state included, and same result, metrics included.
+
+    `bound` are inputs and options that every call of this node is given, by name (see `given`). `answering` is the node
+    that stands for this one as the second of `alternate`, None where it can be that itself.
     """
 
     __name__: str
@@ -37,6 +40,8 @@ class NodeDef(Generic[P, T]):
         self.clock: Clock = clock
         self.beat = 1
         self.label = ""
+        self.bound: Mapping[str, Any] = {}
+        self.answering: NodeDef[..., Any] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current.get()
@@ -46,7 +51,7 @@ class NodeDef(Generic[P, T]):
         if has_handles((*args, *kwargs.values())):
             needed = "a call while the program is traced; values of a program exist only there"
             raise fault(self.__name__, "a value of a program that has been traced", needed)
-        result: T = self.fn(*args, **kwargs)
+        result: T = self.fn(*args, **{**self.bound, **kwargs})
         return result
 
     def __repr__(self) -> str:
@@ -80,6 +85,38 @@ class NodeDef(Generic[P, T]):
             needed = f"one that fires per update: {self.__name__}.per_update.every({updates!r})"
             raise fault(f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
         return self._changed(beat=updates)
+
+    def given(self, **values: Any) -> "NodeDef[..., T]":
+        """This node with some of its inputs and options, by name, which a call then leaves out.
+
+        alternate(generate, customer.given(persona=personas, patience=3), prompts, behaviour, turns=4)
+        """
+        known = [*(port.name for port in self.interface.inputs), *self.interface.options]
+        if unknown := [name for name in values if name not in known]:
+            needed = f"an input or option of {self.__name__}{nearest(unknown[0], known)}"
+            raise fault(f"{self.__name__}.given: {unknown[0]!r}", repr(values[unknown[0]]), needed)
+        return self._changed(bound={**self.bound, **values})
+
+    def of(self, value: Any) -> "NodeDef[..., T]":
+        """This node with the weights of a carried value for its input of weights: `generate.of(judge)`.
+
+        A value that never changes is given as it is. Of one that updates change a broadcast says how old the weights
+        may be: `generate.of(broadcast(judge, lag=1))`.
+        """
+        ports = [port.name for port in self.interface.inputs if port.type is Weights]
+        if len(ports) != 1:
+            given = f"a node with {len(ports)} inputs of weights" if ports else "a node without an input of weights"
+            raise fault(f"{self.__name__}.of", given, "one with a single input of the type Weights")
+        recorder = current.get()
+        if recorder is None:
+            raise fault(f"{self.__name__}.of", "a call outside of a program", "a call in a function with @program")
+        return self._changed(bound={**self.bound, ports[0]: recorder.weights(value, f"{self.__name__}.of")})
+
+    def answers(self) -> "NodeDef[..., Any]":
+        """The node that this one is where it answers in `alternate`, given what this one is given."""
+        if self.answering is None:
+            return self
+        return self.answering.given(**self.bound)._changed(pool=self.pool, label=self.label)
 
     def _changed(self, **changes: Any) -> Self:
         made = copy.copy(self)

@@ -128,7 +128,7 @@ class Node:
     @property
     def answers(self) -> bool:
         """Of the nodes of a bounded cycle: does it say whether there is another turn?"""
-        return self.turns is not None and not any(i.back for i in self.inputs)
+        return self.turns is not None and not any(i.back and i.ref.node != self.name for i in self.inputs)
 
     def option(self, name: str) -> Json:
         return dict(self.options)[name]

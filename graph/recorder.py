@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ANY = "typing:Any"
 BACK = ("conversation", "replies")
 """The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before."""
+EARLIER = "earlier"
+"""The optional input by which a node that answers gets what it made itself in the turn before."""
 
 
 class Handle:
@@ -71,6 +73,7 @@ class Recorder:
         self.types: dict[str, type] = {}
         self.faults: list[Fault] = []
         self._arguments = arguments
+        self._weights: dict[Ref, Handle] = {}
         self._taken = {*arguments, *(prefix + a for a in arguments), *taken}
 
     def declare(self, type_: Any) -> str:
@@ -96,7 +99,7 @@ class Recorder:
         return self._outputs(definition, node)
 
     def _node(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
-        interface = definition.interface
+        interface, kwargs = definition.interface, {**definition.bound, **kwargs}
         options, faults = _options(definition, kwargs)
         self.faults += faults
         inputs = self._inputs(definition, args, kwargs)
@@ -140,6 +143,16 @@ class Recorder:
 
     def broadcast(self, value: Any, lag: Any, every: Any) -> Handle:
         return self._edge("broadcast", value, self.declare(Weights), lag, encode(every, "broadcast: option 'every'"))
+
+    def weights(self, value: Any, what: str) -> Handle:
+        """Weights as they are, or those of a carried value by a broadcast whose lag nobody has said: it is 0 for a
+        value that never changes, which is known at the end of the trace, and a fault for any other."""
+        ref = self.ref(value, what, self.declare(Weights))
+        if self._type(ref) == path_of(Weights):
+            return Handle(self, ref)
+        if ref not in self._weights:
+            self._weights[ref] = self.broadcast(value, None, 1)
+        return self._weights[ref]
 
     def delay(self, value: Any, lag: Any) -> Handle:
         return self._edge("delay", value, self._type(self.ref(value, "delay", ANY)), lag, 1)
@@ -195,14 +208,19 @@ class Recorder:
             needed = f"one with the optional inputs {' and '.join(BACK)}: what both made in the turn before"
             raise fault("alternate: the node that speaks", f"{speak.__name__}({', '.join(ports)})", needed)
         spoken = {*speak.interface.options, *ports.keys() - BACK}
-        known = {*spoken, *answer.interface.options}
+        answered = answer.interface.options.keys() - answer.bound.keys()
+        known = {*spoken, *answered}
         unknown = [name for name in options if name not in known]
         for name in unknown:
             needed = f"an option of {speak.__name__} or {answer.__name__}{nearest(name, known)}"
             self.faults.append(Fault(f"alternate: option {name!r}", repr(options[name]), needed, caller()))
+        for name in options.keys() & spoken & answered:
+            given = f"{options[name]!r}, and both {speak.__name__} and {answer.__name__} have it"
+            needed = f"the answering one's own beside it: {answer.__name__}.given({name}=…)"
+            self.faults.append(Fault(f"alternate: option {name!r}", given, needed, caller()))
         said = self._node(speak, inputs, {k: v for k, v in options.items() if k in spoken})
         first = [Handle(self, Ref(said.name, said.outputs[0].name))] if said.outputs else []
-        heard = self._node(answer, first, {k: v for k, v in options.items() if k in answer.interface.options})
+        heard = self._answer(answer, first, {k: v for k, v in options.items() if k in answered})
         if not said.outputs or not heard.outputs:
             silent = speak if not said.outputs else answer
             raise fault(f"alternate: {silent.__name__}", "a node without an output", "one for the other to read")
@@ -210,10 +228,24 @@ class Recorder:
             Input(name, self.declare(ports[name].type), Ref(node.name, node.outputs[0].name), back=True)
             for name, node in zip(BACK, (said, heard), strict=True)
         )
+        own = tuple(
+            Input(EARLIER, self.declare(port.type), Ref(heard.name, heard.outputs[0].name), back=True)
+            for port in answer.interface.inputs
+            if port.name == EARLIER and port.optional and EARLIER not in answer.bound
+        )
         bound = encode(inf if turns is None else turns, "alternate: option 'turns'")
         said, heard = (replace(node, op="" if unknown else node.op, turns=bound) for node in (said, heard))
-        self.nodes += [replace(said, inputs=said.inputs + back), heard]
+        self.nodes += [replace(said, inputs=said.inputs + back), replace(heard, inputs=heard.inputs + own)]
         return self._outputs(speak, said), self._outputs(answer, heard)
+
+    def _answer(self, answer: "NodeDef[..., Any]", first: Sequence[Any], options: Mapping[str, Any]) -> Node:
+        """The node that answers: its first input that is not bound is what the other one has made, and those behind are
+        its own."""
+        own = [p.name for p in answer.interface.inputs if not p.optional and p.name not in answer.bound]
+        if len(own) > 1:
+            needed = f"all but what it answers: {answer.__name__}.given({', '.join(f'{name}=…' for name in own[1:])})"
+            raise fault(f"alternate: inputs of {answer.__name__}, which answers", "nothing", needed)
+        return self._node(answer, first, options)
 
     def _type(self, ref: Ref) -> str:
         """The type of a value of this program, as far as it is known."""
@@ -251,7 +283,12 @@ class Recorder:
             given = f"{len(args)} positional values"
             needed = f"{len(ports)} ({', '.join(p.name for p in ports)}); options are passed by keyword"
             raise fault(f"{name}: inputs", given, needed)
-        values = dict(zip((p.name for p in ports), args, strict=False))
+        free = [port.name for port in ports if port.name not in definition.bound]
+        if len(args) > len(free):
+            given = f"{len(args)} positional values"
+            needed = f"{len(free)} ({', '.join(free)}), since {', '.join(sorted(definition.bound))} is given already"
+            raise fault(f"{name}: inputs", given, needed)
+        values = dict(zip(free, args, strict=False))
         if twice := values.keys() & kwargs.keys():
             raise fault(f"{name}: input {min(twice)!r}", "two values, by place and by keyword", "one")
         values.update({key: value for key, value in kwargs.items() if key in {p.name for p in ports}})

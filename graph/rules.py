@@ -255,8 +255,11 @@ def _numbers(view: View) -> Iterator[Fault]:
         )
     for node in view.graph.nodes:
         if not node.fires and wrong(node.lag, 0):
-            needed = "a whole number of updates, at least 0 (0 is synchronous)"
-            yield Fault(f"{node.name}: lag", repr(node.lag), needed, node.where)
+            needed, given = "a whole number of updates, at least 0 (0 is synchronous)", repr(node.lag)
+            if node.lag is None and node.inputs and view.changing(ref := node.inputs[0].ref):
+                given += f", for the weights of {ref.node!r}, which updates change"
+                needed += f": how old they may be, broadcast({ref.node}, lag=k)"
+            yield Fault(f"{node.name}: lag", given, needed, node.where)
         if wrong(node.every, 1):
             yield Fault(f"{node.name}: every", repr(node.every), "a whole number of updates, at least 1", node.where)
         for name, value in node.options:

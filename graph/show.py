@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.graph.faults import Fault, GraphError
@@ -113,8 +114,9 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
     words = _arguments(node, names)
     function = _function(node)
     if node.turns is not None and (other := _partner(graph, node)) is not None:
-        words = [function, _function(other), *words]
-        options = [*options, *told(other), f"turns={node.turns}"]
+        own, shared = _of_its_own(node, other, names)
+        words = [function, f"{_function(other)}.given({', '.join(own)})" if own else _function(other), *words]
+        options = [*options, *shared, f"turns={node.turns}"]
         outputs += [Ref(other.name, o.name) for o in other.outputs]
         function = "alternate"
     words += [f"lag={node.lag}"] if not node.fires else []
@@ -129,6 +131,18 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
         body, WIDTH, initial_indent=opening, subsequent_indent=" " * len(opening), break_long_words=False
     )
     return [line.replace("\xa0", " ") for line in wrapped]
+
+
+def _of_its_own(node: Node, other: Node, names: dict[Ref, str]) -> tuple[list[str], list[str]]:
+    """What `other`, which answers `node`, is given beforehand (its inputs, and options that both have), and its other
+    options."""
+    read = [item for item in other.inputs if not item.back and item.ref.node != node.name]
+    both = {name for name, _ in node.options}
+    options = [(word, word.partition("=")[0] in both) for word in told(other)]
+    inputs = _arguments(replace(other, inputs=tuple(read), given=tuple(item.name for item in read)), names)
+    return [*inputs, *(word for word, is_both in options if is_both)], [
+        word for word, is_both in options if not is_both
+    ]
 
 
 def _arguments(node: Node, names: dict[Ref, str]) -> list[str]:

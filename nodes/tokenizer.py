@@ -92,6 +92,26 @@ class Tokenizer:
         opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
         return [*opening, *self._encode_plain(text), *self._encode(after, special=False)]
 
+    def encode_dialogue(self, texts: Sequence[str]) -> list[int]:
+        """The tokens that the model goes on from, where a user and the model have said `texts` in turn, the user first
+        and last. What looks like a special token in them is text."""
+        tokens = self._encode_first(texts[0])
+        for own, reply in zip(texts[1::2], texts[2::2], strict=True):
+            tokens += [*self._encode_plain(own), *self.encode_reply(reply, "user", after_stop=False)]
+        return tokens
+
+    def _encode_first(self, text: str) -> list[int]:
+        """As `encode_prompt`, of a text that somebody else may have written."""
+        around = [] if self.template is None else self.render(_MARKS[0]).split(_MARKS[0])
+        if len(around) == 2:
+            before, after = (self._encode(words, special=False) for words in around)
+            return [*before, *self._encode_plain(text), *after]
+        self.backend.encode_special_tokens = True
+        try:
+            return self.encode_prompt(text)
+        finally:
+            self.backend.encode_special_tokens = False
+
     def _frame(self, role: str) -> tuple[str, str]:
         """What the chat template writes between the model's turn and the environment's text, and after that."""
         for speaker in dict.fromkeys((role, "user")):

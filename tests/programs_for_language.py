@@ -267,7 +267,7 @@ def boundless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 def answered_by_a_function(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     """The one that answers has no @node."""
     behaviour = broadcast(policy)
-    talk, answer = alternate(speak, reply.fn, prompts, behaviour, turns=2)  # type: ignore[arg-type, var-annotated]
+    talk, answer = alternate(speak, reply.fn, prompts, behaviour, turns=2)  # type: ignore[call-overload]
     return learn(policy, grade(talk, answer))
 
 

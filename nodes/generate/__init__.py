@@ -7,6 +7,7 @@ from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, W
 from penstock.nodes.base import weights_spec
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.length import room
+from penstock.nodes.generate.reply import reply
 from penstock.nodes.generate.sampling import Sampler, scorable
 from penstock.nodes.model import Llama, ModelConfig, torch_dtype
 from penstock.nodes.model.part import LlamaPart
@@ -78,3 +79,6 @@ def generate(
         results: dict[Any, tuple[Rollouts, Metrics]] = dict(engine.step())
         if tag in results:
             return engine, *results[tag]
+
+
+generate.answering = reply

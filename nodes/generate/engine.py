@@ -33,7 +33,7 @@ from penstock.nodes.generate.group import Group
 from penstock.nodes.generate.length import cache_length, needed_prompt
 from penstock.nodes.generate.memory import Memory, Room
 from penstock.nodes.generate.mismatch import mismatch
-from penstock.nodes.generate.row import Row
+from penstock.nodes.generate.row import Response, Row
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.generate.slots import Slots
 from penstock.nodes.model import Llama
@@ -80,6 +80,8 @@ class Staged:
 class Engine:
     """State of the node `generate`: a `Stream`. Its memory on the device is taken at the first step.
 
+    `measures` says whether it compares its log-probabilities with the trainer's, once per batch.
+
     Raises ValueError if there is too little of that memory left.
     """
 
@@ -100,6 +102,7 @@ class Engine:
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
         self.version, self.unmeasured = -1, False
+        self.measures = True
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
@@ -123,6 +126,21 @@ class Engine:
         for index in range(0, len(group.rows), step):
             if group.rows[index].open:
                 self.queue.append(Request(group, range(index, index + step), group.rows[index].prefix))
+        if group.complete:
+            self.settled.append(group)
+
+    def go_on_from(
+        self, tag: Any, prompts: Prompts, tokens: Sequence[Sequence[int] | None], behaviour: Weights
+    ) -> None:
+        """Queue one row for each of the prompts, which goes on from these tokens of its own; None for one that says
+        nothing, whose text will be empty. Longer ones than `max_prefix` must not be given."""
+        nothing = Response.heard([])
+        rows = [Row([0], nothing, [""], open=False) if own is None else Row(list(own)) for own in tokens]
+        group = Group(tag, prompts, 1, rows)
+        self.behaviour = behaviour
+        for index, row in enumerate(rows):
+            if row.open:
+                self.queue.append(Request(group, range(index, index + 1), row.prefix))
         if group.complete:
             self.settled.append(group)
 
@@ -235,7 +253,7 @@ class Engine:
 
     def _result(self, group: Group) -> tuple[Rollouts, Metrics]:
         rollouts, metrics = group.rollouts(self.tokenizer, self.sampler), group.metrics()
-        comparable = self.sampler.temperature > 0 and not self.sampler.cuts
+        comparable = self.measures and self.sampler.temperature > 0 and not self.sampler.cuts
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False

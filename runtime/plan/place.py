@@ -149,7 +149,7 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
     for graph in graphs:
         for node in graph.nodes:
             if decodes(graph, node):
-                pool, samples = homes[node.name], samples_of(node)
+                pool, samples = homes[node.name], samples_of(graph, node)
                 rows[pool] = min(rows.get(pool, samples), samples)
     return [
         _Role(
@@ -168,12 +168,15 @@ def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
 def decodes(graph: Graph, node: Node) -> bool:
     """Does the node sample a group's responses? It works per group, and reads weights as they come."""
     sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
-    return node.clock == "group" and samples_of(node) > 0 and any(s.construct == "broadcast" for s in sources)
+    return node.clock == "group" and samples_of(graph, node) > 0 and any(s.construct == "broadcast" for s in sources)
 
 
-def samples_of(node: Node) -> int:
-    """The rows of one group; 0 for a node without that option."""
+def samples_of(graph: Graph, node: Node) -> int:
+    """The rows of one group, by the option of that name; 0 for a node without it. One that answers another has a row
+    for each of that one's."""
     samples = dict(node.options).get("samples", 0)
+    if not samples and node.answers and node.inputs and node.inputs[0].ref.node in graph:
+        return samples_of(graph, graph[node.inputs[0].ref.node])
     return samples if isinstance(samples, int) else 0
 
 

@@ -125,7 +125,7 @@ def occupancy(report: Report) -> dict[str, float]:
         return found
     graph = stage.origin.graph
     streaming = {node.name: node for node in graph.nodes if node.stream and node.clock == "group"}
-    rows = {name: samples_of(node) if decodes(graph, node) else 0 for name, node in streaming.items()}
+    rows = {name: samples_of(graph, node) if decodes(graph, node) else 0 for name, node in streaming.items()}
     for pool, replicas in stage.tables.by_pool.items():
         lanes = {(replica.name, 0) for replica in replicas}
         work = [w for w in stage.followed.work if w.lane in lanes and w.node in streaming]

@@ -74,7 +74,8 @@ class Channel:
 class Step:
     """A node or a source, compiled. `place` is its order in the program.
 
-    groups: per-group values it reads. updates: per-update values of the same update it reads.
+    groups: per-group values it reads. waits: those that a firing waits for; before two steps take turns, the inputs of
+    both must be there. updates: per-update values of the same update it reads.
     carried: carried values that change and that it reads as they are. after: readers of the value it donates.
     weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
     readers: the steps that read its output.
@@ -82,7 +83,8 @@ class Step:
     every: it fires at each `every`th update. trails: it reads nothing but weights and nobody reads it, so that later
     updates do not wait for it. filters: it may drop its group. delays: (carried value, lag) that it reads delayed.
     turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
-    `answers` is the one that says whether there is another turn. where: "file:line" of its call.
+    `answers` is the one that says whether there is another turn; it may read what it `recalls`, its own output of the
+    turn before. where: "file:line" of its call.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Step:
     stateful: bool = False
     makes: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    waits: tuple[str, ...] = ()
     updates: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -108,6 +111,7 @@ class Step:
     turns: int = 0
     partner: str = ""
     answers: bool = False
+    recalls: bool = False
     where: str = ""
 
     def due(self, update: int) -> int:
@@ -120,7 +124,8 @@ class Tables:
     """Steps and channels by name, and by what asks for them.
 
     group_steps, update_steps, sends: what each pool runs per group (latest first), per update, and publishes.
-    stirs: the per-group steps that may start when a per-group step is done. weight_readers: who reads a channel.
+    begins: the per-group steps that a step's output may be the last input of. stirs: those that may start when a
+    per-group step is done. weight_readers: who reads a channel.
     lagged: some step reads weights that change, at most `max_lag` updates old.
     makers: the step that makes the next value of each carried value that changes.
     """
@@ -133,6 +138,7 @@ class Tables:
     group_steps: dict[str, tuple[Step, ...]]
     update_steps: dict[str, tuple[Step, ...]]
     sends: dict[str, tuple[Channel, ...]]
+    begins: dict[str, tuple[Step, ...]]
     stirs: dict[str, tuple[Step, ...]]
     sources: tuple[Step, ...]
     stateful: frozenset[str]
@@ -158,8 +164,13 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
         chosen = [s for s in steps.values() if s.pool in pools and s.per_update == per_update]
         return tuple(sorted(chosen, key=lambda s: s.place if per_update else -s.place))
 
+    def begun(step: Step) -> tuple[Step, ...]:
+        """Turns begin with the step that speaks, which waits for the inputs of the one that answers, too."""
+        names = dict.fromkeys(steps[r].partner if steps[r].answers else r for r in step.readers)
+        return tuple(steps[name] for name in names if not steps[name].per_update)
+
     def stirred(step: Step) -> tuple[Step, ...]:
-        return select({step.pool, *(steps[r].pool for r in step.readers)}, False)
+        return select({step.pool, *(reader.pool for reader in begun(step))}, False)
 
     return Tables(
         steps=steps,
@@ -170,6 +181,7 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
         group_steps={p: select({p}, False) for p in by_pool},
         update_steps={p: select({p}, True) for p in by_pool},
         sends={p: tuple(c for c in channels.values() if c.source in by_pool[p]) for p in by_pool},
+        begins={s.name: begun(s) for s in steps.values()},
         stirs={s.name: stirred(s) for s in steps.values() if not s.per_update},
         sources=tuple(s for s in steps.values() if s.source),
         stateful=frozenset(s.name for s in steps.values() if s.stateful),
@@ -224,9 +236,10 @@ def _steps(
         steps[source.name] = Step(
             source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
         )
+    own = {node.name: _reads(node, _partner(calls, node)) for node in calls}
     for place, node in enumerate(calls, start=len(steps)):
-        partner = _partner(calls, node)
-        reads = tuple(dict.fromkeys(i.ref.node for i in node.inputs if not i.back and i.ref.node != partner))
+        partner, reads = _partner(calls, node), own[node.name]
+        begun_by = dict.fromkeys((*reads, *(own[partner] if partner and not node.answers else ())))
         changing = tuple(r for r in reads if r in makers)
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         pool = plan.pool_of(node.name).name
@@ -242,6 +255,7 @@ def _steps(
             stateful=node.stateful,
             makes=made,
             groups=tuple(r for r in reads if clocks.get(r) == "group"),
+            waits=tuple(r for r in begun_by if clocks.get(r) == "group"),
             updates=tuple(r for r in reads if clocks.get(r) == "update"),
             carried=changing,
             after=tuple(dict.fromkeys(others)),
@@ -257,13 +271,20 @@ def _steps(
             turns=node.turns or 0,
             partner=partner,
             answers=node.answers,
+            recalls=node.answers and any(i.back for i in node.inputs),
             where=node.where,
         )
     return steps
 
 
+def _reads(node: Node, partner: str) -> tuple[str, ...]:
+    """What a node reads of its own update or group, but for what the turns make."""
+    return tuple(dict.fromkeys(i.ref.node for i in node.inputs if not i.back and i.ref.node != partner))
+
+
 def _partner(nodes: Sequence[Node], node: Node) -> str:
     """The other node of a bounded cycle; "" for a node in none."""
     if node.answers:
-        return next(n.name for n in nodes if any(i.back and i.ref.node == node.name for i in n.inputs))
+        others = (n for n in nodes if n.name != node.name)
+        return next(n.name for n in others if any(i.back and i.ref.node == node.name for i in n.inputs))
     return next((i.ref.node for i in node.inputs if i.back and i.ref.node != node.name), "")

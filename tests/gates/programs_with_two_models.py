@@ -5,12 +5,26 @@ from typing import ClassVar
 
 import torch
 
-from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, Rollouts, broadcast, node, opens, program
+from penstock.graph import (
+    Context,
+    Metrics,
+    Policy,
+    Prompts,
+    Rewards,
+    Rollouts,
+    alternate,
+    broadcast,
+    node,
+    opens,
+    program,
+)
 from penstock.graph.protocols import Carried
 from penstock.graph.types import FrozenModel, RewardModel
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.base import ModelSpec
+from penstock.nodes.environments.outcome import outcome
 from penstock.nodes.generate import generate
+from penstock.nodes.generate.reply import reply
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import Llama, ModelConfig, save_model
 from penstock.nodes.policy import make_policy
@@ -18,12 +32,12 @@ from penstock.nodes.score import math_answer, score
 from penstock.nodes.tokenizer import byte_tokenizer
 
 
-def judge_spec(context: Context | None = None) -> ModelSpec:
+def judge_spec(context: Context | None = None, width: int = 48) -> ModelSpec:
     """Three layers, 48 wide, and every byte a token: nothing like the small model of a run without any."""
     tokenizer = byte_tokenizer()
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size,
-        hidden_size=48,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -37,9 +51,9 @@ def judge_spec(context: Context | None = None) -> ModelSpec:
     return ModelSpec(config, tokenizer)
 
 
-def write_judge(folder: Path) -> str:
+def write_model(folder: Path, width: int = 48) -> str:
     """A model directory of this shape."""
-    spec = judge_spec()
+    spec = judge_spec(width=width)
     model = Llama(spec.config, torch.float32, "cpu")
     model.init_weights(1)
     save_model(model, folder)
@@ -80,8 +94,52 @@ def judged(
 ) -> dict[str, object]:
     """AIPO on what a judge says of each response."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
-    said = generate(ask(rollouts), broadcast(judge), samples=1)
+    said = generate.of(judge)(ask(rollouts), samples=1)
     return {"policy": aipo_update(policy, rollouts, group_advantage(verdict(rollouts, said))), "judge": judge}
+
+
+def question(prompt: str, response: str, answer: str) -> str:
+    return f"{prompt} {response}?"
+
+
+def curt(reply: str) -> bool:
+    """Ends some conversations before the others."""
+    return len(reply) % 3 == 0
+
+
+def varied(reply: str) -> float:
+    return len(set(reply)) / 8
+
+
+@program
+def talk(
+    policy: Policy,
+    judge: FrozenModel,
+    prompts: Prompts,
+    *,
+    judge_model: Path | None = None,
+    samples: int = 3,
+    turns: int = 3,
+    pool: str = "judge",
+    lag: int = 0,
+) -> dict[str, object]:
+    """Two models that talk, each in its own words; the one that learns is to be answered with many letters."""
+    behaviour = broadcast(policy, lag=lag)
+    partner = generate.of(judge).on(pool)
+    rollouts, replies = alternate(
+        generate, partner, prompts, behaviour, samples=samples, turns=turns, ask=question, over=curt, reward=varied
+    )
+    learnt = aipo_update(policy, rollouts, group_advantage(outcome(replies)))
+    return {"policy": learnt, "judge": judge}
+
+
+@program
+def self_play(policy: Policy, prompts: Prompts, *, samples: int = 3, turns: int = 2, lag: int = 1) -> Policy:
+    """The policy talks with itself, as it was an update ago at most."""
+    older = broadcast(policy, lag=lag)
+    speaker, partner = generate.of(broadcast(policy, lag=lag)), reply.of(older).given(temperature=0.5, reward=varied)
+    rollouts, replies = alternate(speaker, partner, prompts, samples=samples, turns=turns)
+    return aipo_update(policy, rollouts, group_advantage(outcome(replies)))
 
 
 class Silent(Policy):

@@ -1,5 +1,6 @@
 """Two models in one program: each decodes with its own shape and tokenizer, whatever the run's model is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from penstock.graph import Program, check, load, trace
 from penstock.runtime.cli.try_inputs import try_inputs
 from penstock.runtime.control.config import Flags
 
-from .programs_with_two_models import write_judge
+from .programs_with_two_models import write_model
 from .running import HERE, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, with_updates
 
 PROGRAMS = HERE / "programs_with_two_models.py"
@@ -17,7 +18,13 @@ FLAGS = Flags(updates=2, batch=2, max_tokens=6, slots=16)
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_judge(tmp_path_factory.mktemp("models") / "judge")
+    return write_model(tmp_path_factory.mktemp("models") / "judge")
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model to learn, which has bytes as tokens too: it can hear all that the judge says."""
+    return write_model(tmp_path_factory.mktemp("models") / "speaker", width=32)
 
 
 def program_of(name: str) -> Program[..., object]:
@@ -51,3 +58,30 @@ def test_a_run_is_refused_before_its_start_for_what_a_makers_spec_shows() -> Non
     assert not try_inputs([graph], FLAGS)[1]
     (fault,) = try_inputs([graph], Flags(batch=2, max_tokens=256))[1]
     assert fault.what == "--max-tokens"
+
+
+def test_two_models_talk_and_lag_zero_is_the_same_bits_whatever_pool_the_other_is_in(
+    tmp_path: Path, judge: str, speaker: str
+) -> None:
+    flags = replace(FLAGS, model=speaker)
+    states = []
+    for pool in ("judge", "generator"):
+        options = {"judge_model": judge, "pool": pool}
+        run = run_here(make_run(tmp_path / pool, f"{PROGRAMS}:talk", options, flags))
+        assert {"answered", "reply_length"} <= rows(run)[-1].keys()
+        states.append(final_state(run, 2))
+    assert_equal_bits(*states)
+
+
+@pytest.mark.slow
+def test_two_models_talk_the_same_bits_with_processes_as_without(tmp_path: Path, judge: str, speaker: str) -> None:
+    flags, options = replace(FLAGS, model=speaker), {"judge_model": judge}
+    here = make_run(tmp_path / "here", f"{PROGRAMS}:talk", options, flags)
+    there = make_run(tmp_path / "there", f"{PROGRAMS}:talk", options, flags, generators=2)
+    assert_equal_bits(final_state(run_here(here), 2), final_state(run_to_end(there), 2))
+
+
+def test_a_policy_talks_with_itself_at_a_lag_that_is_said(tmp_path: Path) -> None:
+    flags = replace(FLAGS, versions="pinned", batch=4)
+    run = run_here(make_run(tmp_path / "run", f"{PROGRAMS}:self_play", {"lag": 1}, flags))
+    assert [row["lag_max"] for row in rows(run)] == [0, 1]

@@ -76,5 +76,5 @@ def restore(state: State, cut: Mapping[str, Any]) -> None:
             state.ledger.finish(group)
         for step in state.tables.steps.values():
             waiting = not step.per_update and not step.answers and step.name not in group.made
-            if waiting and all(name in group.made for name in step.groups):
+            if waiting and all(name in group.made for name in step.waits):
                 heapq.heappush(state.ready[step.name], ordinal)

@@ -41,11 +41,10 @@ def start_groups(state: State, steps: Sequence[Step]) -> None:
 
 def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Step]) -> None:
     """Put a group in the queues of the steps that the new outputs of `steps` were the last inputs of."""
-    names = steps[0].readers if len(steps) == 1 else dict.fromkeys(reader for step in steps for reader in step.readers)
-    for name in names:
-        reader = state.tables.steps[name]
-        if not reader.per_update and made.keys() >= set(reader.groups):
-            heapq.heappush(state.ready[name], ordinal)
+    begins = state.tables.begins
+    for reader in begins[steps[0].name] if len(steps) == 1 else dict.fromkeys(r for s in steps for r in begins[s.name]):
+        if made.keys() >= set(reader.waits):
+            heapq.heappush(state.ready[reader.name], ordinal)
 
 
 def _choose(state: State, step: Step, ordinal: int) -> str | None:

@@ -173,6 +173,8 @@ class Books:
         if facts.per_update:
             return any(self.applied[r] <= value.index and self.facts[r].due(value.index) for r in facts.readers)
         alive = self.books.fates[value.index] == "pending"
+        if value not in self.unsettled and any(last[:2] == value[:2] for last in self.unsettled):
+            return False  # of the turn before the last, which has recalled it
         if facts.turns and (value in self.unsettled or value.node not in self.books.made[value.index]):
             return self._needed_in_turns(facts, value, alive)
         if any(self._working(r, value.index) for r in facts.readers if not self.facts[r].per_update):
@@ -183,10 +185,11 @@ class Books:
         """What a turn has made is read by the next half, and by the next turn's first one."""
         speaks, answers = (facts.name, facts.heard_by) if facts.heard_by else (facts.hears, facts.name)
         if not alive:
-            readers = Firing(answers, value.index, value.turn), Firing(speaks, value.index, value.turn + 1)
+            readers = [Firing(answers, value.index, value.turn), Firing(speaks, value.index, value.turn + 1)]
+            readers += [value._replace(turn=value.turn + 1)] if facts.recalls else []
             return any(reader in self.running for reader in readers)
         talk = self.talks[speaks, value.index]
-        return value.turn == talk.turn or (value.turn == talk.turn - 1 and not talk.spoken)
+        return value.turn == talk.turn or (value.turn == talk.turn - 1 and (not talk.spoken or facts.recalls))
 
     def _to_read(self, value: Firing) -> bool:
         """Will a run that resumes here read it? It begins the turns of a group anew."""

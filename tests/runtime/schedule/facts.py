@@ -11,8 +11,9 @@ from penstock.runtime.plan.plan import Plan
 class Facts:
     """What the graph says of one node (or source), read straight off it.
 
-    `hears` is the node that speaks, for one that answers it; `heard_by` the other way round. `delays` are the
-    (carried value, lag) that it reads delayed.
+    `hears` is the node that speaks, for one that answers it; `heard_by` the other way round. One that `recalls` reads
+    what it made in the turn before. `waits` are the groups' values that must be there before it starts: before two
+    nodes take turns, those of both. `delays` are the (carried value, lag) that it reads delayed.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Facts:
     turns: int = 0
     hears: str = ""
     heard_by: str = ""
+    recalls: bool = False
+    waits: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     updates: set[str] = field(default_factory=set)
     carried: set[str] = field(default_factory=set)
@@ -58,7 +61,11 @@ def read_facts(graph: Graph, plan: Plan) -> dict[str, Facts]:
                 facts[node.name].heard_by = item.ref.node
                 facts[item.ref.node].hears = node.name
     for node in calls:
+        facts[node.name].recalls = bool(facts[node.name].hears) and any(item.back for item in node.inputs)
+    for node in calls:
         _read_inputs(graph, plan, node, facts)
+    for one in facts.values():
+        one.waits = one.groups | (facts[one.heard_by].groups if one.heard_by else set())
     for carried, ref in graph.results:
         if ref.node in facts:
             facts[ref.node].makes.add(carried)

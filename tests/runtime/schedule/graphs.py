@@ -44,15 +44,26 @@ def keep(name: str, reads: Sequence[str], pool: str = "scorer") -> Node:
 
 
 def alternate(
-    speak: str, answer: str, reads: Sequence[str], turns: int, pool: str = "generator", answers: str = "environment"
+    speak: str,
+    answer: str,
+    reads: Sequence[str],
+    turns: int,
+    pool: str = "generator",
+    answers: str = "environment",
+    own: Sequence[str] = (),
+    *,
+    recalls: bool = False,
 ) -> tuple[Node, Node]:
-    """Two nodes in a bounded cycle, as a recorder puts them: the second one has nothing but the first one's output."""
-    said = call(speak, reads, pool)
+    """Two nodes in a bounded cycle, as a recorder puts them: the second one has the first one's output, inputs of its
+    `own`, and what it made in the turn before if it `recalls` that."""
+    said, heard = call(speak, reads, pool), call(answer, [speak, *own], answers)
     back = (
         Input("conversation", ITEM, Ref(speak), back=True),
         Input("replies", ITEM, Ref(answer), back=True),
     )
-    return replace(said, inputs=said.inputs + back, turns=turns), replace(call(answer, [speak], answers), turns=turns)
+    earlier = (Input("earlier", ITEM, Ref(answer), back=True),) if recalls else ()
+    said, heard = replace(said, inputs=said.inputs + back), replace(heard, inputs=heard.inputs + earlier)
+    return replace(said, turns=turns), replace(heard, turns=turns)
 
 
 def graph(name: str, carried: Mapping[str, str], sources: Sequence[str], nodes: Sequence[Node]) -> Graph:

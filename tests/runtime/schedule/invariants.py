@@ -76,6 +76,8 @@ class Checker(Rest):
         fits = firing.turn == talk.turn < facts.turns and self._its_turn(facts, firing.index)
         self._true(fits, 12, f"{firing} while {talk} is due")
         reads = [Firing(speaks, firing.index, firing.turn)]
+        if facts.recalls and firing.turn:
+            reads.append(firing._replace(turn=firing.turn - 1))
         if facts.heard_by:
             reads = [firing._replace(node=n, turn=firing.turn - 1) for n in (speaks, facts.heard_by) if firing.turn]
         for read in reads:

@@ -67,8 +67,17 @@ class Draft:
             self.add(keep(name, reads, pool))
         elif kind == "turns":
             answers = rng.choice(["environment", "environment", *POOLS])
-            self.add(*alternate(name, f"answer_{index}", [*reads, *edges], rng.randint(1, 4), pool, answers))
+            own = rng.sample(self.values, rng.choice([0, 0, 1, min(2, len(self.values))]))
+            own_edges = [self.weights(answers)] if not self.weightless and rng.random() < 0.3 else []
+            if self.frozen and answers != "trainer" and not self.weightless and rng.random() < 0.3:
+                own_edges.append(self.reference(answers))
+            bound, recalls = rng.randint(1, 4), rng.random() < 0.5
+            of_its_own = [*own, *own_edges]
+            self.add(
+                *alternate(name, f"answer_{index}", [*reads, *edges], bound, pool, answers, of_its_own, recalls=recalls)
+            )
             made = {name, f"answer_{index}"}
+            reads += own
         else:
             self.add(call(name, [*reads, *edges], pool, stateful=rng.random() < 0.15))
         self.values += sorted(made)

@@ -103,7 +103,7 @@ class Rest(History):
     def _ready(self, facts: Facts, ordinal: int) -> bool:
         """Has a group all that a node reads of it, and still to start there?"""
         made = self.books.made[ordinal]
-        if facts.name in made or not facts.groups <= made.keys() or not self._its_turn(facts, ordinal):
+        if facts.name in made or not facts.waits <= made.keys() or not self._its_turn(facts, ordinal):
             return False
         if not self._to_start(facts, ordinal) or self.before(ordinal) >= self.total:
             return False
