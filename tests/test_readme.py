@@ -28,6 +28,7 @@ RUN = {
     "anchored": "average_distance",
     "by_width": "unseen",
     "second_chance": "loss",
+    "talking": "answered",
     "often": "replayed",
     "mixed": "spread_loss",
     "chase": "aipo_update_2.loss",

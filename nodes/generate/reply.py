@@ -77,9 +77,8 @@ class Replier:
         answered = [own is not None for own in tokens]
         kept = list(made.texts) if earlier is None else list(earlier.texts)
         texts = [new if now else old for new, old, now in zip(made.texts, kept, answered, strict=True)]
-        done = [
-            not now or (self.over is not None and self.over(text)) for text, now in zip(texts, answered, strict=True)
-        ]
+        over = self.over or (lambda text: False)
+        done = [not (now and text) or bool(over(text)) for text, now in zip(texts, answered, strict=True)]
         rewards_N = None
         if self.reward is not None:
             before_N = None if earlier is None else earlier.rewards_N
@@ -137,10 +136,10 @@ def reply(
     answer)`, of a row's prompt, first turn and reference answer; by default it is that turn alone. A reply has at most
     `max_tokens` tokens, and the rollouts' model hears it as `role`.
 
-    A row is done when `over(reply)` is true, or when its conversation has outgrown this model's context; without `over`
-    the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the conversation so far, and 0
-    for a row that was never answered; without it there is none. Metrics: `reply_length` (tokens), `answered` (share of
-    rows that got a reply in this turn).
+    A row is done when `over(reply)` is true, when this model says nothing, or when the conversation has outgrown its
+    context; without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the
+    conversation so far, and 0 for a row that was never answered; without it there is none. Metrics: `reply_length`
+    (tokens), `answered` (share of rows that got a reply in this turn).
     """
     made = (replier.ask, replier.over, replier.reward, replier.role)
     if made != (ask, over, reward, role):

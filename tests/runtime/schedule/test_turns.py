@@ -9,7 +9,7 @@ from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, Done, Fi
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.tables import Rules, compile_tables
 
-from .examples import finish, fired, is_fire, run_until, world
+from .examples import exhaust, finish, fired, is_fire, run_until, world
 from .graphs import alternate, broadcast, call, graph, place
 from .world import Setting, World
 
@@ -105,6 +105,41 @@ def test_a_group_that_fails_in_the_middle_frees_its_turns_and_is_replaced() -> N
     assert {f for c in told if isinstance(c, Free) for f in c.firings} == lost
     assert finish(made) == Finish("done")
     assert [c.groups for c in fired(made, "update")] == [(1,)]
+
+
+def with_its_own(turns: int = 3, *, recalls: bool = True) -> Graph:
+    """The node that answers reads what another node makes, other weights, and what it made in the turn before."""
+    nodes = (
+        broadcast("broadcast", "policy", 1),
+        broadcast("frozen", "judge", 0, "environment"),
+        call("persona", ["prompts"]),
+        *alternate(SPEAK, ANSWER, ["prompts", "broadcast"], turns, own=["persona", "frozen"], recalls=recalls),
+        call("score", [SPEAK, ANSWER]),
+        call("update", ["policy", "score"], "trainer", "update"),
+    )
+    return graph("with_its_own", {"policy": "update", "judge": "judge"}, ["prompts"], nodes)
+
+
+def test_turns_begin_when_the_inputs_of_both_are_there() -> None:
+    made = talked(with_its_own(), Rules(batch=1, end=1))
+    run_until(made, is_fire("persona", 0))
+    exhaust(made, "persona")
+    assert fired(made, SPEAK) == []
+    made.step(made.find("persona", 0))
+    assert finish(made) == Finish("done")
+    assert said(made) == [Firing(node, 0, turn) for turn in range(3) for node in (SPEAK, ANSWER)]
+    assert Firing("persona", 0) in freed(made)
+
+
+def test_what_the_answering_node_recalls_is_freed_when_it_has_answered_again() -> None:
+    made = talked(with_its_own(turns=2), Rules(batch=1, end=1))
+    run_until(made, lambda c: isinstance(c, Fire) and c.firing == Firing(ANSWER, 0, 1))
+    assert Firing(SPEAK, 0) in freed(made)
+    assert Firing(ANSWER, 0) not in freed(made)
+    told = made.step(made.find(ANSWER, 0, turn=1))
+    free = next(c for c in told if isinstance(c, Free) and Firing(ANSWER, 0) in c.firings)
+    assert told.index(free) < told.index(Settle(Firing(ANSWER, 0, 1), "environment/0"))
+    assert finish(made) == Finish("done")
 
 
 @pytest.mark.parametrize("node", [SPEAK, ANSWER])
