@@ -125,7 +125,7 @@ def talk(
 ) -> dict[str, object]:
     """Two models that talk, each in its own words; the one that learns is to be answered with many letters."""
     behaviour = broadcast(policy, lag=lag)
-    partner = generate.of(judge).on(pool)
+    partner = generate.of(judge).on(pool).named("judge_says")
     rollouts, replies = alternate(
         generate, partner, prompts, behaviour, samples=samples, turns=turns, ask=question, over=curt, reward=varied
     )

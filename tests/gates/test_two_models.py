@@ -68,7 +68,7 @@ def test_two_models_talk_and_lag_zero_is_the_same_bits_whatever_pool_the_other_i
     for pool in ("judge", "generator"):
         options = {"judge_model": judge, "pool": pool}
         run = run_here(make_run(tmp_path / pool, f"{PROGRAMS}:talk", options, flags))
-        assert {"answered", "reply_length"} <= rows(run)[-1].keys()
+        assert {"judge_says.answered", "judge_says.reply_length"} <= rows(run)[-1].keys()
         states.append(final_state(run, 2))
     assert_equal_bits(*states)
 
