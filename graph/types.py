@@ -10,7 +10,7 @@ worker that holds it, and the `pool` label it belongs to by default.
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from penstock.graph.arrays import Array, Vector, joined
@@ -247,8 +247,9 @@ class Rollouts(Batchable):
     `tokens_NS` holds prompt and response, padded on the right; the response of row i starts at
     `prompt_lengths_N[i]` and has `response_lengths_N[i]` tokens, the end token included. `logprobs_NT` are the
     behaviour policy's log-probabilities (nats) of the sampled tokens and `versions_NT` the weights that made
-    them, both zero past a response's end; `logprobs_NT` is None where nobody recorded them. `finished_N` is False
-    where the token bound cut a response.
+    them, both zero past a response's end. `logprobs_NT` is None where no row has them recorded; joined with rows that
+    have, such as demonstrations beside samples, a row without them has NaN. `finished_N` is False where the token bound
+    cut a response.
 
     A response may be a conversation with an environment: all that follows the first prompt. Of the environment's
     tokens, which nobody sampled, the version is -1 and the log-probability 0. `transcripts` has the texts of each
@@ -283,6 +284,18 @@ class Rollouts(Batchable):
             self.temperature_N = self.response_lengths_N * 0.0 + 1.0
         if self.cut_N is None and self.response_lengths_N is not None:
             self.cut_N = self.response_lengths_N < 0
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """As of any batch; rows that lack log-probabilities have NaN among others that do not."""
+        if len({part.logprobs_NT is None for part in parts}) > 1:
+            parts = [
+                part if part.logprobs_NT is not None else replace(part, logprobs_NT=part.versions_NT * math.nan)
+                for part in parts
+            ]
+        if len({part.replayed_N is None for part in parts}) > 1:
+            parts = [p if p.replayed_N is not None else replace(p, replayed_N=p.response_lengths_N < 0) for p in parts]
+        return super().concat(parts)
 
     def turns(self) -> list[int]:
         """How often the model has spoken in each row."""

@@ -24,24 +24,29 @@ def token_sums(
     logprobs_P: Tensor, entropy_P: Tensor, clipped_P: Tensor, sampled: Sampled, version: int
 ) -> dict[str, Tensor]:
     """The sums of one micro-batch, float64 scalars on its device. `version` is that of the policy that learns."""
-    lag_P = (version - sampled.versions_P).double()
-    fresh_P = torch.ones_like(lag_P) if sampled.replayed_P is None else (~sampled.replayed_P).double()
     sums = {
-        "tokens": torch.ones_like(lag_P).sum(),
+        "tokens": torch.ones_like(entropy_P, dtype=torch.float64).sum(),
         "entropy": entropy_P.double().sum(),
         "ratio_clipped": clipped_P.double().sum(),
     }
     if "behaviour" not in sampled.given:  # no policy of this run sampled them: there is no lag, and no ratio
         return sums
-    sums |= {"fresh": fresh_P.sum(), "lag": (lag_P * fresh_P).sum(), "lag_max": (lag_P * fresh_P).max()}
+    # Of rows that nobody sampled, which were joined with others, log μ is NaN: they have no lag and no ratio either.
+    recorded_P = ~sampled.behaviour_P.isnan()
+    replayed_P = torch.zeros_like(recorded_P) if sampled.replayed_P is None else sampled.replayed_P & recorded_P
+    lag_P = (version - sampled.versions_P).double()
+    fresh_P = (recorded_P & ~replayed_P).double()
+    sums |= {"recorded": recorded_P.double().sum(), "fresh": fresh_P.sum()}
+    sums |= {"lag": (lag_P * fresh_P).sum(), "lag_max": (lag_P * fresh_P).max()}
     counted_PL = lag_P.clamp(0, LAGS - 1)[:, None] == torch.arange(LAGS, device=lag_P.device)
     by_lag_L = (counted_PL * fresh_P[:, None]).sum(0)
     sums |= {f"tokens_lag_{lag}": count for lag, count in enumerate(by_lag_L.unbind())}
     if sampled.replayed_P is not None:
-        sums["replayed_lag_max"] = (lag_P * (1 - fresh_P)).max()
+        sums |= {"replayed": replayed_P.double().sum(), "replayed_lag_max": (lag_P * replayed_P).max()}
     # in float64, where the square of no float32's exponential is infinite
-    behaviour_P, now_P = sampled.behaviour_P.double(), logprobs_P.detach().double()
-    ratio_P = torch.exp(now_P - behaviour_P)
+    now_P = logprobs_P.detach().double()
+    behaviour_P = torch.where(recorded_P, sampled.behaviour_P.double(), now_P)
+    ratio_P = torch.exp(now_P - behaviour_P) * recorded_P
     sums |= {"ratio": ratio_P.sum(), "ratio_max": ratio_P.max(), "ratio_squared": ratio_P.square().sum()}
     sums["kl"] = kl_estimate(behaviour_P, now_P, estimator="k3").sum()
     return sums
@@ -69,16 +74,18 @@ class Taken:
 def update_figures(steps: Sequence[Taken]) -> Metrics:
     """The figures of a term of the loss, of the steps of an update in which it had tokens. Means are over all of these.
 
-    `tokens` counts those of one epoch. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
-    gone from the one that sampled. `ess` is the effective sample size (Kish) of the tokens' ratios π / μ, as a share of
-    the tokens. `loss` and `grad_norm` are means over the steps.
+    `tokens` counts those of one epoch. `loss` and `grad_norm` are means over the steps, `entropy` that of the
+    distribution that was sampled from, at its temperature.
+
+    Lags, ratios, `ess` and `kl` are of the tokens that a policy sampled, those with a recorded log μ, and are means
+    over these: demonstrations have none. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
+    gone from the one that sampled. `ess` is the effective sample size (Kish) of the ratios π / μ, as a share of the
+    tokens.
 
     `lag_mean` and `lag_max` are of fresh tokens, 0 of none; `tokens_lag_K` counts those of one epoch that are K updates
     old, where there are any. Where past groups are learnt from beside them,
     `replayed_tokens` counts theirs (of one epoch) and `replayed_lag_max` is the largest lag of them. All other figures,
-    `ess` and the ratios among them, are of all tokens, fresh and replayed: of what the update used.
-
-    Lags, ratios, `ess` and `kl` are there so far as μ was recorded: demonstrations have none.
+    `ess` and the ratios among them, are of fresh and replayed tokens alike: of what the update used.
     """
     if not steps:
         return {"loss": 0.0, "tokens": 0.0}  # of a term that had nothing to learn from
@@ -93,16 +100,16 @@ def update_figures(steps: Sequence[Taken]) -> Metrics:
         "entropy": whole["entropy"] / tokens,
         "ratio_clipped": whole["ratio_clipped"] / tokens,
     }
-    if "ratio" in whole:
+    if recorded := whole.get("recorded"):
         figures["lag_mean"] = whole["lag"] / max(1.0, whole["fresh"])
         figures["lag_max"] = whole["lag_max"]
         figures |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
-        figures["ratio_mean"] = whole["ratio"] / tokens
+        figures["ratio_mean"] = whole["ratio"] / recorded
         figures["ratio_max"] = whole["ratio_max"]
-        figures["ess"] = whole["ratio"] ** 2 / (whole["ratio_squared"] * tokens)
-        figures["kl"] = last["kl"] / last["tokens"]
+        figures["ess"] = whole["ratio"] ** 2 / (whole["ratio_squared"] * recorded)
+        figures["kl"] = last["kl"] / max(1.0, last["recorded"])
     if "replayed_lag_max" in whole:
-        figures["replayed_tokens"] = last["tokens"] - last["fresh"]
+        figures["replayed_tokens"] = last["replayed"]
         figures["replayed_lag_max"] = whole["replayed_lag_max"]
     return figures
 

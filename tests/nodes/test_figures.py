@@ -77,3 +77,28 @@ def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> N
     figures = update_figures([Taken(found, 0.0, 0.0, 0)])
     assert figures["ess"] == pytest.approx(0.5)
     assert figures["kl"] > 0
+
+
+def test_rows_that_nobody_sampled_have_no_part_in_lags_ratios_and_divergence() -> None:
+    """Their log μ is NaN, wherever a micro-batch begins; loss, entropy and the count of tokens are of all."""
+    sampled, shown = [0, 2, 3], [1, 4]
+    behaviour = BEHAVIOUR.clone()
+    behaviour[shown] = torch.nan
+
+    def figures(parts: list[list[int]]) -> dict[str, float]:
+        found = []
+        for rows in parts:
+            ones_P = torch.ones(len(rows), dtype=torch.long)
+            versions_P = torch.where(behaviour[rows].isnan(), 0, 5 + torch.tensor(rows))
+            known = Sampled(ones_P.float(), ones_P, versions_P, ones_P * 0, {"behaviour": behaviour[rows]})
+            found.append(token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, 10))
+        return update_figures([Taken(add_up(found), 0.5, 2.0, 0)])
+
+    alone, beside = figures([sampled]), figures([[0, 1, 2, 3, 4]])
+    assert beside == pytest.approx(figures([[0, 1], [4], [2, 3]]))
+    only = ("ratio_mean", "ratio_max", "ess", "kl", "lag_mean", "lag_max", "tokens_lag_5", "tokens_lag_3")
+    assert {name: beside[name] for name in only} == pytest.approx({name: alone[name] for name in only})
+    assert not {name for name in beside if name.startswith("tokens_lag_")} - alone.keys()
+    assert (beside["tokens"], alone["tokens"]) == (5, 3)
+    assert beside["entropy"] == pytest.approx(float(LOGPROBS.exp().mean()))
+    assert not figures([shown]).keys() & {*only, "lag_max"}

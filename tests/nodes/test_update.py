@@ -136,6 +136,20 @@ def test_packing_changes_nothing(name: str, micro_tokens: int) -> None:
     assert_same(gradients(one), gradients(other))
 
 
+def test_samples_and_demonstrations_are_joined_and_only_samples_have_ratios() -> None:
+    rollouts, advantage = batch()
+    shown = replace(rollouts, logprobs_NT=None, ordinals=tuple(range(5, 10)))
+    both = Rollouts.concat([rollouts, shown])
+    twice = Advantages(torch.cat([advantage.values_N, torch.ones(5)]))
+    _, alone = policy_update.fn(policy(), rollouts, advantage, loss=reinforce, lr=0.0)
+    _, found = policy_update.fn(policy(), both, twice, loss=reinforce, lr=0.0, micro_tokens=20)
+    assert (found["tokens"], alone["tokens"]) == (26, 13)
+    for name in ("ratio_mean", "ratio_max", "ess", "kl", "lag_mean", "tokens_lag_0"):
+        assert found[name] == pytest.approx(alone[name], rel=1e-4)
+    with pytest.raises(FloatingPointError, match="gradient of norm nan"):
+        policy_update.fn(policy(), both, twice, loss=aipo)
+
+
 def test_aipo_update_is_the_update_with_its_loss_to_the_bit() -> None:
     one, other = policy(), policy()
     _, ours = aipo_update.fn(one, *batch(), rho=RHO, lr=1e-3)
