@@ -23,6 +23,7 @@ from penstock.graph import (
 )
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Prompts
+from penstock.nodes.carried import carried
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate.converse import converse
 
@@ -606,6 +607,51 @@ def named_twice(proposer: FakePolicy, solver: FakePolicy, prompts: FakePrompts) 
     return {
         "proposer": fake_update.named("solver")(proposer, rollouts, rewards),
         "solver": fake_update.named("solver")(solver, rollouts, rewards),
+    }
+
+
+# Plain values that are carried ------------------------------------------------------------------------------------
+
+
+@carried
+class Baseline:
+    """A mean, how many rows it is of, and how it went."""
+
+    mean: float = 0
+    rows: int = 0
+    course: tuple[float, ...] = ()
+    words: dict[str, list[str]] | None = None
+
+
+@node(pool="trainer", clock="update")
+def above(baseline: Baseline, rewards: Rewards) -> Rewards:
+    return Rewards(rewards.values_N - baseline.mean)
+
+
+@node(pool="trainer", clock="update")
+def follow_rewards(baseline: Baseline, rewards: Rewards, *, tensor: bool = False) -> tuple[Baseline, Metrics]:
+    seen = rewards.values_N.mean()
+    mean = seen if tensor else baseline.mean + 0.5 * (float(seen) - baseline.mean)
+    made = Baseline(mean, baseline.rows + len(rewards.values_N), (*baseline.course, mean), {"last": ["x"]})
+    return made, {"mean": mean, "rows": made.rows}
+
+
+@node(pool="scorer")
+def less_mean(rewards: Rewards, baseline: Weights) -> tuple[Rewards, Metrics]:
+    """What another pool sees of plain values: their numbers."""
+    mean, rows = (baseline.tensors[name] for name in ("mean", "rows"))
+    return rewards - float(mean), {"sent_mean": float(mean), "sent_rows": float(rows)}
+
+
+@program
+def plainly(
+    policy: FakePolicy, baseline: Baseline, prompts: FakePrompts, *, lag: int = 0, tensor: bool = False
+) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=1.0)
+    rewards = less_mean(fake_score(rollouts), broadcast(baseline, lag=0))
+    return {
+        "policy": fake_update(policy, rollouts, above(baseline, rewards)),
+        "baseline": follow_rewards(baseline, rewards, tensor=tensor),
     }
 
 

@@ -666,3 +666,35 @@ def test_figures_of_a_named_call_stand_under_its_name(tmp_path: Path, processes:
         assert row["reward_mean"] != row["worth.reward_mean"]
         assert "fake_update_2.loss" not in row
         assert columns([row], "loss") == ["loss", "solver.loss"]
+
+
+# Plain values that are carried ------------------------------------------------------------------------------------
+
+
+@PROCESSES
+def test_plain_values_are_carried_kept_sent_and_gone_on_with(tmp_path: Path, processes: bool) -> None:
+    """What an update returns is what the next one reads and what other pools are sent; a resume changes nothing."""
+    launch = run_to_end if processes else run_here
+    whole = launch(prepared(tmp_path, "plainly"))
+    parted = launch(prepared(tmp_path, "plainly", replace(TOY, updates=2)))
+    launch(with_updates(parted, UPDATES))
+    (kept, gone_on) = (
+        read_part(folder / "checkpoints" / f"{UPDATES:08d}", "trainer/0", 0).carried("baseline")[1]
+        for folder in (whole, parted)
+    )
+    found = rows(whole)
+    assert kept == gone_on
+    assert (kept["rows"], kept["mean"]) == (UPDATES * BATCH * 4, found[-1]["mean"])
+    value = load(FILE + "Baseline")()
+    value.restore({}, kept)
+    assert value.course == tuple(row["mean"] for row in found)
+    assert value.words == {"last": ["x"]}
+    assert [row["sent_mean"] for row in found[1:]] == pytest.approx([row["mean"] for row in found[:-1]])
+    assert [row["sent_rows"] for row in found] == [row["rows"] - BATCH * 4 for row in found]
+    assert [row["mean"] for row in rows(parted)] == [row["mean"] for row in found]
+
+
+def test_what_is_not_plain_is_refused_where_it_is_set(tmp_path: Path) -> None:
+    said = failed(tmp_path, "plainly", tensor=True)["error"]
+    assert "Baseline.mean: given a torch.Tensor, needed a number" in said
+    assert "follow_rewards[0]" in said

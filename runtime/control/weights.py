@@ -50,9 +50,10 @@ class Ways(ABC):
 
     def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> str:
         """Copy the weights aside; the facts that receivers need, as JSON."""
+        value = carried[self.channels[channel].carried]
         if channel not in self.publishers:
-            self.publishers[channel] = self._publisher(channel, carried[self.channels[channel].carried])
-        return json.dumps(self.publishers[channel].publish(version), separators=(",", ":"))
+            self.publishers[channel] = self._publisher(channel, value)
+        return json.dumps(self.publishers[channel].publish(version, value), separators=(",", ":"))
 
     @abstractmethod
     def send(self, command: Send, handles: Handles) -> None:

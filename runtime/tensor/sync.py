@@ -102,10 +102,12 @@ class Publisher:
         self._lock = threading.Lock()
         self._copies: dict[Mesh, tuple[Copy, ...]] = {}
 
-    def publish(self, version: int) -> Facts:
+    def publish(self, version: int, carried: Carried | None = None) -> Facts:
         """Copy the weights aside as `version`, in the format of the wire, and hash the copy; blocks meanwhile. What
-        receivers need to know, JSON-able. Raises `ConversionError` for what the format cannot hold.
+        receivers need to know, JSON-able. `carried` is the value now: an update may return another object than it was
+        given. Raises `ConversionError` for what the format cannot hold.
         """
+        self._carried = self._carried if carried is None else carried
         started = time.perf_counter()
         names = chosen(self._proof, version, self._names)
         snapshot = self._free_snapshot(version)
