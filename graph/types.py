@@ -260,6 +260,9 @@ class Rollouts(Batchable):
     `temperature_N` (float) is the temperature that each row was sampled at, 0 for greedy, and `cut_N` (bool) says where
     only a part of the vocabulary was sampled from (top-k or top-p). Whoever scores the tokens applies the temperature,
     so that equal weights give equal log-probabilities. Rows that are made without them have 1 and False.
+
+    `turn_rewards` has for each row what the environment gave after each of the model's turns, as far as the model has
+    been told of it: not after its newest turn (see `rewarded`). None stands for a turn without a reward.
     """
 
     ordinals: tuple[int, ...]
@@ -276,10 +279,12 @@ class Rollouts(Batchable):
     replayed_N: Array = None
     temperature_N: Array = None
     cut_N: Array = None
+    turn_rewards: "tuple[list[float | None], ...]" = ()
 
     def __post_init__(self) -> None:
         """Without transcripts each response is a conversation of one turn."""
         self.transcripts = self.transcripts or tuple([text] for text in self.texts)
+        self.turn_rewards = self.turn_rewards or tuple([] for _ in self.texts)
         if self.temperature_N is None and self.response_lengths_N is not None:
             self.temperature_N = self.response_lengths_N * 0.0 + 1.0
         if self.cut_N is None and self.response_lengths_N is not None:
@@ -300,6 +305,13 @@ class Rollouts(Batchable):
     def turns(self) -> list[int]:
         """How often the model has spoken in each row."""
         return [(len(transcript) + 1) // 2 for transcript in self.transcripts]
+
+    def rewarded(self, replies: "Replies") -> "tuple[list[float | None], ...]":
+        """The rewards of all turns of each row, with those of the `replies` to the newest ones. A row that ended at an
+        earlier turn has got all of its own already: what is said of it again does not count."""
+        given = [None] * len(self) if replies.rewards_N is None else replies.rewards_N.tolist()
+        rows = zip(self.turn_rewards, self.turns(), given, strict=True)
+        return tuple([*past, reward] if len(past) < turns else past for past, turns, reward in rows)
 
     def lengths(self) -> Vector:
         """Response lengths in tokens, float [N]."""
@@ -366,6 +378,14 @@ class Rewards(Batchable):
         return (
             "" if row is None else f"a reward of {values[row]} for row {row} of {len(values)}, needed a finite number"
         )
+
+
+@dataclass
+class TurnRewards(Batchable):
+    """A reward for each turn of the model, float [N, K], zero past a row's last turn; `turns_N` (int64) counts them."""
+
+    values_NK: Array
+    turns_N: Array
 
 
 @dataclass

@@ -135,6 +135,7 @@ def _continued(before: Rollouts, replies: Replies, made: Rollouts) -> Rollouts:
         logprobs_NT=joined(before.logprobs_NT, torch.zeros(len(on_N)), made.logprobs_NT),
         versions_NT=joined(before.versions_NT, torch.full((len(on_N),), -1), made.versions_NT),
         transcripts=transcripts,
+        turn_rewards=before.rewarded(replies),
     )
 
 

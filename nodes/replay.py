@@ -39,7 +39,7 @@ class Memory(Past):
 def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> Memory:
     """An empty buffer."""
     nothing: dict[str, Array] = dict.fromkeys(field.name for field in fields(Rollouts))
-    nothing |= dict.fromkeys(("ordinals", "prompts", "answers", "texts", "transcripts"), ())
+    nothing |= dict.fromkeys(("ordinals", "prompts", "answers", "texts", "transcripts", "turn_rewards"), ())
     return Memory(**nothing, key=context.key("replay"))
 
 

@@ -66,25 +66,8 @@ class SequenceModel(Generic[Model]):
         return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT, temperature_N, group_N)
 
     def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.
-
-        Each response ends with an end token. Raises ValueError for a row that is longer than the model's context.
-        """
-        prompts = [self.tokenizer.encode_prompt(text) for text in texts]
-        wholes = [
-            prompt + self.tokenizer.encode(response) + [self.tokenizer.eos]
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        limit = self.model.config.max_position_embeddings
-        prompt_lengths_N = torch.tensor([len(p) for p in prompts])
-        lengths_N = torch.tensor([len(w) for w in wholes])
-        if int(lengths_N.max()) > limit:
-            row = int(lengths_N.argmax())
-            raise ValueError(f"demonstration {texts[row]!r}: given {len(wholes[row])} tokens, needed at most {limit}")
-        tokens_NS = torch.zeros(len(wholes), int(lengths_N.max()), dtype=torch.long)
-        for row, whole in enumerate(wholes):
-            tokens_NS[row, : len(whole)] = torch.tensor(whole)
-        return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
+        """As `encode_texts`. Raises ValueError for a row that is longer than the model's context."""
+        return encode_texts(self.tokenizer, texts, responses, self.model.config.max_position_embeddings)
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's parts, in the run's dtype."""
@@ -118,6 +101,28 @@ class Frozen(SequenceModel[Model]):
 
     def export(self, folder: str) -> None:
         """It is the model that the run was given."""
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], responses: Sequence[str], limit: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.
+
+    Each response ends with an end token. Raises ValueError for a row of more than `limit` tokens.
+    """
+    prompts = [tokenizer.encode_prompt(text) for text in texts]
+    wholes = [
+        prompt + tokenizer.encode(response) + [tokenizer.eos]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    prompt_lengths_N = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
+    lengths_N = torch.tensor([len(whole) for whole in wholes], dtype=torch.long)
+    tokens_NS = torch.zeros(len(wholes), max(map(len, wholes), default=0), dtype=torch.long)
+    for row, whole in enumerate(wholes):
+        if limit is not None and len(whole) > limit:
+            raise ValueError(f"demonstration {texts[row]!r}: given {len(whole)} tokens, needed at most {limit}")
+        tokens_NS[row, : len(whole)] = torch.tensor(whole)
+    return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
 
 
 def _workers(model: Model, ranks: Ranks, context: Context) -> "Lanes[Model] | Shards[Model]":

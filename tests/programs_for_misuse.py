@@ -105,6 +105,18 @@ def twins(policy: Policy, prompts: Prompts) -> Policy:
     return policy_update(policy, rollouts, advantage, beside=again, loss=ppo)  # twins
 
 
+def finished(rollouts: Rollouts) -> list[bool]:
+    found: list[bool] = rollouts.finished_N.tolist()
+    return found
+
+
+@program
+def unnamed(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    advantage = group_advantage(score(rollouts, by=math_answer), by=finished)  # unnamed
+    return policy_update(policy, rollouts, advantage, loss=ppo)
+
+
 @program
 def dotted(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)

@@ -40,6 +40,7 @@ MISUSE = {
     "twins": ("policy_update", "two terms of the name 'ppo'", "names of their own, which the figures of each begin"),
     "dotted": ("term: option 'name'", "'my.term'", "letters, digits and _"),
     "term_without_old": ("term: loss tis", "no proximal_P for it", "see policy_logprobs"),
+    "unnamed": ("group_advantage: option 'by'", "sub-groups of no rollouts", "the input `rollouts`"),
     "own": ("policy_update: loss own_loss", "no reference_P for it", "see reference_logprobs"),
     "empty_exam": ("measure: option 'problems'", "0", "a whole number of at least 1"),
 }

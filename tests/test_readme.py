@@ -31,6 +31,8 @@ RUN = {
     "talking": "answered",
     "often": "replayed",
     "mixed": "spread_loss",
+    "taught": "teacher_tokens",
+    "credited": "loss",
     "chase": "aipo_update_2.loss",
     "warmed": "lr",
     "careful": "lr",

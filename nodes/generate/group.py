@@ -80,6 +80,7 @@ class Group:
             versions_NT=torch.from_numpy(versions_NT),
             finished_N=torch.tensor([whole.finished for whole in wholes]),
             transcripts=transcripts,
+            turn_rewards=tuple(row.rewards for row in self.rows),
             temperature_N=torch.full((len(wholes),), sampler.temperature),
             cut_N=torch.full((len(wholes),), sampler.cuts),
         )

@@ -54,7 +54,8 @@ class Response(NamedTuple):
 @dataclass
 class Row:
     """A prompt, what followed it in earlier turns (`before`, with the texts of its turns in `transcript`), the
-    environment's reply to that (`heard`, in words `reply`), and what the model says now.
+    environment's reply to that (`heard`, in words `reply`), and what the model says now. `rewards` are what the
+    environment gave after each of the earlier turns.
 
     A row that is not `open` says nothing more and stays as it was before. An `outgrown` one would have gone on.
     """
@@ -67,6 +68,7 @@ class Row:
     said: Response | None = None
     open: bool = True
     outgrown: bool = False
+    rewards: list[float | None] = field(default_factory=list)
 
     @property
     def prefix(self) -> list[int]:
@@ -104,6 +106,7 @@ def resume(conversation: Rollouts, replies: Replies, tokenizer: Tokenizer) -> It
     )
     begins, lengths = conversation.prompt_lengths_N.tolist(), conversation.response_lengths_N.tolist()
     finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()
+    rewards = conversation.rewarded(replies)
     for index, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
         before = Response(
             tokens_NS[index, begin : begin + length],
@@ -111,7 +114,8 @@ def resume(conversation: Rollouts, replies: Replies, tokenizer: Tokenizer) -> It
             versions_NT[index, :length],
             finished[index],
         )
-        row = Row(tokens_NS[index, :begin].tolist(), before, conversation.transcripts[index], open=not done[index])
+        prompt, transcript = tokens_NS[index, :begin].tolist(), conversation.transcripts[index]
+        row = Row(prompt, before, transcript, open=not done[index], rewards=rewards[index])
         if row.open:
             row.reply = replies.texts[index]
             row.heard = Response.heard(tokenizer.encode_reply(row.reply, replies.roles[index], finished[index]))

@@ -45,6 +45,16 @@ def sampled_mask(rollouts: Rollouts) -> Tensor:
     return within_NT & (versions_NT >= 0)
 
 
+def turn_of_tokens(rollouts: Rollouts) -> Tensor:
+    """Which of the model's turns each token of a response is of, int64 [N, T]: 0, 1, …; −1 for what it did not sample.
+
+    Turns are told by the environment's tokens between them.
+    """
+    sampled_NT = sampled_mask(rollouts)
+    before_NT = torch.cat([torch.zeros_like(sampled_NT[:, :1]), sampled_NT[:, :-1]], 1)
+    return ((sampled_NT & ~before_NT).cumsum(1) - 1).masked_fill(~sampled_NT, -1)
+
+
 def group_rows(ordinals: Sequence[int]) -> Tensor:
     """Which prompt group each row is of, int64 [N]: 0, 1, … in the order in which the groups come."""
     numbers = {ordinal: number for number, ordinal in enumerate(dict.fromkeys(ordinals))}

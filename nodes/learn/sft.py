@@ -1,16 +1,20 @@
-"""Imitation of demonstrations, which makes the base model that RL starts from."""
+"""Imitation of demonstrations, which makes the base model that RL starts from; and demonstrations as rollouts."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
-from penstock.graph.types import AnyPolicy, Metrics
+from penstock.graph.types import AnyPolicy, Metrics, Policy, Rollouts
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.losses import sft_loss
 from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.schedules import cosine
 from penstock.nodes.numbers import ADAMW, count, not_negative
-from penstock.nodes.policy import Step, language_policy
+from penstock.nodes.policy import Step, language_model, language_policy
+from penstock.nodes.sequence_model import encode_texts
+from penstock.nodes.tokenizer import Tokenizer
 
 
 @requires(count(0, "warmup"), not_negative("final"), *ADAMW)
@@ -43,3 +47,46 @@ def sft_update(
     grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
     mean = float(torch.stack(losses).sum()) / tokens
     return policy, {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
+
+
+def rollouts_of(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    ordinals: Sequence[int] | None = None,
+    answers: Sequence[str] | None = None,
+    limit: int | None = None,
+) -> Rollouts:
+    """Texts and what follows each as rollouts that no policy sampled: version 0, and no μ (`logprobs_NT` is None).
+
+    `tokenizer` is that of the policy that is to learn from them: `language_model(policy).tokenizer` in a node that
+    reads the policy, `run_spec(context).tokenizer` (`nodes.base`) in the `init` of a node with state. Each response
+    ends with an end token. Rows of one prompt group have one of the `ordinals`; without, each row is a group of its
+    own. Raises ValueError for a row of more than `limit` tokens.
+    """
+    tokens_NS, prompts_N, lengths_N = encode_texts(tokenizer, texts, responses, limit)
+    longest = int(lengths_N.max()) if len(texts) else 0
+    return Rollouts(
+        ordinals=tuple(range(len(texts)) if ordinals is None else ordinals),
+        prompts=tuple(texts),
+        answers=("",) * len(texts) if answers is None else tuple(answers),
+        texts=tuple(responses),
+        tokens_NS=tokens_NS,
+        prompt_lengths_N=prompts_N,
+        response_lengths_N=lengths_N,
+        logprobs_NT=None,
+        versions_NT=torch.zeros(len(texts), longest, dtype=torch.long),
+        finished_N=torch.ones(len(texts), dtype=torch.bool),
+    )
+
+
+@node(pool="trainer", clock="update")
+def demonstrated(policy: Policy, demonstrations: Demonstrations) -> Rollouts:
+    """Demonstrations as rollouts, by the tokenizer of the policy that is to learn from them (see `rollouts_of`).
+
+    Raises ValueError for one that is longer than the model's context.
+    """
+    model = language_model(policy)
+    limit = model.model.config.max_position_embeddings
+    return rollouts_of(model.tokenizer, demonstrations.texts, demonstrations.responses, limit=limit)

@@ -1,11 +1,23 @@
 """The game tells higher from lower, ends when the guess is right, and gives its secrets by ordinal."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from penstock.graph.types import Context, Replies, Rewards, Rollouts
+from penstock.graph import Metrics, Policy, Prompts, broadcast, node, program
+from penstock.graph.types import Context, Replies, Rewards, Rollouts, TurnRewards
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.guessing_game import guessing_game, open_secrets
-from penstock.nodes.environments.outcome import outcome
+from penstock.nodes.environments.outcome import outcome, turn_rewards
+from penstock.nodes.generate.converse import converse
+from penstock.nodes.learn.packing import sampled_mask, turn_of_tokens
+from penstock.nodes.learn.update import aipo_update
+from tests.pages import SMALL, run
+
+from .rollouts import random_rollouts
 
 
 def rollouts(texts: list[str], answers: list[str]) -> Rollouts:
@@ -74,3 +86,44 @@ def test_replies_of_several_groups_join_with_rewards_or_without() -> None:
     assert (len(both), both.done_N.tolist()) == (4, [True, False] * 2)
     bare = Replies(("a",), ("user",), torch.tensor([True]))
     assert Replies.concat([bare, bare]).rewards_N is None
+
+
+# Rewards of turns ---------------------------------------------------------------------------------------------
+
+
+@environment
+def paying(rollouts: Rollouts) -> Replies:
+    """After turn k of the model k + row / 10; row r is done after r + 1 turns, but hears what others are told."""
+    turn = max(rollouts.turns())
+    rewards_N = torch.tensor([turn + row / 10 for row in range(len(rollouts))])
+    done_N = torch.tensor([turn > row for row in range(len(rollouts))])
+    return Replies((":",) * len(rollouts), ("user",) * len(rollouts), done_N, rewards_N)
+
+
+@node(pool="scorer")
+def noted(rollouts: Rollouts, rewards: TurnRewards) -> tuple[Rewards, Metrics]:
+    expected = torch.tensor([[1.0, 0, 0], [1.1, 2.1, 0], [1.2, 2.2, 3.2], [1.3, 2.3, 3.3]])
+    torch.testing.assert_close(rewards.values_NK, expected)
+    turn_NT = turn_of_tokens(rollouts)
+    assert [row.max() + 1 for row in turn_NT] == rewards.turns_N.tolist() == rollouts.turns() == [1, 2, 3, 3]
+    assert torch.equal(turn_NT >= 0, sampled_mask(rollouts))
+    return Rewards(rewards.values_NK.sum(1)), {"turn_reward_mean": float(rewards.values_NK.mean())}
+
+
+@program
+def paid(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts, replies = converse(prompts, broadcast(policy), environment=paying, turns=3, samples=4)
+    rewards = noted(rollouts, turn_rewards(rollouts, replies))
+    return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+def test_a_node_reads_what_every_turn_was_worth(tmp_path: Path) -> None:
+    summary = run(paid, tmp_path / "run", replace(SMALL, eval_groups=0, updates=1))
+    assert summary["status"] == "done", summary["error"]
+
+
+def test_an_environment_that_gives_no_rewards_at_a_turn_is_told() -> None:
+    rollouts = replace(random_rollouts(), ordinals=(8,) * 5)
+    silent = Replies((":",) * 5, ("user",) * 5, torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="turn_rewards, group 8, row 0: given no reward for turn 0, needed one"):
+        turn_rewards.fn(rollouts, silent)

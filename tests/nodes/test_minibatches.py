@@ -53,3 +53,24 @@ def test_rows_are_taken_of_arrays_and_of_tuples_alike() -> None:
     assert taken.logprobs_NT is None
     assert torch.equal(taken.tokens_NS, rollouts.tokens_NS[[3, 1]])
     assert Rewards(torch.tensor([5.0, 6.0])).take([1]).values_N.tolist() == [6]
+
+
+def test_rows_are_taken_by_marks_too_and_none_at_all() -> None:
+    rollouts, advantage = batch()
+    for marks in (advantage.values_N > 0, [True, False, True, False, True]):
+        taken = rollouts.take(marks)
+        assert (taken.ordinals, len(taken)) == ((0, 2, 4), 3)
+        assert torch.equal(taken.tokens_NS, rollouts.tokens_NS[[0, 2, 4]])
+    nothing = rollouts.take([])
+    assert (len(nothing), nothing.tokens_NS.shape) == (0, (0, rollouts.tokens_NS.shape[1]))
+    assert len(type(rollouts).concat([nothing, taken, nothing])) == 3
+    assert taken.take(torch.tensor([2, 2])).ordinals == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([5], "row 5, needed 0 to 4"), ([-1], "row -1, needed 0 to 4"), ([True], "1 marks, needed 5, one for each row")],
+)
+def test_a_row_that_there_is_not_is_refused(rows: list[int], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"Rollouts\.take: given {said}"):
+        batch()[0].take(rows)
