@@ -21,6 +21,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.board import Board
 from penstock.runtime.control.complaint import Complaint
 from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.gate import raise_descriptors
 from penstock.runtime.control.keys import Door
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.listen import WireError
@@ -289,6 +290,7 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
 
 def main() -> None:
     die_with_parent()
+    raise_descriptors()
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)
     try:

@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import zmq
 
@@ -32,7 +31,7 @@ from penstock.runtime.control.exchange import (
 from penstock.runtime.control.gate import Gate
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.listen import WireError
-from penstock.runtime.control.wire import SILENCE
+from penstock.runtime.control.wire import SILENCE, keyed
 from penstock.runtime.record.faults import visible
 from penstock.runtime.tensor.handle import HandleError
 from penstock.runtime.tensor.store import Reader
@@ -71,6 +70,7 @@ class ExchangeServer:
             text = f"{owner}: cannot listen on {wanted} for readers on other hosts: {bind_fault(error.errno)}"
             raise WireError(error.errno or 0, f"{text} (`address` of host {join.host} in the cluster file)") from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._gate.open()
         self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="exchange", daemon=True)
         self._thread.start()
@@ -79,6 +79,7 @@ class ExchangeServer:
         """Before the store's: nothing is read any more once this returns."""
         os.eventfd_write(self._end, 1)
         self._thread.join()
+        self._gate.close()
         self._context.destroy(linger=0)
         self._reader.close()
         os.close(self._end)
@@ -86,21 +87,20 @@ class ExchangeServer:
     def _serve(self) -> None:
         try:
             poller = zmq.Poller()
-            for one in (self._socket, self._gate.socket, self._end):
+            for one in (self._socket, self._end):
                 poller.register(one, select.POLLIN)
             while self._end not in (ready := dict(poller.poll())):
-                if self._gate.socket in ready:
-                    self._gate.answer()
                 if self._socket in ready:
-                    with suppress(zmq.Again):
-                        self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+                    for frames, _, descriptor in keyed(self._socket):
+                        self._answer(frames, descriptor)
         # Readers would wait in vain from now on, and blame their own hosts: this rank has to say that it is the cause.
         except BaseException:
             self._died(traceback.format_exc())
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def _answer(self, frames: list[bytes], descriptor: int) -> None:
         try:
             kind, answer = reply(frames[1:], self._owner, self._reader)
+            self._gate.know(descriptor)
         except MessageError as error:
             self._drop("oversized" if len(frames[-1]) > MAX_QUESTION else "malformed", str(error))
             return

@@ -155,8 +155,9 @@ class Server:
                 if not (door.secret and door.allowed):
                     raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
                 self._gate = Gate(self._socket, door.secret, door.allowed.values(), self._refuse)
-                self._poller.register(self._gate.socket, zmq.POLLIN)
             self.endpoint = listen(self._socket, door.endpoint)
+            if self._gate is not None:
+                self._gate.open()
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -172,12 +173,12 @@ class Server:
         """
         found: list[tuple[str, Message]] = []
         ready = dict(self._poller.poll(int(1000 * timeout)))
-        if self._gate is not None and self._gate.socket in ready:
-            self._gate.answer()
         now = monotonic()
-        for frames, key in self._drain() if self._socket in ready else ():
+        for frames, key, descriptor in self._drain() if self._socket in ready else ():
             try:
                 found += self._take(frames, key, now)
+                if self._gate is not None:
+                    self._gate.know(descriptor)
             except _Dropped as drop:
                 self.drop(*drop.args)
         return found
@@ -231,16 +232,18 @@ class Server:
 
     def close(self) -> None:
         """What is still being sent gets half a second."""
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy(linger=int(1000 * FLUSH_S))
         if (file := socket_file(self.endpoint)) is not None:
             file.unlink(missing_ok=True)
 
-    def _drain(self) -> Iterator[tuple[list[bytes], str]]:
-        """What waits, up to the bounds of one `receive`, each with the key that libzmq has checked."""
-        unix = ((frames, "") for frames in drain(self._socket))
+    def _drain(self) -> Iterator[tuple[list[bytes], str, int]]:
+        """What waits, up to the bounds of one `receive`, each as from `keyed`."""
+        unix = ((frames, "", -1) for frames in drain(self._socket))
         size = 0
-        for frames, key in unix if self._gate is None else keyed(self._socket):
-            yield frames, key
+        for frames, key, descriptor in unix if self._gate is None else keyed(self._socket):
+            yield frames, key, descriptor
             size += sum(map(len, frames))
             if size > MAX_DRAIN_BYTES:
                 return
@@ -309,11 +312,13 @@ class Server:
         self.drop("refused", address, "a key that is not on the list")
 
 
-def keyed(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[bytes], str]]:
-    """`drain`, and for each message the public key of its sender, which the authenticator gave as its user's name."""
+def keyed(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[bytes], str, int]]:
+    """`drain`, and for each message its sender's public key, which the gate gave as its user's name, and the descriptor
+    of its connection.
+    """
     for _ in range(MAX_DRAIN):
         frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        yield [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
+        yield [one.bytes for one in frames], str(frames[-1].get("User-Id")), int(frames[-1].get(zmq.SRCFD))
         if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
             return
 

@@ -17,6 +17,7 @@ from penstock.runtime.control.allocator import keep_freed_memory
 from penstock.runtime.control.client import Client
 from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.forks import serve_forks
+from penstock.runtime.control.gate import raise_descriptors
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
@@ -39,6 +40,7 @@ NEEDED = ("penstock.runtime.control.rank", "penstock.nodes.policy")
 
 def main() -> None:
     keep_freed_memory()
+    raise_descriptors()
     join = replace(Join.read(Path(os.environ["PENSTOCK_JOIN"])), folder=os.environ["PENSTOCK_FOLDER"])
     replica, index = os.environ["PENSTOCK_REPLICA"], int(os.environ["PENSTOCK_RANK"])
     pulse = Pulse(join, replica, index).start()

@@ -476,7 +476,7 @@ def test_a_closed_server_leaves_no_socket_and_no_thread(hosts: Hosts) -> None:
     """What a test before this one has left may end meanwhile."""
     files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     server = hosts.new_server(Reader(hosts.run, host="a"), "generator.1")
-    assert len(set(threading.enumerate()) - threads) == 1
+    assert len(set(threading.enumerate()) - threads) == 2
     server.close()
     assert set(os.listdir("/proc/self/fd")) <= files
     assert set(threading.enumerate()) <= threads

@@ -3,10 +3,12 @@
 import os
 import random
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -297,6 +299,77 @@ def test_a_controller_that_was_stopped_goes_on_with_the_same_connections(
     finally:
         child.kill()
         child.communicate()
+
+
+CROWDED = """
+import resource, sys, threading
+from contextlib import ExitStack
+from pathlib import Path
+from penstock.runtime.control.gate import raise_descriptors
+from penstock.runtime.control.keys import Door
+from penstock.runtime.control.messages import Goodbye, Note
+from penstock.runtime.control.wire import Server
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
+assert raise_descriptors() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+server = Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local", "generator/0:1": "local"})
+print(server.endpoint, flush=True)
+def checkpoint():
+    for line in sys.stdin:
+        with ExitStack() as files:
+            try:
+                for _ in range(int(line)):
+                    files.enter_context(open("/dev/null"))
+                said = "saved"
+            except OSError as error:
+                said = str(error)
+        print(said, flush=True)
+threading.Thread(target=checkpoint, daemon=True).start()
+while True:
+    for peer, message in server.receive(0.1):
+        if isinstance(message, Note):
+            server.send(peer, Goodbye(message.text))
+"""
+
+
+def test_connections_of_idle_strangers_leave_descriptors_for_files_and_for_ranks(tmp_path: Path) -> None:
+    keys = Keys.make("run", TCP, ["local", "b"])
+    keys.door.write(tmp_path / "door.json")
+    command = [sys.executable, "-c", CROWDED, str(tmp_path / "door.json")]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with ExitStack() as stack:
+        stack.callback(child.communicate)
+        stack.callback(child.kill)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        endpoint = child.stdout.readline().strip()
+        join = keys.join("local", endpoint, tmp_path)
+
+        def says(rank: int) -> Client:
+            client = Client(join, "rank", "generator/0", rank)
+            stack.callback(client.close)
+            return speaks(client)
+
+        def speaks(client: Client) -> Client:
+            client.send(Note("info", "here"))
+            assert until(lambda: client.receive(0.1)) == [Goodbye("here")]
+            return client
+
+        first = says(0)
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        for _ in range(600):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+
+        def saved() -> bool:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write("200\n")
+            child.stdin.flush()
+            return child.stdout.readline() == "saved\n"
+
+        until(saved)  # at last: strangers are let go one by one
+        until(lambda: len(os.listdir(f"/proc/{child.pid}/fd")) < 100)
+        says(1)
+        speaks(first)
 
 
 def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(tmp_path: Path) -> None:
