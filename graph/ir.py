@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import msgspec
 
 Json = Any
 Clock = Literal["group", "update"]
@@ -225,18 +227,21 @@ class Graph:
 
     @staticmethod
     def from_json(data: Mapping[str, Json]) -> "Graph":
-        if data.get("format") != 1:
-            raise ValueError(f"graph: given format {data.get('format')!r}, needed 1")
+        """Raises ValueError for what `to_json` did not make; whether the graph makes sense, `check` says."""
+        if not isinstance(data, dict) or data.get("format") != 1:
+            given = repr(data.get("format")) if isinstance(data, dict) else "none"
+            raise ValueError(f"graph: given format {given}, needed 1")
+        read = msgspec.convert({"doc": "", "where": "", **data}, _GraphJson)
         return Graph(
-            name=data["name"],
-            op=data["op"],
-            doc=data["doc"],
-            where=data["where"],
-            options=_options(data["options"]),
-            types=tuple((name, tuple(bases)) for name, bases in sorted(data["types"].items())),
-            arguments=tuple(Argument(**a) for a in data["arguments"]),
-            nodes=tuple(_node_from_json(n) for n in data["nodes"]),
-            results=tuple((name, Ref(*ref)) for name, ref in data["results"].items()),
+            name=read["name"],
+            op=read["op"],
+            doc=read["doc"],
+            where=read["where"],
+            options=_options(read["options"]),
+            types=tuple((name, tuple(bases)) for name, bases in sorted(read["types"].items())),
+            arguments=tuple(read["arguments"]),
+            nodes=tuple(_node_from_json(n) for n in read["nodes"]),
+            results=tuple((name, Ref(*ref)) for name, ref in read["results"].items()),
         )
 
     def digest(self) -> str:
@@ -261,8 +266,29 @@ def _node_to_json(node: Node) -> dict[str, Json]:
     return data
 
 
+class _GraphJson(TypedDict):
+    """A graph's JSON, as `Graph.from_json` reads it; each node is read by itself."""
+
+    name: str
+    op: str
+    doc: str
+    where: str
+    options: dict[str, Json]
+    types: dict[str, list[str]]
+    arguments: list[Argument]
+    nodes: list[dict[str, Json]]
+    results: dict[str, tuple[str, str]]
+
+
 def _node_from_json(data: Mapping[str, Json]) -> Node:
-    inputs = tuple(Input(name, type_, Ref(node, output), *back) for name, type_, node, output, *back in data["inputs"])
-    outputs = tuple(Output(*o) for o in data["outputs"])
-    given, options = tuple(data.get("given", ())), _options(data["options"])
-    return Node(**{**data, "inputs": inputs, "outputs": outputs, "options": options, "given": given})
+    """Raises ValueError for a node of another form, or with slots that this version does not know."""
+    if unknown := sorted(data.keys() - set(Node.__slots__)):
+        raise ValueError(f"graph: given a node with {', '.join(unknown)}, which this version does not know")
+    inputs = []
+    for given in data.get("inputs", ()):
+        name, type_, node, output, *back = msgspec.convert(given, list[str | bool])
+        inputs.append({"name": name, "type": type_, "ref": {"node": node, "output": output}, "back": any(back)})
+    outputs = [dict(zip(("name", "type"), output, strict=True)) for output in data.get("outputs", ())]
+    options = sorted(msgspec.convert(data.get("options"), dict[str, Json]).items())
+    read: Node = msgspec.convert({**data, "inputs": inputs, "outputs": outputs, "options": options}, Node)
+    return read

@@ -201,12 +201,12 @@ def _written(folder: RunFolder) -> dict[str, Any] | None:
 def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
     """A summary of what the run has left, with the status open."""
     rows, saved = read_rows(folder.metrics), latest_checkpoint(folder)
-    accuracy, groups = saved.accuracy if saved else {}, sum(row["groups"] for row in rows)
+    accuracy, groups = saved.accuracy if saved else {}, sum(row.get("groups", 0) for row in rows)
     return {
         "status": "",
         "accuracy_before": accuracy.get("before"),
         "accuracy_after": accuracy.get("after"),
-        "updates": rows[-1]["version"] if rows else 0,
+        "updates": rows[-1]["update"] + 1 if rows else 0,
         "groups": groups,
         **_lost(folder, rows, groups),
         "wall_s": round(seconds, 3),
@@ -243,30 +243,32 @@ def resumes_at(folder: RunFolder) -> int:
 
 
 def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "") -> str:
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
         rows.append(("accuracy", f"{percent(before)} → {percent(after)}"))
     counts = [(summary.get("fates", {}).get(fate), fate) for fate in ("dropped", "failed")]
     counts.append((summary.get("retried"), "firings tried again"))
     lost = "".join(f", {count} {what}" for count, what in counts if count)
-    rows.append(("updates", f"{summary['updates']} of {updates}, {summary['groups']} prompt groups{lost}"))
+    rows.append(
+        ("updates", f"{summary.get('updates', 0)} of {updates}, {summary.get('groups', 0)} prompt groups{lost}")
+    )
     if wrong := summary.get("not_finite"):
         names = list(wrong)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         rows.append(("no number", f"{', '.join(names[:5])}{more}: null in metrics.jsonl"))
-    rows.append(("time", clock(summary["command_s"])))
+    rows.append(("time", clock(summary.get("command_s", 0.0))))
     rows.append(("folder", folder))
     if report:
         rows.append(("report", report))
-    if summary["status"] == "stopped" or (summary["status"] == "failed" and summary["checkpoint"]):
+    if summary["status"] == "stopped" or (summary["status"] == "failed" and summary.get("checkpoint")):
         rows.append(("to go on", f"penstock resume {quote(folder)}, {_goes_on(summary)}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
 
 
 def _goes_on(summary: Mapping[str, Any]) -> str:
     """From where, and what is done again."""
-    at, done = summary["checkpoint"], summary["updates"]
+    at, done = summary.get("checkpoint", 0), summary.get("updates", 0)
     if at >= done:
         return f"from update {at}" if at else "from the beginning"
     held = f"the last checkpoint, of update {at}" if at else "the beginning, since there is no checkpoint"

@@ -100,13 +100,13 @@ class Progress:
     def _row(self, row: Line) -> None:
         self.row = row
         self.rows.append(row)
-        self.update = row["version"]
+        self.update = row.get("version", row["update"] + 1)
         if row.get("reward_mean") is not None:
             self.rewards.append(float(row["reward_mean"]))
         for name, states in (row.get("pools") or {}).items():
             spent: Counter[str] = Counter()
             for recent in self.rows:
-                spent.update(recent["pools"].get(name, {}))
+                spent.update({state: s or 0.0 for state, s in recent.get("pools", {}).get(name, {}).items()})
             if states:
                 pool, seconds = self.pools.setdefault(name, Pool()), spent.total()
                 pool.busy = spent["busy"] / seconds if seconds else None

@@ -12,8 +12,9 @@ from penstock.runtime.control.records import read_record, record_bytes
 from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import Segment, StageLog, commands_digest, read_log
+from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, replay_all
+from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, ReplayError, replay_all
 
 DESCRIPTION = """Check a run's record: feed its events to the scheduler again and compare every decision.
 
@@ -39,8 +40,11 @@ def main(argv: Sequence[str]) -> int:
     flags = read_flags(ReplayFlags, "replay", argv, DESCRIPTION)
     folder = RunFolder.open(flags.dir)
     segments = read_log(folder.events, _counted(folder))
-    stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
-    replayed = replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
+    try:
+        stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
+        replayed = replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
+    except ValueError as error:
+        raise ReplayError(f"{folder.events}: {error}") from None
     if flags.json:
         print(json.dumps({"run": str(folder.path), "equal": True, "stages": [_facts(stage) for stage in replayed]}))
     else:
@@ -51,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def _counted(folder: RunFolder) -> int:
     """The records that the log had when the run ended; 0 where it was killed before it could count them."""
     path = folder.path / "summary.json"
-    return int(folder.read_json(path.name).get("records", 0)) if path.exists() else 0
+    return int(folder.read_json(path.name, Summary).get("records", 0)) if path.exists() else 0
 
 
 def _steps(stage: StageLog) -> Iterator[Recorded]:

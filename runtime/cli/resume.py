@@ -2,11 +2,11 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -19,10 +19,13 @@ from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import read_meshes, spelled
-from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
-from penstock.runtime.record.faults import visible
+from penstock.runtime.record.checkpoint import CUT, Checkpoint, latest_checkpoint, update_of
+from penstock.runtime.record.faults import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import segment_seconds
+from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
+from penstock.runtime.schedule.scheduler import Scheduler
+from penstock.runtime.schedule.tables import compile_tables
 from penstock.runtime.tensor.part_file import part_path, read_facts, refusal
 
 DESCRIPTION = """Go on with a run exactly where its last complete checkpoint is.
@@ -67,11 +70,12 @@ def main(argv: Sequence[str]) -> int:
         _require_own(folder)
     folder.lock()
     try:
-        config, asked = RunConfig.load(folder), folder.read_json("config.json")["asked"]
+        config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
         require_inputs(config, asked)
         earlier = _earlier_seconds(folder)
-        saved, cluster = latest_checkpoint(folder), Cluster.model_validate(asked["cluster"])
+        saved, cluster = latest_checkpoint(folder), _cluster(folder, asked)
         if saved is not None:
+            _require_cut(saved, config)
             _require_format(saved, config)
         before, config = config, _with_updates(folder, config, flags.updates)
         config = _with_meshes(config, cluster, flags.mesh)
@@ -109,7 +113,30 @@ def _earlier_seconds(folder: RunFolder) -> float:
     Raises LogError for a log that was changed, which nothing can be added to."""
     logged = sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
     summary = folder.path / "summary.json"
-    return float(folder.read_json(summary.name)["wall_s"]) if summary.exists() else logged
+    return float(folder.read_json(summary.name, Summary).get("wall_s", logged)) if summary.exists() else logged
+
+
+def _cluster(folder: RunFolder, asked: Mapping[str, Any]) -> Cluster:
+    """Raises RecordError for a folder that does not say on what cluster its run was."""
+    try:
+        return Cluster.model_validate(asked.get("cluster"))
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise RecordError(f"{folder.config}: asked.cluster: {said}; needed what the run wrote") from None
+
+
+def _require_cut(saved: Checkpoint, config: RunConfig) -> None:
+    """Raises RecordError for a checkpoint that the scheduler of this run cannot have written."""
+    path = saved.folder / CUT
+    require_shape(saved.cut, Cut, f"{path}: cut")
+    if not update_of(saved.folder.name) == saved.update == saved.cut["update"]:
+        given = f"given the cuts before updates {saved.update} and {saved.cut['update']}"
+        raise RecordError(f"{path}: {given}; needed that before the update of the folder's name")
+    try:
+        rules = dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=saved.update)).rules(0)
+        Scheduler(compile_tables(config.graph, config.plan), rules, saved.cut)
+    except ValueError as error:
+        raise RecordError(f"{path}: {error}; needed what the run wrote") from None
 
 
 def _require_format(saved: Checkpoint, config: RunConfig) -> None:
@@ -148,4 +175,4 @@ def _with_meshes(config: RunConfig, cluster: Cluster, words: Sequence[str]) -> R
 
 def _finished(folder: RunFolder) -> bool:
     path = folder.path / "summary.json"
-    return path.exists() and bool(folder.read_json(path.name)["status"] == "done")
+    return path.exists() and bool(folder.read_json(path.name, Summary)["status"] == "done")

@@ -13,6 +13,7 @@ from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import Mark, new_records
 from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.schedule.events import Done, Event, Failed, Fire, Swapped
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
@@ -47,7 +48,7 @@ class Watched:
     def summary(self) -> Line | None:
         """How the run ended; None where nothing was left to say it."""
         try:
-            found: Line = self.folder.read_json("summary.json")
+            found: Line = self.folder.read_json("summary.json", Summary)
         except RecordError:
             return None
         return found

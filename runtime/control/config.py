@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import msgspec
+
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
@@ -11,6 +13,7 @@ from penstock.runtime.plan.plan import Plan, Replica
 from penstock.runtime.plan.turns import why_no_turns
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.typed_json import ConfigFile
 from penstock.runtime.schedule.tables import Channel, Rules, compile_tables
 
 EVALUATION = "evaluate."
@@ -48,6 +51,14 @@ class Flags:
     delta: int = 0
     transport: Literal["auto", "messages", "shm", "cuda_ipc"] = "auto"
     offload: Literal["auto", "on", "off"] = "off"
+
+
+def _flags(data: Any) -> Flags:
+    """Raises ValueError for flags of another type, or that this version does not know."""
+    read: Flags = msgspec.convert(data, Flags)
+    if unknown := sorted(data.keys() - asdict(read).keys()):
+        raise ValueError(f"unknown flags {', '.join(unknown)}")
+    return read
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,8 @@ class RunConfig:
             graph=Graph.from_json(data["graph"]),
             evaluation=None if evaluation is None else Graph.from_json(evaluation),
             plan=Plan.from_json(data["plan"]),
-            flags=Flags(**{**data["flags"], "mesh": tuple(data["flags"].get("mesh", ()))}),
-            run=data["run"],
+            flags=_flags(data["flags"]),
+            run=msgspec.convert(data["run"], str),
         )
 
     def write(self, folder: RunFolder, asked: Mapping[str, Any]) -> None:
@@ -104,12 +115,15 @@ class RunConfig:
     @staticmethod
     def load(folder: RunFolder) -> "RunConfig":
         """What `write` wrote. Raises RecordError for a folder that this version of Penstock cannot read."""
-        graphs, plan = folder.read_json("graph.json"), folder.read_json("plan.json")
-        data = folder.read_json("config.json")
+        graphs, plan = folder.read_json("graph.json", dict[str, Any]), folder.read_json("plan.json")
+        data = folder.read_json("config.json", ConfigFile)
         try:
-            return RunConfig.from_json({**data, **graphs, "plan": plan})
+            config = RunConfig.from_json({**data, **graphs, "plan": plan})
+            for graph in config.graphs:
+                compile_tables(graph, config.plan)
+            return config
         except (ValueError, TypeError, KeyError) as error:
-            asked = data.get("asked", {}) if isinstance(data, dict) else {}
+            asked = data.get("asked", {})
             by = f", written by penstock {asked['penstock']}" if "penstock" in asked else ""
             given = f"{folder.path}: given a run folder of another format{by} ({error})"
             needed = f"needed one that penstock {__version__} reads, or a newer penstock to read it"

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
+
+import msgspec
 
 from penstock.graph.sharding import Axes
 from penstock.runtime.plan.table import html_table
@@ -87,26 +90,28 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
-        if data.get("format") != 1:
-            raise ValueError(f"plan: given format {data.get('format')!r}, needed 1")
-        return Plan(
-            tuple(
-                Pool(
-                    p["name"],
-                    tuple(p["holds"]),
-                    tuple(
-                        Replica(
-                            r["name"],
-                            tuple(Rank(**x) for x in r["ranks"]),
-                            r["capacity"],
-                            tuple((name, size) for name, size in r.get("mesh", ())),
-                        )
-                        for r in p["replicas"]
-                    ),
-                )
-                for p in data["pools"]
-            )
-        )
+        """Raises ValueError for what `to_json` did not make."""
+        if not isinstance(data, dict) or data.get("format") != 1:
+            given = repr(data.get("format")) if isinstance(data, dict) else "none"
+            raise ValueError(f"plan: given format {given}, needed 1")
+        pools = msgspec.convert(data.get("pools"), tuple[Pool, ...])
+        names = [replica.name for pool in pools for replica in pool.replicas]
+        held = [name for pool in pools for name in pool.holds]
+        for what, called in (("replicas", names), ("pools", [p.name for p in pools]), ("held values", held)):
+            if len(set(called)) < len(called):
+                raise ValueError(f"plan: given {what} of one name, needed names of their own")
+        for pool in pools:
+            for replica in pool.replicas:
+                if replica.name.rpartition("/")[0] != pool.name or not replica.ranks or replica.capacity < 1:
+                    raise ValueError(
+                        f"plan: given replica {replica.name!r} of pool {pool.name!r}, with "
+                        f"{len(replica.ranks)} ranks for {replica.capacity} firings; needed POOL/NUMBER and 1 of each"
+                    )
+                if replica.mesh and prod(size for _, size in replica.mesh) != len(replica.ranks):
+                    raise ValueError(f"plan: given {len(replica.ranks)} ranks of {replica.name!r} with another mesh")
+            if not pool.replicas:
+                raise ValueError(f"plan: given pool {pool.name!r} without replicas, needed 1")
+        return Plan(pools)
 
 
 def _places(pool: Pool) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, sync
+from penstock.runtime.record.typed_json import CutFile
 
 CUT = "cut.json"
 _COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
@@ -90,7 +91,7 @@ def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
     if not complete:
         return None
     newest = max(complete)[-1]
-    facts = folder.read_json(str(newest.relative_to(folder.path) / CUT))
+    facts = folder.read_json(str(newest.relative_to(folder.path) / CUT), CutFile)
     figures, written = facts.get("figures", {}), facts.get("written", newest.name)
     return Checkpoint(newest, facts["update"], facts["cut"], facts["accuracy"], figures, written)
 

@@ -26,6 +26,7 @@ from time import sleep
 from typing import Any, BinaryIO
 
 from penstock.runtime.record.faults import PLACE, RecordError, disk_fault
+from penstock.runtime.record.typed_json import parse_json, require_shape
 
 LOCK = "lock"
 MARKS = ("config.json", "events.log", "metrics.jsonl")
@@ -258,17 +259,17 @@ class RunFolder:
             text = json.dumps(value, indent=1)
         write_atomic(self.path / name, text.encode() + b"\n")
 
-    def read_json(self, name: str) -> Any:
-        """Raises RecordError for a file that is missing or no JSON, with the line."""
+    def read_json(self, name: str, shape: Any = Any) -> Any:
+        """Raises RecordError for a file that is missing, no JSON, or not of the type `shape` (see `typed_json`)."""
         path = self.path / name
         try:
-            return json.loads(read_file(path, JSON_BYTES))
+            value = parse_json(read_file(path, JSON_BYTES), str(path))
         except FileNotFoundError:
             raise RecordError(f"{path}: no such file; needed the folder of a run that was not changed") from None
-        except ValueError as error:
-            raise RecordError(
-                f"{path}: given something that is not JSON ({error}); needed what the run wrote"
-            ) from None
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+        require_shape(value, shape, str(path))
+        return value
 
 
 def _locked(fd: int) -> bool:

@@ -23,6 +23,7 @@ from msgspec import msgpack
 
 from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import open_append, read_file
+from penstock.runtime.record.typed_json import parse_record
 
 MAGIC = b"penstock events 1\n"
 CHAIN, CHECK = 16, 4
@@ -168,7 +169,7 @@ def read_whole(path: Path) -> tuple[list[Segment], LogError | None]:
     segments: list[Segment] = []
     try:
         for number, payload in enumerate(payload for payload, _, _ in _frames(path)):
-            _take(segments, path, number, msgpack.decode(payload))
+            _take(segments, path, number, _record(payload, path, number))
     except LogError as damage:
         if not segments:
             raise
@@ -176,6 +177,13 @@ def read_whole(path: Path) -> tuple[list[Segment], LogError | None]:
     if not segments:
         raise LogError(f"{path}: no records; needed the log of a run")
     return segments, None
+
+
+def _record(payload: bytes, path: Path, number: int) -> list[Any]:
+    try:
+        return parse_record(payload, f"{path}: record {number}")
+    except RecordError as error:
+        raise LogError(str(error)) from None
 
 
 def _take(segments: list[Segment], path: Path, number: int, record: list[Any]) -> None:
@@ -195,11 +203,11 @@ def _take(segments: list[Segment], path: Path, number: int, record: list[Any]) -
 def segment_seconds(path: Path) -> list[float]:
     """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
     seconds: list[float] = []
-    for payload, _, _ in _frames(path):
-        kind, *rest = msgpack.decode(payload)
+    for number, (payload, _, _) in enumerate(_frames(path)):
+        kind, *rest = _record(payload, path, number)
         if kind == "segment":
             seconds.append(0.0)
-        elif kind == "event":
+        elif kind == "event" and seconds:
             seconds[-1] = rest[0]
     return seconds
 
@@ -217,7 +225,7 @@ def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any
     LogError."""
     before = mark.records if mark else 0
     for number, (payload, chain, end) in enumerate(_frames(path, mark), before + 1):
-        yield msgpack.decode(payload), Mark(number, end, chain)
+        yield _record(payload, path, number - 1), Mark(number, end, chain)
 
 
 def _kind(data: bytes) -> str:

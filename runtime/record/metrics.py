@@ -19,6 +19,7 @@ from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
 from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import open_append, read_file, write_atomic
+from penstock.runtime.record.typed_json import parse_json, require_row
 
 Row = dict[str, Any]
 
@@ -248,11 +249,10 @@ def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
     rows: list[Row] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            return rows, RecordError(f"{path}:{number}: given a line that is not JSON ({error}); needed a row")
-        if not isinstance(row, dict) or not isinstance(row.get("update"), int):
-            return rows, RecordError(f"{path}:{number}: given JSON without the number of an update; needed a row")
+            row = parse_json(line, f"{path}:{number}")
+            require_row(row, f"{path}:{number}")
+        except RecordError as damage:
+            return rows, damage
         rows.append(row)
     return rows, HalfRow(f"{path}:{len(lines)}: given half a line; needed a row") if lines[-1] else None
 

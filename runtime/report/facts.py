@@ -14,6 +14,7 @@ from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import MAGIC, LogError, Segment, StageLog, read_whole
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
+from penstock.runtime.record.typed_json import ConfigFile, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, Lane, lanes, streams
 from penstock.runtime.report.idle import Account, accounts
 from penstock.runtime.report.reasons import reason
@@ -119,8 +120,7 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     """Raises RecordError for a folder without its configuration, or one that a newer version wrote. Of a run that is
     `alive`, what is not written yet is no fault, and an end of an earlier life is none."""
     notes: list[str] = []
-    written = folder.read_json("config.json")
-    asked = written.get("asked", {}) if isinstance(written, dict) else {}
+    asked = folder.read_json("config.json", ConfigFile).get("asked", {})
     config = RunConfig.load(folder)
     lives = _lives(folder, notes, alive)
     rows = _rows(folder, lives, notes, alive)
@@ -174,12 +174,9 @@ def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
         notes.append("There is no summary.json: nothing was left to write one.")
         return None
     try:
-        summary = folder.read_json("summary.json")
+        summary: Mapping[str, Any] = folder.read_json("summary.json", Summary)
     except RecordError as error:
         notes.append(f"summary.json cannot be read: {error}")
-        return None
-    if not isinstance(summary, dict):
-        notes.append(f"summary.json cannot be read: given {summary!r:.60}, needed what the run wrote")
         return None
     return summary
 
@@ -231,15 +228,14 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
 def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> Stage:
     try:
         origin = Origin.from_json(log.facts)
+        tables = compile_tables(origin.graph, origin.plan)
+        begin = zero + round(log.steps[0].time * NS)
+        watch = _Watch(origin, tables, begin, end)
     except ValueError as error:
         raise ReportError(f"events.log: given a stage of another format ({error}); needed format 1") from None
-    tables = compile_tables(origin.graph, origin.plan)
-    begin = zero + round(log.steps[0].time * NS)
-    watch = _Watch(origin, tables, begin, end)
     for step in log.steps:
-        event = cast(Event, read_record(step.event))
         try:
-            watch.step(zero + round(step.time * NS), event)
+            watch.step(zero + round(step.time * NS), cast(Event, read_record(step.event)))
         except ValueError as error:
             notes.append(
                 f"Stage {origin.stage!r} is shown up to record {step.record} of the event log: the scheduler of this "

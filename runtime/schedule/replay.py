@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock.graph.ir import Graph
 from penstock.runtime.plan.plan import Plan
 from penstock.runtime.schedule.events import Command, Commit, Event, Finish
@@ -61,7 +63,7 @@ class Origin:
                 stage=data["stage"],
                 graph=Graph.from_json(data["graph"]),
                 plan=Plan.from_json(data["plan"]),
-                rules=Rules(**data["rules"]),
+                rules=_rules(data["rules"]),
                 cut=data["cut"],
                 live={(channel, replica): version for channel, replica, version in data["live"]},
                 complete=data.get("complete"),
@@ -70,6 +72,14 @@ class Origin:
             given = ", ".join(data)
             needed = "stage, graph, plan, rules, cut, live"
             raise ValueError(f"stage of a log: given the fields {given}; needed {needed} ({error!r})") from None
+
+
+def _rules(data: Mapping[str, Any]) -> Rules:
+    """Raises ValueError, and TypeError for rules that this version does not know."""
+    read: Rules = msgspec.convert(data, Rules)
+    if unknown := sorted(data.keys() - asdict(read).keys()):
+        raise TypeError(f"unknown rules {', '.join(unknown)}")
+    return read
 
 
 class Recorded(NamedTuple):

@@ -68,7 +68,13 @@ def drained(state: State) -> bool:
 
 
 def restore(state: State, cut: Mapping[str, Any]) -> None:
-    """Continue from the state that a `Commit` told."""
+    """Continue from the state that a `Commit` told. Raises ValueError for one that is of another graph or plan."""
+    for ordinal, made, readers in cut["groups"]:
+        odd = {*made, *readers} - state.tables.steps.keys() | set(made.values()) - state.tables.replicas.keys()
+        if odd or made.keys() != readers.keys() or ordinal >= cut["next"]:
+            raise ValueError(f"cut: given group {ordinal} of {cut['next']}, made by {made} and read {readers} times")
+    if odd := cut.get("trailing", {}).keys() - state.tables.steps.keys():
+        raise ValueError(f"cut: given {', '.join(sorted(odd))}, which the graph does not have")
     state.ledger.restore(cut)
     state.trailing.update(cut.get("trailing", {}))
     for ordinal, group in state.ledger.groups.items():

@@ -84,7 +84,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_summary_tells_where_a_resume_begins(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     assert finish(folder, INTERRUPTED, [], 1.0)["checkpoint"] == 0
-    write_cut(folder, open_cut(folder, "r", 5), {"update": 5}, {})
+    write_cut(folder, open_cut(folder, "r", 5), CUT, {})
     folder.write_json("summary.json", SUMMARY | {"status": "stopped", "updates": 7})
     summary = finish(folder, INTERRUPTED, [], 1.0)
     assert summary["checkpoint"] == 5
@@ -237,12 +237,15 @@ def test_tensorboard_can_be_insisted_on(processes: Processes, tmp_path: Path, mo
         run.main(["toy", "--tensorboard", "--out", str(tmp_path / "run")])
 
 
+CUT = {"update": 5, "earlier": 0, "next": 0, "lost": [], "fates": {"consumed": 0}, "groups": []}
+
+
 @pytest.fixture
 def finished(processes: Processes, tmp_path: Path) -> RunFolder:
     """A run of five updates that is done."""
     run.main(["toy", "--updates", "5", "--out", str(tmp_path / "run")])
     folder = RunFolder.open(tmp_path / "run")
-    write_cut(folder, open_cut(folder, "r", 5), {"update": 5}, {})
+    write_cut(folder, open_cut(folder, "r", 5), CUT, {})
     return folder
 
 

@@ -60,7 +60,7 @@ def test_a_resume_adds_a_segment_that_names_its_cut(tmp_path: Path) -> None:
     write(tmp_path / "events.log").close()
     writer = LogWriter(tmp_path / "events.log", encode)
     writer.segment(3, {})
-    writer.end({})
+    writer.end({"status": "done"})
     first, second = read_log(tmp_path / "events.log")
     assert first.ended is None
     assert second.facts["cut"] == 3

@@ -1,0 +1,253 @@
+"""Run folders that something or somebody has changed: every reader refuses them in words, or reads what is there.
+
+Each case is drawn from a seed: one file of a whole run is damaged as bytes, as JSON, or as records of a log whose chain
+is made whole again, as an attacker would. A reader ends well, or with an error of ours that names a file; never with
+another exception, and not after more than `CPU_S` seconds of computing.
+"""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.runtime.cli import replay, resume
+from penstock.runtime.cli.replay import _steps
+from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.watch_terminal import watch_in_terminal
+from penstock.runtime.control.records import record_bytes
+from penstock.runtime.record.checkpoint import open_cut, write_cut
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.log import MAGIC, commands_digest, new_records, read_log
+from penstock.runtime.report.write import write_report
+from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import replay as replayed
+from tests.runtime.report.runs import simulated_run
+
+CPU_S = 30.0
+ODD: list[Any] = [
+    None, True, False, -1, 0, 1, 7, 10**9, 2**53, 2**62, 2**70, 1e308, -0.5, float("nan"), "", "x", "../../x",
+    "trainer", "generator/0", "cpu", "\x00", "\udcff", [], {}, [[]], {"a": 1}, [1, 2, 3],
+]  # fmt: skip
+"""What takes the place of a value."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three updates on two generators, with a checkpoint at their end."""
+    folder = simulated_run(tmp_path_factory.mktemp("runs") / "whole", updates=3, batch=2, generators=2).folder
+    (stage,) = read_log(folder.events)[0].stages
+    cut = replayed(Origin.from_json(stage.facts), _steps(stage), partial(commands_digest, encode=record_bytes)).cuts[-1]
+    write_cut(folder, open_cut(folder, "abcdef012345", 3), cut, {"before": 0.4})
+    config = folder.read_json("config.json")
+    asked = {"cluster": {"hosts": [{"name": "local", "cores": 2}]}, "folder": "/", "digests": {}}
+    folder.write_json("config.json", {**config, "asked": {**config["asked"], **asked}})
+    return folder.path
+
+
+FILES = (
+    "config.json",
+    "graph.json",
+    "plan.json",
+    "events.log",
+    "metrics.jsonl",
+    "summary.json",
+    "checkpoints/00000003/cut.json",
+)
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the parts of a JSON value are."""
+    yield place
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*place, key))
+
+
+def at(value: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        value = value[key]
+    return value
+
+
+def changed(value: Any, draw: Random) -> Any:
+    """A JSON value with one part removed, added, moved or replaced."""
+    value = json.loads(json.dumps(value))
+    known = list(places(value))
+    place, other = draw.choice(known), draw.choice(known)
+    if not place:
+        return draw.choice(ODD)
+    parent, key, taken = at(value, place[:-1]), place[-1], json.loads(json.dumps(at(value, other)))
+    match draw.randrange(5):
+        case 0:
+            del parent[key]
+        case 1 if isinstance(parent, dict):
+            parent[draw.choice(["x", "update", "name", ""])] = draw.choice(ODD)
+        case 1:
+            parent.append(parent[key] if draw.random() < 0.5 else draw.choice(ODD))
+        case 2:
+            parent[key] = taken
+        case _:
+            parent[key] = draw.choice(ODD)
+    return value
+
+
+def packable(value: Any) -> Any:
+    """What MessagePack can hold of a value."""
+    if isinstance(value, dict):
+        return {packable(key): packable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [packable(item) for item in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return min(value, 2**62) if isinstance(value, int) else value
+
+
+def chained(records: list[Any]) -> bytes:
+    """A log of records, as `runtime.record.log` describes it."""
+    data, chain = bytearray(MAGIC), blake2b(MAGIC, digest_size=16).digest()
+    for record in records:
+        payload = msgspec.msgpack.encode(record)
+        length = len(payload).to_bytes(4, "little")
+        data += length + blake2b(chain + length, digest_size=4).digest() + payload
+        chain = blake2b(chain + payload, digest_size=16).digest()
+        data += chain
+    return bytes(data)
+
+
+def changed_log(path: Path, draw: Random) -> bytes:
+    records: list[Any] = [list(record) for record, _ in new_records(path)]
+    place = draw.randrange(len(records))
+    events = [k for k, record in enumerate(records) if record[0] == "event"]
+    match draw.randrange(6):
+        case 0 | 1:
+            place = draw.choice([k for k, record in enumerate(records) if record[0] != "event"])
+            records[place] = [records[place][0], packable(changed(records[place][1], draw))]
+        case 2:
+            event = records[draw.choice(events)]
+            event[2] = msgspec.msgpack.encode(packable(changed(msgspec.msgpack.decode(event[2]), draw)))
+        case 3:
+            records[draw.choice(events)][draw.randrange(4)] = packable(draw.choice(ODD))
+        case 4:
+            records.insert(draw.randrange(len(records)), records.pop(place))
+        case _:
+            records[place] = packable(draw.choice(ODD))
+    return chained(records)
+
+
+def damaged(data: bytes, draw: Random) -> bytes:
+    """Bytes that are cut, changed, or have too much in them."""
+    here = draw.randrange(len(data))
+    return draw.choice([
+        data[:here],
+        data[:here] + bytes([draw.randrange(256)]) + data[here + 1 :],
+        data[:here] + data[here + draw.randrange(1, 50) :],
+        data[:here] + b"[" * 100_000 + data[here:],
+        b'{"a":' * 50_000,
+        b"",
+    ])  # fmt: skip
+
+
+def damage(folder: Path, draw: Random) -> str:
+    """Change a file of a folder; its name."""
+    path = folder / draw.choice(FILES)
+    data, how = path.read_bytes(), draw.randrange(10)
+    if how == 0:
+        path.unlink()
+        makers: list[Callable[[], object]] = [
+            path.mkdir,
+            partial(os.mkfifo, path),
+            partial(path.symlink_to, "/dev/zero"),
+            bool,
+        ]
+        draw.choice(makers)()
+    elif how < 3:
+        path.write_bytes(damaged(data, draw))
+    elif path.name == "events.log":
+        path.write_bytes(changed_log(path, draw))
+    elif path.name == "metrics.jsonl":
+        lines = data.splitlines()
+        place = draw.randrange(len(lines))
+        lines[place] = json.dumps(changed(json.loads(lines[place]), draw)).encode()
+        path.write_bytes(b"\n".join(lines) + b"\n")
+    else:
+        path.write_text(json.dumps(changed(json.loads(data), draw)))
+    return path.name
+
+
+class TooLong(BaseException):
+    pass
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Raises TooLong for a body that takes too much of the CPU, however slow the machine is."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def refused(read: Callable[[], object], names: tuple[str, ...]) -> str:
+    """What is wrong with how a reader ends; "" where it ends well or with an error of ours that has one of `names`."""
+    try:
+        with computing():
+            read()
+    except (CommandError, ValueError) as error:
+        ours = isinstance(error, CommandError) or type(error).__module__.startswith("penstock.")
+        if not ours:
+            return f"{type(error).__name__}: {error}"
+        return "" if any(name in str(error) for name in names) else f"names no file: {error}"
+    except (Exception, TooLong) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture
+def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], object]]:
+    """What reads a run folder; `resume` up to where processes would start."""
+    monkeypatch.setattr(resume, "go", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(resume, "require_inputs_of", lambda *args: None)
+    return {
+        "report": lambda path: write_report(RunFolder.open(path), tmp_path / "page.html", 0.0),
+        "replay": lambda path: replay.main([str(path)]),
+        "watch": lambda path: watch_in_terminal(RunFolder.open(path), plain=True, once=False),
+        "dashboard": lambda path: watch_in_terminal(RunFolder.open(path), plain=False, once=True),
+        "resume": lambda path: resume.main([str(path), "--updates", "9"]),  # the last, for it may write
+    }
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(24), pytest.param(range(24, 600), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_a_damaged_folder_is_refused_in_words(
+    seeds: range, whole: Path, readers: dict[str, Callable[[Path], object]], tmp_path: Path
+) -> None:
+    wrong = []
+    for seed in seeds:
+        case = tmp_path / "case"
+        shutil.rmtree(case, ignore_errors=True)
+        shutil.copytree(whole, case)
+        name = damage(case, Random(seed))
+        for reader, read in readers.items():
+            if said := refused(partial(read, case), (str(case), name)):
+                wrong.append(f"seed {seed}, {name}, {reader}: {said}")
+    assert wrong == []
