@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_is_said_to_and_nothing_of_it_is_missed(folder: Path,
     ("cut", "told"),
     [
         (lambda text: text[:-20], r"damaged; .* is shown\. .*metrics.jsonl:6: given half a line"),
-        (lambda text: text.replace('"update": 3', '"upd', 1), r"metrics.jsonl:4: given a line that is not JSON"),
+        (lambda text: text.replace('"update": 3', '"upd', 1), r"metrics.jsonl:4: given something that is not JSON"),
         (lambda text: "".join(text.splitlines(keepends=True)[:4]), r"no rows of 2 updates, 4 and later"),
         (lambda text: "".join(text.splitlines(keepends=True)[:5]), r"no rows of update 5, which the event log has"),
     ],
