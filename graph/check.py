@@ -23,9 +23,9 @@ def check(
     """The graph's faults, by file and line; none if it can run.
 
     `batch` is the number of prompt groups per update, if it is known. `pools` is where the plan puts nodes and
-    arguments, if not where their labels say. `sources` and the `contexts` of nodes, by name, are those of the run that
-    it is checked for, if it is for one. What nodes themselves require of their calls (see `requires`) is known where
-    their modules are imported.
+    arguments, if not where their labels say. `sources` and the `contexts` of nodes and arguments, by name, are those of
+    the run that it is checked for, if it is for one. What nodes themselves require of their calls (see `requires`) is
+    known where their modules are imported.
     """
     view = View(graph, batch, dict(pools or {}), sources, contexts)
     faults = [fault for rule in (*RULES, *CONSTRUCT_RULES, calls) for fault in rule(view)]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from penstock.graph.call import Call
-from penstock.graph.faults import GraphError
+from penstock.graph.faults import Fault, GraphError
 from penstock.graph.paths import short
 from penstock.graph.requirement import opened
 from penstock.graph.sharding import num_ranks
-from penstock.graph.types import Context
+from penstock.graph.types import Context, Rollouts
 from penstock.nodes.model import (
     Llama,
     ModelConfig,
@@ -118,6 +118,37 @@ def spec_of(call: Call, name: str) -> ModelSpec | None:
     if maker and (lack := _spec_lack(maker, value)):
         raise call.lack(*lack, input=name)
     return None if call.context is None else weights_spec(call.context, name)
+
+
+def same_words(call: Call) -> None:
+    """What sampling requires of those of this package that read its tokens with a model of their own, such as updates
+    and log-probabilities: a model with the same words. Others may read texts.
+
+    It is looked at for a run, where the models are known. Raises GraphError at the line of the reader.
+    """
+    origin = None if call.context is None else call.context.weights.get("behaviour")
+    own = None if origin is None else opened(origin.maker)
+    if origin is None or own is None:
+        return
+    lacks = []
+    for reader in call.readers(Rollouts):
+        ours = reader.op.startswith("penstock.nodes.")
+        for argument in [call.view.arguments.get(item.ref.node) for item in reader.inputs] if ours else ():
+            context = None if argument is None else call.view.contexts.get(argument.name)
+            theirs = None if argument is None or context is None else opened(argument.maker)
+            if argument is None or context is None or theirs is None:
+                continue
+            if theirs[0] is own[0] and replace(context, node=origin.context.node) == origin.context:
+                continue  # the same model, whose tokenizer need not be read twice
+            given, needed = (
+                spec[0](made).tokenizer.backend.get_vocab() for spec, made in ((own, origin.context), (theirs, context))
+            )
+            if given != needed:
+                said = f"tokens of {origin.context.node!r}, whose tokenizer has {len(given)}, by {call.node.name}"
+                words = f"those of {argument.name!r}, which it reads them with; that one has {len(needed)}"
+                lacks.append(Fault(f"{reader.name}: rollouts", said, words, reader.where))
+    if lacks:
+        raise GraphError(*lacks)
 
 
 def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:

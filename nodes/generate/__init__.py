@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock.graph import node, requires
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.base import weights_spec
+from penstock.nodes.base import same_words, weights_spec
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.length import room
 from penstock.nodes.generate.reply import reply
@@ -34,7 +34,7 @@ def _model(config: ModelConfig, context: Context) -> Llama:
     return Llama(config, *kind) if ranks.count == 1 else LlamaPart(config, *kind, ranks.count, ranks.rank)
 
 
-@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), scorable)
+@requires(room, same_words, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), scorable)
 @node(pool="generator", init=make_engine)
 def generate(
     engine: Engine,

@@ -47,7 +47,8 @@ def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]
     check_meshes(graphs, flags)
     faults: list[Fault] = []
     for graph in graphs:
-        contexts = {node.name: context_of(node.name, graphs, flags, Context()) for node in graph.nodes}
+        names = [thing.name for things in (graph.arguments, graph.nodes) for thing in things]
+        contexts = {name: context_of(name, graphs, flags, Context()) for name in names}
         faults += check(graph, sources=sources, contexts=contexts)
     return device, list(dict.fromkeys(faults))
 

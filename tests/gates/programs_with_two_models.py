@@ -176,6 +176,16 @@ def wide(policy: Policy, other: Wide, prompts: Prompts) -> dict[str, object]:
 
 
 @program
+def strange_words(
+    policy: Policy, judge: FrozenModel, prompts: Prompts, *, judge_model: Path | None = None
+) -> dict[str, object]:
+    """The policy is to learn from what the judge says, token by token."""
+    rollouts = generate.of(judge)(prompts, samples=2)
+    learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
+    return {"policy": learnt, "judge": judge}
+
+
+@program
 def numbers(policy: Policy, reward_model: RewardModel, prompts: Prompts) -> dict[str, object]:
     """A reward model is asked to speak."""
     rollouts = generate(prompts, broadcast(reward_model), samples=2)

@@ -53,10 +53,10 @@ def test_weights_that_nothing_can_decode_with_are_refused_by_name(name: str, val
     assert [repr(value) in fault.given for fault in found] == [True]
 
 
-def test_a_run_is_refused_before_its_start_for_what_a_makers_spec_shows() -> None:
+def test_a_run_is_refused_before_its_start_for_what_a_makers_spec_shows(judge: str) -> None:
     graph = trace(program_of("wide"))
-    assert not try_inputs([graph], FLAGS)[1]
-    (fault,) = try_inputs([graph], Flags(batch=2, max_tokens=256))[1]
+    assert not try_inputs([graph], replace(FLAGS, model=judge))[1]
+    (fault,) = try_inputs([graph], Flags(batch=2, max_tokens=256, model=judge))[1]
     assert fault.what == "--max-tokens"
 
 
@@ -85,3 +85,10 @@ def test_a_policy_talks_with_itself_at_a_lag_that_is_said(tmp_path: Path) -> Non
     flags = replace(FLAGS, versions="pinned", batch=4)
     run = run_here(make_run(tmp_path / "run", f"{PROGRAMS}:self_play", {"lag": 1}, flags))
     assert [row["lag_max"] for row in rows(run)] == [0, 1]
+
+
+def test_tokens_of_another_tokenizer_are_no_rollouts_to_learn_from(judge: str) -> None:
+    (fault,) = try_inputs([trace(program_of("strange_words"), {"judge_model": judge})], FLAGS)[1]
+    assert fault.what == "aipo_update: rollouts"
+    assert not try_inputs([trace(program_of("strange_words"), {"judge_model": judge})], replace(FLAGS, model=judge))[1]
+    assert not try_inputs([trace(program_of("judged"), {"judge_model": judge})], FLAGS)[1]
