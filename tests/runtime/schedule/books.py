@@ -90,6 +90,7 @@ class Books:
         self.cutting = self.final = False
         self.cut: Lineage | None = None
         self.committed: Lineage | None = None
+        self.resumed = lineage is not None
         self.finish: Finish | None = None
         self.arenas: dict[str, dict[str, Arenas]] = {}
         for channel in {c for f in self.facts.values() for c in (*f.fixed, *(c for c, _ in f.weights))}:

@@ -275,4 +275,5 @@ class Checker(Rest):
         if command.status == "failed":
             self._true(self.doomed, 8, f"{command} without a cause")
         if command.status == "stopped":
-            self._true(self.final and self.committed is not None, 8, "stopped without a cut")
+            cut = self.committed is not None or self.resumed  # that of the life before may have all that there is
+            self._true(self.final and cut, 8, "stopped without a cut")

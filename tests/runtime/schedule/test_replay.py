@@ -23,7 +23,8 @@ def digest(commands: Sequence[Command]) -> bytes:
 def recorded(world: World, stage: str = "train") -> tuple[Origin, list[Recorded]]:
     """What a log would hold of a world's life; the origin through JSON."""
     setting = world.setting
-    origin = Origin(stage, setting.graph, setting.plan, world.scheduler.rules, world.cut, world.live or {})
+    rules, live, complete = world.scheduler.rules, world.live or {}, world.cut or {}
+    origin = Origin(stage, setting.graph, setting.plan, rules, world.cut, live, complete)
     steps = zip(world.heard, world.told, strict=True)
     log = [Recorded(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
     return Origin.from_json(json.loads(json.dumps(origin.to_json()))), log
@@ -45,6 +46,16 @@ def test_a_recorded_run_replays_to_identical_commands_over_all_its_resumes() -> 
         results = replay_all([*stages, recorded(world)], digest)
         assert results[-1].finish == world.finish, f"seed {seed}"
         assert results[-1].fates == world.scheduler.ledger.fates
+
+
+def test_a_log_that_does_not_say_which_checkpoint_was_complete_had_every_cut_written() -> None:
+    world = finished()
+    made = recorded(world)[0]
+    assert Origin.from_json(json.loads(json.dumps(replace(made, complete={"update": 1}).to_json()))).complete == {
+        "update": 1
+    }
+    older = {name: value for name, value in made.to_json().items() if name != "complete"}
+    assert Origin.from_json(older).complete is None
 
 
 def finished() -> World:

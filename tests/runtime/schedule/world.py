@@ -64,10 +64,10 @@ class World:
         lineage: Lineage | None = None,
         live: Live | None = None,
     ) -> None:
-        self.setting, self.cut, self.live = setting, cut, live
+        self.setting, self.cut, self.live, self.lineage = setting, cut, live, lineage
         self.tables = compile_tables(setting.graph, setting.plan)
         rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
-        self.scheduler = Scheduler(self.tables, rules, cut, live)
+        self.scheduler = Scheduler(self.tables, rules, cut, live, cut or {})
         self.checker = Checker(setting.graph, setting.plan, setting.rules, lineage, live)
         self.pending: list[Event] = []
         self.heard: list[Event] = []
@@ -149,9 +149,9 @@ class World:
             steps -= 1
 
     def resumed(self) -> "World":
-        """A new world from the last committed cut, through JSON, or from nothing if there is none."""
+        """A new world from the last committed cut, through JSON, or as this one was begun if there is none."""
         if self.commit is None:
-            return World(self.setting)
+            return World(self.setting, self.cut, self.lineage)
         return World(self.setting, json.loads(self.commit.cut), self.checker.committed)
 
 
