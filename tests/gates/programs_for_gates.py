@@ -3,7 +3,8 @@
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from time import sleep
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +56,27 @@ def spoiling_update(
     else:
         policy.momentum_W = "none"  # type: ignore[assignment]
     return updated
+
+
+class SlowExport(FakePolicy):
+    """From its second version on, a checkpoint of it takes as long as anybody waits."""
+
+    maker: ClassVar[str] = f"{__file__}:make_slow_export"
+
+    def export(self, folder: str) -> None:
+        (Path(folder) / "half").write_text("written")
+        while self.version > 1:
+            sleep(1.0)
+
+
+def make_slow_export(context: Context) -> SlowExport:
+    return SlowExport(context)
+
+
+@program
+def exports_slowly(policy: SlowExport, prompts: FakePrompts) -> SlowExport:
+    rollouts = fake_generate(prompts, broadcast(policy), ms=5.0)
+    return fake_update(policy, rollouts, fake_score(rollouts), ms=5.0)
 
 
 @program
