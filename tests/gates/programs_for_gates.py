@@ -74,7 +74,7 @@ def make_slow_export(context: Context) -> SlowExport:
 
 
 @program
-def exports_slowly(policy: SlowExport, prompts: FakePrompts) -> SlowExport:
+def exports_slowly(policy: SlowExport, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy), ms=5.0)
     return fake_update(policy, rollouts, fake_score(rollouts), ms=5.0)
 
