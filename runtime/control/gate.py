@@ -1,4 +1,4 @@
-"""CURVE: key pairs, and the gate that lets listed keys in (ZAP, rfc.zeromq.org/spec/27), and few strangers at once.
+"""Key pairs of CURVE; the gate lets in listed keys, and few strangers at once (ZAP, rfc.zeromq.org/spec/27).
 
 libzmq accepts every connection, and a process has only so many descriptors: connections that have not said anything
 of use yet are counted, and beyond a number the oldest of them is shut.
