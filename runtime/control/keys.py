@@ -19,6 +19,7 @@ from penstock.runtime.control.endpoints import LOOPBACK
 from penstock.runtime.control.gate import new_pair
 from penstock.runtime.control.messages import Hello
 from penstock.runtime.record.folder import create_file, make_folder
+from penstock.runtime.record.typed_json import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class _Secrets:
     def read(cls, path: Path) -> Self:
         """Raises KeyFileError for a file that is not what `write` makes, or that others may read."""
         try:
-            data = json.loads(path.read_bytes())  # a path in it may be no UTF-8, of which msgspec reads nothing
+            data = parse_json(path.read_bytes(), "JSON")  # a path in it may be no UTF-8, of which msgspec reads nothing
             found = msgspec.convert(data, cls)
             others = path.stat().st_mode & 0o077
         except OSError as error:

@@ -17,6 +17,8 @@ from time import sleep
 from typing import IO
 
 from penstock.runtime.control.messages import signal_name
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import open_regular
 
 RUN = "PENSTOCK_RUN"
 """Environment variable of every process of a run: the run's id."""
@@ -97,10 +99,12 @@ def describe_exit(child: "subprocess.Popen[bytes]") -> str:
 
 def tail(path: Path) -> str:
     """The last lines of a log."""
-    if not path.exists():
+    try:
+        file = os.fdopen(open_regular(path, os.O_RDONLY), "rb")
+    except (OSError, RecordError):
         return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+    with file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()
     return "\n".join(lines[-_TAIL_LINES:])
 

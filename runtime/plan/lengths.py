@@ -123,7 +123,11 @@ def read_lengths(path: Path, longest: int | None = None) -> Listed:
     except (OSError, UnicodeDecodeError) as error:
         raise LengthError(f"{path}: cannot be read: {error}") from error
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    wrong = [f"{path}:{n}: given {line!r:.40}" for n, line in numbered if not line.isdecimal() or int(line) < 1]
+    wrong = [
+        f"{path}:{n}: given {line!r:.40}"
+        for n, line in numbered
+        if not line.isdecimal() or len(line) > 9 or int(line) < 1
+    ]
     if wrong or not numbered:
         given = wrong[:3] or [f"{path}: given no lengths"]
         raise LengthError("\n".join(f"{line}, needed a whole number of tokens, 1 or more, per line" for line in given))

@@ -4,7 +4,6 @@ Dense and mixture-of-experts decoders of the Llama, Qwen and DeepSeek families: 
 one of the names in `SHAPES`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.plan.names import nearest
+from penstock.runtime.record.typed_json import parse_json
 
 
 class ShapeError(ValueError):
@@ -115,7 +115,7 @@ def read_shape(given: str) -> Shape:
         needed = f"a model directory with a config.json, or a shape; {nearest(given, SHAPES)}"
         raise ShapeError(f"--model: given {given!r}, needed {needed}")
     try:
-        data = json.loads(file.read_text())
+        data = parse_json(file.read_bytes(), str(file))
     except (OSError, ValueError) as error:
         raise ShapeError(f"{file}: not JSON: {error}") from error
     return shape_of(data, path.stem if path.suffix else path.name, str(file))

@@ -1,6 +1,5 @@
 """What the simulator needs of a plan: a value, and a part of what `penstock plan --json` prints. Reads such a file."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from penstock.runtime.plan.found import Found
 from penstock.runtime.plan.roles import Models, PlanError, Roles
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.workload import Workload
+from penstock.runtime.record.typed_json import parse_json
 
 KEY = "costed"
 """Of the JSON of a plan of GPUs."""
@@ -88,7 +88,7 @@ def read_costed(path: Path, program: str) -> Costed:
     needed = f"what `penstock plan {program} --json` prints"
     given = f"--plan {path}: given"
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_bytes(), str(path))
         local = isinstance(data, dict) and LOCAL in data
         found = None if local else _adapter().validate_python(data[KEY])
     except (OSError, ValueError, KeyError, TypeError) as error:

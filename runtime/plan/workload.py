@@ -1,13 +1,17 @@
 """What one update has to do: the model, the prompts and samples, how long responses are. Pure but for what it reads."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, inf
 from pathlib import Path
+from typing import TypedDict
 
 from penstock.runtime.plan.lengths import IntArray, LengthError, Lengths, Lognormal, cut_mean, fitted, read_lengths
 from penstock.runtime.plan.shape import Shape
+from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.record.typed_json import Count
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,13 @@ def of_run(folder: Path, longest: int) -> Lognormal:
     share `finished` of responses that ended by themselves before the run's own `max_tokens`."""
     path = folder / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise LengthError(f"{path}: no metrics of a run: {why}") from error
-    found = [(row["response_length"], row.get("finished", 1.0)) for row in rows if "response_length" in row]
+        if not path.exists():
+            raise LengthError(f"{path}: no metrics of a run: no such file")
+        rows = read_rows(path)
+    except RecordError as error:
+        raise LengthError(f"no metrics of a run: {error}") from error
+    lengths = [row for row in rows if row.get("response_length") is not None]
+    found = [(row["response_length"], 1.0 if row.get("finished") is None else row["finished"]) for row in lengths]
     if not found:
         raise LengthError(f"{path}: given {len(rows)} rows, needed one or more with response_length")
     mean, finished = (sum(column) / len(found) for column in zip(*found, strict=True))
@@ -158,10 +164,20 @@ def of_run(folder: Path, longest: int) -> Lognormal:
     )
 
 
+class _Flags(TypedDict):
+    max_tokens: Count
+
+
+class _Config(TypedDict):
+    """What is read here of a run's `config.json`."""
+
+    flags: _Flags
+
+
 def _cut_of(folder: Path, otherwise: int) -> int:
     """The `max_tokens` of a run."""
     path = folder / "config.json"
     try:
-        return int(json.loads(path.read_text())["flags"]["max_tokens"]) if path.exists() else otherwise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return RunFolder(folder).read_json(path.name, _Config)["flags"]["max_tokens"] if path.exists() else otherwise
+    except (RecordError, KeyError) as error:
         raise LengthError(f"{path}: given no flags of a run with max_tokens: {error!r}") from error

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, read_file
+from penstock.runtime.record.metrics import METRICS_BYTES
 from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.page import page
 from penstock.runtime.report.report import make_report
@@ -75,8 +76,8 @@ class Live:
 
     def _rows(self) -> int:
         try:
-            return self.folder.metrics.read_bytes().count(b"\n")
-        except OSError:
+            return read_file(self.folder.metrics, METRICS_BYTES).count(b"\n")
+        except (OSError, RecordError):
             return 0
 
     def _draw(self, *, ended: bool) -> str:

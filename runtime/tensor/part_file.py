@@ -3,11 +3,14 @@
 A part is a safetensors file: 8 bytes that say how long its header is, the header as JSON, the tensors.
 """
 
-import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from penstock.runtime.record.folder import open_regular
+from penstock.runtime.record.typed_json import parse_json, require_shape
 
 FORMAT = 2
 """What is in the facts of a part. The first one knew nothing of ranks and layouts."""
@@ -22,11 +25,12 @@ def part_path(folder: Path, replica: str, rank: int) -> Path:
 def read_facts(path: Path) -> dict[str, Any]:
     """The facts of a part, without its tensors. Raises ValueError for a file that is missing or none."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            header = json.loads(file.read(min(length, _LONGEST)))
-        facts: dict[str, Any] = json.loads(header["__metadata__"]["facts"])
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            header = parse_json(file.read(min(length, _LONGEST)), "header")
+        facts: dict[str, Any] = parse_json(header["__metadata__"]["facts"].encode(), "facts")
+        require_shape(facts, dict[str, Any], "facts")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{path}: not a readable state: {error}") from error
     return facts
 

@@ -24,13 +24,20 @@ from penstock.runtime.cli import replay, resume
 from penstock.runtime.cli.replay import _steps
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.watch_terminal import watch_in_terminal
+from penstock.runtime.control.keys import Join, Keys
 from penstock.runtime.control.records import record_bytes
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.lengths import read_lengths
+from penstock.runtime.plan.shape import read_shape
+from penstock.runtime.plan.simulated_plan import read_costed
+from penstock.runtime.plan.workload import of_run
 from penstock.runtime.record.checkpoint import open_cut, write_cut
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import MAGIC, commands_digest, new_records, read_log
 from penstock.runtime.report.write import write_report
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.replay import replay as replayed
+from penstock.runtime.tensor.part_file import read_facts
 from tests.runtime.report.runs import simulated_run
 
 CPU_S = 30.0
@@ -250,4 +257,39 @@ def test_a_damaged_folder_is_refused_in_words(
         for reader, read in readers.items():
             if said := refused(partial(read, case), (str(case), name)):
                 wrong.append(f"seed {seed}, {name}, {reader}: {said}")
+    assert wrong == []
+
+
+def test_other_files_that_are_no_json_of_theirs_are_refused_in_words(whole: Path, tmp_path: Path) -> None:
+    """A plan, a model's sizes, lengths, a join file, a cluster, a part of a checkpoint."""
+    (tmp_path / "keys").mkdir()
+    keys = tmp_path / "keys" / "a.json"
+    Keys.make("run1", "ipc:///tmp/x", ["a"]).join("a", "ipc:///tmp/x", tmp_path).write(keys)
+    wrong = []
+    texts = [b"", b"[" * 100_000, b'{"a":' * 50_000, b"null", b"[]", b"7", b"\xff", b'{"flags": 3}', b"9" * 5000]
+    texts += [json.dumps(changed(json.loads(keys.read_bytes()), Random(seed))).encode() for seed in range(20)]
+    for text in texts:
+        file = tmp_path / "config.json"
+        file.write_bytes(text)
+        part = tmp_path / "x.safetensors"
+        part.write_bytes(len(text).to_bytes(8, "little") + text)
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir()
+        (run / "metrics.jsonl").write_bytes(text + b"\n")
+        (run / "config.json").write_bytes(text)
+        file.chmod(0o600)
+        readers: dict[str, Callable[[], object]] = {
+            "plan": partial(read_costed, file, "aipo"),
+            "shape": partial(read_shape, str(tmp_path)),
+            "lengths": partial(read_lengths, file),
+            "lengths of a run": partial(of_run, run, 100),
+            "join": partial(Join.read, file),
+            "cluster": partial(Cluster.read, file),
+        }
+        for name, read in readers.items():
+            if said := refused(read, (file.name, "metrics.jsonl")):
+                wrong.append(f"{name} of {text[:40]!r}: {said}")
+        with pytest.raises(ValueError, match="not a readable state"):
+            read_facts(part)
     assert wrong == []

@@ -51,8 +51,14 @@ def test_a_file_a_run_and_two_numbers_are_read(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("3\n\n700\n")
     assert given_lengths(str(tmp_path / "lengths"), 500) == Listed((3, 500))
     assert given_lengths("1000,0.5", 4096) == Lognormal(1000, 0.5, 4096)
-    rows = [{"update": 0}, {"update": 1, "response_length": 90.0, "finished": 1.0}, {"response_length": 110.0}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    figures: list[dict[str, float | None]] = [
+        {},
+        {"response_length": 90.0, "finished": 1.0},
+        {"response_length": 110.0},
+        {"response_length": None},
+    ]
+    rows = [json.dumps({"update": update, **row}) for update, row in enumerate(figures)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     found = given_lengths(str(tmp_path), 256)
     assert (found.mean, found.longest) == (100, 256)
 
@@ -60,7 +66,8 @@ def test_a_file_a_run_and_two_numbers_are_read(tmp_path: Path) -> None:
 def _run(folder: Path, cut: int, mean: float, finished: float) -> str:
     """What is left of a run whose responses were cut at `cut` tokens."""
     (folder / "config.json").write_text(json.dumps({"flags": {"max_tokens": cut}}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"response_length": mean, "finished": finished}))
+    row = {"update": 0, "response_length": mean, "finished": finished}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return str(folder)
 
 
