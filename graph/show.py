@@ -81,7 +81,8 @@ def _local(name: str) -> str:
 
 def _names(graph: Graph) -> dict[Ref, str]:
     """A variable's name for each value: "next_policy" for the next policy, else what its first reader calls it; where
-    that is taken, its type's name."""
+    that is taken, its type's name. None is that of a function which the program calls."""
+    functions = {_function(node) for node in graph.nodes}
     names = {Ref(a.name): _local(a.name) for a in graph.arguments}
     results = {ref: f"next_{name}" for name, ref in graph.results if ref not in names}
     called: dict[Ref, str] = {}
@@ -95,7 +96,7 @@ def _names(graph: Graph) -> dict[Ref, str]:
             kept = f"kept_{names.get(node.inputs[int(output.name)].ref)}" if node.construct == "keep" else None
             past = f"past_{names.get(node.inputs[0].ref)}" if node.construct == "delay" else None
             wishes = (results.get(ref), kept, past, called.get(ref), short(output.type).lower(), own)
-            names[ref] = next((wish for wish in wishes if wish and wish not in names.values()), own)
+            names[ref] = next((wish for wish in wishes if wish and wish not in {*names.values(), *functions}), own)
     return names
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.graph.types import Context, Metrics, Rewards
 from penstock.nodes.average import FollowingPolicy, ema, make_average
 from penstock.nodes.critic import critic_update, critic_values, gae, make_critic
-from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.objectives import aipo, imitate
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
-from penstock.nodes.learn.update import policy_update
+from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.model import load_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.sequence_model import SequenceModel
@@ -42,7 +42,8 @@ def policy(mesh: str = "", rank: int = 0, **changes: Any) -> LanguagePolicy:
 def update(rank: int, folder: Path, mesh: str) -> None:
     parted, one = policy(mesh, rank), policy()
     assert_boxes(parted, one, rank)
-    for options in ({}, {"epochs": 2, "minibatches": 2, "average": "sequence_mean"}):
+    beside = (term.fn(batch()[0].take([0, 2]), loss=imitate, weight=0.5),)
+    for options in ({"beside": beside}, {"epochs": 2, "minibatches": 2, "average": "sequence_mean"}):
         ours = policy_update.fn(parted, *batch(), **OPTIONS, **options)[1]
         theirs = policy_update.fn(one, *batch(), **OPTIONS, **options)[1]
         assert_same_everywhere(ours)
