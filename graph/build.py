@@ -16,6 +16,7 @@ from penstock.graph.faults import Fault, GraphError, caller, defined, fault, nea
 from penstock.graph.interface import REQUIRED, signature, type_of
 from penstock.graph.ir import Argument, Graph, Json, Ref
 from penstock.graph.paths import LISTS, PATHS, encode, located, path_of, resolve, short
+from penstock.graph.paths import arguments as decoded
 from penstock.graph.recorder import Handle, Recorder, current
 
 P = ParamSpec("P")
@@ -223,12 +224,14 @@ def trace(
 def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, batch: int | None = None) -> Graph:
     """The graph of a program's evaluation on the carried values of the program, which `graph` has traced.
 
+    Options of the evaluation that the program has too are the program's: what is measured is played by the same rules.
     Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program or of another
     type: a run would make a value of its own for it, which no update changes.
     """
     evaluation = program.evaluation
     assert evaluation is not None
-    traced = trace(evaluation, {}, prefix, batch=batch)
+    shared = {name: value for name, value in graph.options if name in {flag.name for flag in evaluation.flags}}
+    traced = trace(evaluation, decoded(evaluation.fn, shared), prefix, batch=batch)
     held = {argument.name: argument for argument in graph.carried}
     bases = {name: {name, *above} for name, above in (*graph.types, *traced.types)}
     faults: list[Fault] = []

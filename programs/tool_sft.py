@@ -13,12 +13,13 @@ DEFAULTS = {"model": "new", "data": "calculator", "updates": 800, "batch": 2, "m
 
 
 @program(evaluation=calculate, defaults=DEFAULTS)
-def tool_sft(policy: Policy, demonstrations: ToolDemonstrations, *, lr: float = 2e-3) -> Policy:
+def tool_sft(policy: Policy, demonstrations: ToolDemonstrations, *, lr: float = 2e-3, sandbox: bool = True) -> Policy:
     """Supervised fine-tuning on sums and differences, 32 in a group; some with a call of the tool.
 
     What the tool says is imitated like the rest: it does no harm, since in a conversation the tool says it.
 
     Args:
         lr: highest learning rate of AdamW; it warms up, then falls along a cosine to 0 at the run's end.
+        sandbox: isolate what the evaluation's model calls by bubblewrap; without, it runs with your rights.
     """
     return sft_update(policy, demonstrations, lr=lr)

@@ -583,6 +583,15 @@ def test_a_pointed_evaluation_reads_the_programs_own_value() -> None:
     assert not check(evaluation)
 
 
+def test_options_of_the_evaluation_that_the_program_has_too_are_the_programs() -> None:
+    guessing = load("guessing")
+    made = trace(guessing, {"turns": 5, "samples": 3})
+    evaluation = trace_evaluation(guessing, made, EVALUATION)
+    assert evaluation.options == (("turns", 5),)
+    spoken = evaluation["evaluate.generate"]
+    assert (spoken.turns, dict(spoken.options)["samples"]) == (5, 1)
+
+
 def test_what_cannot_be_pointed_is_refused() -> None:
     held = load(FILE + "held")
     with pytest.raises(GraphError, match=r"given   'polcy'\n.*the nearest: policy"):
