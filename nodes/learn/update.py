@@ -128,7 +128,7 @@ def policy_update(
 
     `beside` are more terms of the same loss, made by `term`: what each step goes down along is Σ weight · average of
     the term's token losses, each average over the term's own tokens or responses. All terms take part in each step,
-    with a minibatch of their own prompt groups.
+    with a minibatch of their own prompt groups; one of fewer groups than minibatches takes part in as many steps.
 
     A batch is cut into minibatches by whole prompt groups, in an order keyed by the run's seed, the version and the
     epoch; where their number does not divide, as replay may have it, some have one group more than others. However many
@@ -151,7 +151,7 @@ def policy_update(
     cuts = [[rows for _, rows in steps]]
     for number, part in enumerate(parts[1:], 1):
         key = learner.context, learner.version, part.batch.rollouts.ordinals, epochs, minibatches, number
-        cuts.append([rows for _, rows in optimizer_steps(*key)] if len(part.batch) else [[] for _ in steps])
+        cuts.append([rows for _, rows in optimizer_steps(*key)])
     taken: list[list[Taken]] = [[] for _ in parts]
     norms: list[float] = []
     for number, ((epoch, _), *rows) in enumerate(zip(steps, *cuts, strict=True), 1):

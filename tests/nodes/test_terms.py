@@ -95,8 +95,17 @@ def test_every_term_is_in_every_step_with_minibatches_of_its_own() -> None:
     _, figures = policy_update.fn(learner, *batch(), beside=(beside(),), loss=aipo, epochs=2, minibatches=3)
     assert (figures["optimizer_steps"], learner.version) == (6, 1)
     assert (figures["tokens"], figures["imitate_tokens"]) == (13, 9)
+
+
+def test_a_term_of_fewer_groups_than_minibatches_is_in_as_many_steps() -> None:
+    """How many a term has may depend on rewards, so it ends no run."""
+    for rows, tokens in (([0, 1, 2], 9), ([1], 4)):
+        few = term.fn(demonstrations().take(rows), loss=imitate)
+        _, figures = policy_update.fn(policy(), *batch(), beside=(few,), loss=aipo, epochs=2, minibatches=4)
+        assert (figures["optimizer_steps"], figures["tokens"], figures["imitate_tokens"]) == (8, 13, tokens)
+        assert figures["imitate_loss"] > 0
     with pytest.raises(ValueError, match="given minibatches=4 for a batch of 3 prompt groups"):
-        policy_update.fn(policy(), *batch(), beside=(beside(),), loss=aipo, minibatches=4)
+        policy_update.fn(policy(), demonstrations(), Advantages(torch.ones(3)), loss=imitate, minibatches=4)
 
 
 def test_terms_of_one_name_are_refused() -> None:
