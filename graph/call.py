@@ -86,8 +86,12 @@ class Call:
             return None
         return self.view.arguments.get(way.inputs[0].ref.node)
 
-    def readers(self, type_: type) -> Iterator[Node]:
-        """The nodes that read what this call makes of a type, as it is or through nodes that pass such values on."""
+    def readers(self, type_: type, *, sure: bool = False) -> Iterator[Node]:
+        """The nodes that read what this call makes of a type, as it is or through nodes that pass such values on.
+
+        A node with several inputs of the type passes any of them on, or compares one with another; `sure` leaves out
+        what is behind such a node.
+        """
         path = path_of(type_)
 
         def fits(given: str) -> bool:
@@ -105,6 +109,8 @@ class Call:
                 outputs = node.outputs
                 if node.construct == "keep":  # what comes out is what went in
                     outputs = outputs[node.inputs.index(item) :][:1]
+                elif sure and sum(fits(other.type) for other in node.inputs if not other.back) > 1:
+                    outputs = ()
                 further = {Ref(node.name, output.name) for output in outputs if fits(output.type)} - seen
                 seen |= further
                 pending += further

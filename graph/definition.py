@@ -27,7 +27,8 @@ class NodeDef(Generic[P, T]):
     same arguments, state included, and same result, metrics included.
 
     `bound` are inputs and options that every call of this node is given, by name (see `given`). `answering` is the node
-    that stands for this one as the second of `alternate`, None where it can be that itself.
+    that stands for this one as the second of `alternate`, None where it can be that itself. `written` is how a program
+    says this one, for messages.
     """
 
     __name__: str
@@ -42,6 +43,7 @@ class NodeDef(Generic[P, T]):
         self.label = ""
         self.bound: Mapping[str, Any] = {}
         self.answering: NodeDef[..., Any] | None = None
+        self.written: str = fn.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current.get()
@@ -103,7 +105,7 @@ class NodeDef(Generic[P, T]):
         A value that never changes is given as it is. Of one that updates change a broadcast says how old the weights
         may be: `generate.of(broadcast(judge, lag=1))`.
         """
-        ports = [port.name for port in self.interface.inputs if port.type is Weights]
+        ports = self.weights
         if len(ports) != 1:
             given = f"a node with {len(ports)} inputs of weights" if ports else "a node without an input of weights"
             raise fault(f"{self.__name__}.of", given, "one with a single input of the type Weights")
@@ -116,7 +118,8 @@ class NodeDef(Generic[P, T]):
         """The node that this one is where it answers in `alternate`, given what this one is given."""
         if self.answering is None:
             return self
-        return self.answering.given(**self.bound)._changed(pool=self.pool, label=self.label)
+        made = self.answering.given(**self.bound)
+        return made._changed(pool=self.pool, label=self.label, written=f"{self.__name__}.of(…)")
 
     def _changed(self, **changes: Any) -> Self:
         made = copy.copy(self)
@@ -126,6 +129,11 @@ class NodeDef(Generic[P, T]):
     @property
     def path(self) -> str:
         return path_of(self.fn)
+
+    @property
+    def weights(self) -> list[str]:
+        """The inputs that are weights."""
+        return [port.name for port in self.interface.inputs if port.type is Weights]
 
     @functools.cached_property
     def interface(self) -> Interface:

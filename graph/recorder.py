@@ -216,7 +216,7 @@ class Recorder:
             self.faults.append(Fault(f"alternate: option {name!r}", repr(options[name]), needed, caller()))
         for name in options.keys() & spoken & answered:
             given = f"{options[name]!r}, and both {speak.__name__} and {answer.__name__} have it"
-            needed = f"the answering one's own beside it: {answer.__name__}.given({name}=…)"
+            needed = f"the answering one's own beside it: {answer.written}.given({name}=…)"
             self.faults.append(Fault(f"alternate: option {name!r}", given, needed, caller()))
         said = self._node(speak, inputs, {k: v for k, v in options.items() if k in spoken})
         first = [Handle(self, Ref(said.name, said.outputs[0].name))] if said.outputs else []
@@ -243,7 +243,9 @@ class Recorder:
         its own."""
         own = [p.name for p in answer.interface.inputs if not p.optional and p.name not in answer.bound]
         if len(own) > 1:
-            needed = f"all but what it answers: {answer.__name__}.given({', '.join(f'{name}=…' for name in own[1:])})"
+            needed = f"all but what it answers: {answer.written}.given({', '.join(f'{name}=…' for name in own[1:])})"
+            if answer.written != answer.__name__ and own[1:] == answer.weights:
+                needed = f"the weights that it answers with: {answer.written}"
             raise fault(f"alternate: inputs of {answer.__name__}, which answers", "nothing", needed)
         return self._node(answer, first, options)
 

@@ -391,6 +391,21 @@ def compares_odd_samples(policy: Policy, prompts: Prompts) -> Policy:
     return policy_update(policy, rollouts, baseline, loss=reinforce)
 
 
+@node(pool="scorer")
+def where_better(rollouts: Rollouts, others: Rollouts) -> Rollouts:
+    """Some of the first, by what the others say."""
+    raise NotImplementedError
+
+
+@program
+def chooses_by_odd_samples(policy: Policy, prompts: Prompts) -> Policy:
+    """What is learnt from is chosen by responses that are cut to a part of the vocabulary: no fault."""
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour, samples=4)
+    chosen = where_better(rollouts, generate(prompts, behaviour, samples=4, top_k=40))
+    return policy_update(policy, chosen, group_advantage(score(chosen, by=math_answer)), loss=reinforce)
+
+
 @program
 def rescores_odd_samples(policy: Policy, reference: Reference, prompts: Prompts) -> dict[str, Policy]:
     behaviour = broadcast(policy)

@@ -182,6 +182,7 @@ def test_an_environment_and_its_tools_get_some_time() -> None:
         ("forked", {}),
         ("offline", {}),
         ("compares_odd_samples", {}),
+        ("chooses_by_odd_samples", {}),
     ],
 )
 def test_what_can_work_is_no_fault(name: str, options: dict[str, Any]) -> None:

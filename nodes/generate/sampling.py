@@ -106,7 +106,8 @@ def scorable(call: Call) -> None:
       a ratio of 0 or a log-probability of −∞; that of the sampler would have to travel, with V bits or up to V ids for
       each token (16 kB for a vocabulary of 128k), through every buffer, message and checkpoint.
 
-    Samples that only others' rewards are compared with may be of either kind.
+    Samples that only others' rewards are compared with may be of either kind. What a node makes of several rollouts may
+    be of either of them: the update looks at the rows themselves (`LanguageModel.pack`).
     """
     whole = "all of the vocabulary (top_k=0, top_p=1): a policy that has changed has another support"
     given = {name: call.options.get(name) for name in ("temperature", "top_k", "top_p")}
@@ -120,7 +121,7 @@ def scorable(call: Call) -> None:
     makes = {path_of(Policy), path_of(Logprobs)}
     scorers = [
         f"{node.name} ({node.where})"
-        for node in call.readers(Rollouts)
+        for node in call.readers(Rollouts, sure=True)
         if any(call.view.bases.get(output.type, {output.type}) & makes for output in node.outputs)
     ]
     if scorers:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.graph.types import Context, Prompts, Replies, Rollouts, Weights
+from penstock.graph import GraphError, alternate, broadcast, program, trace
+from penstock.graph.types import Context, Policy, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.base import open_model
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.reply import as_said, make_replier, reply
@@ -135,3 +136,21 @@ def test_a_model_that_says_nothing_ends_its_conversation() -> None:
     assert isinstance(replies, Replies)
     stopped = [len(text) == 0 for text in replies.texts]
     assert replies.done_N.tolist() == stopped
+
+
+def test_what_is_lacking_of_a_generator_that_answers_is_told_as_a_program_says_it() -> None:
+    """The name of the node that stands for it is none that the program has."""
+
+    @program
+    def two_heats(policy: Policy, prompts: Prompts) -> Rollouts:
+        behaviour = broadcast(policy, lag=1)
+        return alternate(generate, generate.of(behaviour), prompts, behaviour, turns=2, temperature=0.6)[0]
+
+    @program
+    def no_weights(policy: Policy, prompts: Prompts) -> Rollouts:
+        return alternate(generate, generate, prompts, broadcast(policy, lag=1), turns=2)[0]
+
+    for made, needed in ((two_heats, "generate.of(…).given(temperature=…)"), (no_weights, "generate.of(…)")):
+        with pytest.raises(GraphError) as caught:
+            trace(made)
+        assert caught.value.faults[0].needed.endswith(needed)
