@@ -62,6 +62,8 @@ MAX_UNREAD = 64
 MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
 """Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears
 and from its deadlines."""
+LATEST_S = 1e12
+"""No clock of a machine has gone on for so many seconds; figures of a run are made with its times."""
 MAX_DOING = 200
 """Characters of what a peer says that it is at."""
 MAX_NOTES = 100
@@ -271,6 +273,10 @@ class Server:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, _SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
+        if isinstance(message, Results):
+            for one in message.results:
+                if not (abs(one.began) < LATEST_S and abs(one.ended) < LATEST_S):
+                    raise _Dropped("malformed", name, f"a Result from {one.began} to {one.ended} s")
         if claim := _overreach(message, connection, self._ranks):
             raise _Dropped("unauthorised", name, claim)
         connection.heard = sequence

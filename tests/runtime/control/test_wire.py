@@ -10,6 +10,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from time import monotonic
 
@@ -227,6 +228,17 @@ def test_notes_are_handed_on_up_to_a_number_and_a_length(tmp_path: Path) -> None
         assert len(texts) == MAX_NOTES + 1
         assert max(map(len, texts)) < 2 * MAX_TEXT
         assert texts[-1].endswith("the end")
+
+
+def test_an_answer_of_no_time_is_malformed(tmp_path: Path) -> None:
+    """It would be written into the run's files, which hold numbers alone."""
+    with bench(tmp_path) as b:
+        client, done = b.client(), Done(Firing("generate", 3), "generator/0")
+        for began, ended in [(nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, -inf), (1e300, 1e300)]:
+            client.send(Results((Result(done), Result(done, began=began, ended=ended))))
+        client.send(RESULTS)
+        assert b.wait_for(2)[1] == ("generator/0:0", RESULTS)
+        assert b.server.counts == {"malformed": 5}
 
 
 def test_one_receive_takes_a_bounded_number_of_bytes(tmp_path: Path) -> None:
