@@ -1,7 +1,8 @@
 """Servers and clients in one process, and waiting with a deadline."""
 
+import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,6 +121,24 @@ def bench(folder: Path, endpoint: str = "", silence: float = 60.0, ranks: Mappin
         server = Server(keys.door, ranks, silence)
         stack.callback(server.close)
         yield Bench(server, keys, folder, stack)
+
+
+def mutated(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """Some frame with some of its bytes changed, cut out, repeated, or replaced by another frame's."""
+    data = bytearray(chance.choice(seeds))
+    for _ in range(int(1 / (chance.random() + 0.1))):
+        at, length = int(chance.random() * len(data)), int(1 / (chance.random() + 0.02))
+        match int(chance.random() * 4):
+            case 0:
+                data[at : at + length] = chance.randbytes(length)
+            case 1:
+                del data[at : at + length]
+            case 2:
+                data[at:at] = data[at : at + length] * length
+            case 3:
+                other = chance.choice(seeds)
+                data[at : at + length] = other[at : at + length]
+    return bytes(data)
 
 
 def stranger(join: Join) -> Join:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
@@ -41,7 +41,7 @@ from penstock.runtime.tensor.handle import Handle, HandleError
 from penstock.runtime.tensor.store import Reader, Store
 from tests.halt import halt
 
-from .sockets import stranger, until
+from .sockets import mutated, stranger, until
 
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
@@ -282,24 +282,6 @@ def test_no_question_ends_the_thread_that_answers(hosts: Hosts) -> None:
         assert isinstance(answer, Refused)
     assert torch.equal(hosts.reader.get(handle, Rewards).values_N, rewards(3).values_N)
     assert hosts.died == []
-
-
-def mutated(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
-    """Some frame with some of its bytes changed, cut out, repeated, or replaced by another frame's."""
-    data = bytearray(chance.choice(seeds))
-    for _ in range(int(1 / (chance.random() + 0.1))):
-        at, length = int(chance.random() * len(data)), int(1 / (chance.random() + 0.02))
-        match int(chance.random() * 4):
-            case 0:
-                data[at : at + length] = chance.randbytes(length)
-            case 1:
-                del data[at : at + length]
-            case 2:
-                data[at:at] = data[at : at + length] * length
-            case 3:
-                other = chance.choice(seeds)
-                data[at : at + length] = other[at : at + length]
-    return bytes(data)
 
 
 @pytest.mark.parametrize("number", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])

@@ -47,7 +47,7 @@ from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fi
 from penstock.runtime.tensor.handle import Handle
 from tests.halt import halt
 
-from .sockets import Raw, Role, bench, stranger, until
+from .sockets import Raw, Role, bench, mutated, stranger, until
 
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
@@ -239,6 +239,34 @@ def test_an_answer_of_no_time_is_malformed(tmp_path: Path) -> None:
         client.send(RESULTS)
         assert b.wait_for(2)[1] == ("generator/0:0", RESULTS)
         assert b.server.counts == {"malformed": 5}
+
+
+def test_mutated_frames_are_messages_or_counted_on_both_sides(tmp_path: Path) -> None:
+    """Of a rank and its heartbeat to a controller, and of a controller to a rank."""
+    chance, number = random.Random(7), 3000
+    order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),), ((Firing("prompts", 3), "out", AFAR),))
+    with bench(tmp_path) as b:
+        client, raw = b.client("scorer/0"), b.raw()
+        raw.hello()
+        b.wait_for(2)
+        ready = Ready("generator/0", 0, 1, ((Firing("x", 1), "out", AFAR),))
+        own: list[Message] = [RESULTS, ready, Note("info", "x"), Post("k", "0")]
+        for sent in range(1, number + 1):
+            raw.say(mutated(chance, [pack(message, 1 << 30) for message in own]))
+            if sent % 50 == 0:  # a sender waits while too many are not read
+                until(lambda: b.hear() is not None and b.server.counts.total() + len(b.heard) - 2 == sent)  # noqa: B023
+        identity = b.server._routes["scorer/0:0"].identity
+        theirs: list[Message] = [order, Goodbye("x"), Found(1, {"k": "0"})]
+        for _ in range(number):
+            frame = mutated(chance, [pack(message, 1 << 30) for message in theirs])
+            b.server._socket.send_multipart([identity, frame])
+        heard: list[Message] = []
+
+        def all_taken() -> bool:
+            heard.extend(client.receive(0.1))
+            return client.counts.total() + len(heard) == number
+
+        until(all_taken)
 
 
 def test_one_receive_takes_a_bounded_number_of_bytes(tmp_path: Path) -> None:
