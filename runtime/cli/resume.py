@@ -19,7 +19,7 @@ from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import read_meshes, spelled
-from penstock.runtime.record.checkpoint import CUT, Checkpoint, latest_checkpoint, update_of
+from penstock.runtime.record.checkpoint import CUT, Checkpoint, latest_checkpoint, require_no_link, update_of
 from penstock.runtime.record.faults import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import segment_seconds
@@ -73,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
         config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
         require_inputs(config, asked)
         earlier = _earlier_seconds(folder)
+        require_no_link(folder)
         saved, cluster = latest_checkpoint(folder), _cluster(folder, asked)
         if saved is not None:
             _require_cut(saved, config)

@@ -46,10 +46,18 @@ def update_of(name: str) -> int:
     return int(re.split(r"[-.]", name)[0])
 
 
+def require_no_link(folder: RunFolder) -> None:
+    """Raises RecordError where `checkpoints` is a symbolic link, by which cuts would be written elsewhere."""
+    if folder.checkpoints.is_symlink():
+        given = "given a symbolic link, which is not followed here"
+        raise RecordError(f"{folder.checkpoints}: {given}; needed a folder")
+
+
 def open_cut(folder: RunFolder, run: str, update: int) -> str:
     """Make the fresh folder of a cut before `update` by the run with id `run`; its name. Raises RecordError."""
     name = f"{update:08d}-{run}-{secrets.token_hex(8)}"
     try:
+        require_no_link(folder)
         make_folder(folder.checkpoints / name, fresh=True)
     except OSError as error:
         raise disk_fault(folder.checkpoints / name, error) from error
@@ -99,6 +107,8 @@ def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
 def sweep_cuts(folder: RunFolder) -> None:
     """Remove the fresh folders of cuts that this run has given up. No process of the run may be alive."""
     with suppress(RecordError, OSError, KeyError, TypeError):
+        if folder.checkpoints.is_symlink():
+            return
         run = folder.read_json(folder.config.name)["run"]
         for path in folder.checkpoints.iterdir():
             found = _FRESH.fullmatch(path.name)

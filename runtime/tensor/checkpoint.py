@@ -16,7 +16,7 @@ from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried
 from penstock.graph.sharding import Sharded
 from penstock.runtime.record.folder import sync
-from penstock.runtime.tensor.codec import decode, encode
+from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.files import StateError, StateFile, save_state
 from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.mesh import Mesh
@@ -75,7 +75,11 @@ def write_part(
     encoded = {f"state/{name}": state for name, state in states.items()}
     encoded |= {value_name(*key): value for key, value in values.items()}
     for name, value in encoded.items():
-        parts, facts["encoded"][name] = encode(value)
+        try:
+            parts, facts["encoded"][name] = encode(value)
+        except CodecError as error:  # a later state may be of another kind than the first, which was tried at the start
+            kind, _, of = name.partition("/")
+            raise CodecError(f"the {kind} of {of} cannot be kept in a checkpoint: {error}") from error
         tensors.update((f"{name}/{index}", tensor) for index, tensor in enumerate(parts))
     save_state(part_path(folder, replica, rank), tensors, facts)
 

@@ -348,6 +348,16 @@ def test_a_checkpoint_that_no_rank_could_read_is_refused_before_anything_starts(
     assert len(processes.configs) == 2
 
 
+def test_checkpoints_that_lie_elsewhere_by_a_link_are_refused_before_anything_starts(
+    finished: RunFolder, processes: Processes, tmp_path: Path
+) -> None:
+    finished.checkpoints.rename(tmp_path / "elsewhere")
+    finished.checkpoints.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match="checkpoints: given a symbolic link"):
+        resume.main([str(finished.path), "--updates", "9"])
+    assert len(processes.configs) == 1
+
+
 def test_a_run_that_is_alive_is_not_resumed(finished: RunFolder) -> None:
     finished.lock()
     with pytest.raises(RecordError, match="a run is alive there"):

@@ -111,6 +111,16 @@ def test_a_cut_has_a_folder_of_its_own_that_is_not_made_again(folder: RunFolder)
     assert not folder.checkpoints.exists()
 
 
+def test_no_cut_is_made_or_swept_through_a_link(folder: RunFolder) -> None:
+    name, elsewhere = open_cut(folder, "ours", 3), folder.path / "elsewhere"
+    folder.checkpoints.rename(elsewhere)
+    folder.checkpoints.symlink_to(elsewhere)
+    with pytest.raises(RecordError, match="checkpoints: given a symbolic link"):
+        open_cut(folder, "ours", 4)
+    sweep_cuts(folder)
+    assert [path.name for path in elsewhere.iterdir()] == [name]
+
+
 def test_a_run_folder_that_is_moved_or_removed_is_noticed_and_followed(folder: RunFolder) -> None:
     folder.hold()
     folder.require()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.graph.sharding import Axes, Sharding
 from penstock.runtime.tensor.checkpoint import layout_of, read_part, write_part
+from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.files import StateError, save_state
 from penstock.runtime.tensor.mesh import Mesh
 
@@ -136,6 +137,12 @@ def test_all_that_a_rank_wrote_is_on_the_disk_when_it_says_so(tmp_path: Path, mo
     written = {cut, *cut.rglob("*")}
     assert {path.name for path in written} == {"cut", "policy", "exported-0", "trainer-0-0.safetensors"}
     assert [path for path in written if path.stat().st_ino not in synced] == []
+
+
+def test_a_state_that_can_no_longer_be_kept_is_told_with_its_node(tmp_path: Path) -> None:
+    with pytest.raises(CodecError, match=r"the state of counter cannot be kept in a checkpoint: .*given object"):
+        write_part(tmp_path / "cut", "trainer/0", 0, 1, {}, {"other": 1, "counter": object()}, {})
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
