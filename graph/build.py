@@ -174,8 +174,8 @@ def program(
     `evaluation` is a program that measures what this one trains: a run calls it on `--eval-groups` held-out groups,
     once before the first update and once after the last; the figure `accuracy` of its nodes is the accuracy of the run.
     Its carried arguments must be carried values of this program, by name and type; `of` points them at others. Its
-    sources are its own and read held-out data (`Context.split` is "evaluate"). Its options have their defaults. Without
-    an evaluation nothing is measured beside the training.
+    sources are its own and read held-out data (`Context.split` is "evaluate"). Options that this program has too are
+    given its values, the others have their defaults. Without an evaluation nothing is measured beside the training.
 
         @program(evaluation=evaluate.of(policy="solver"))
         def self_play(proposer: Policy, solver: Policy, prompts: Prompts) -> dict[str, Policy]: ...

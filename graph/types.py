@@ -211,14 +211,15 @@ class Batchable:
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         count = next(len(column) for column in columns.values() if column is not None)
-        index = list(rows.tolist() if hasattr(rows, "tolist") else rows)
+        index = [row.item() if hasattr(row, "item") else row for row in rows]
         if index and all(isinstance(row, bool) for row in index):
             if len(index) != count:
                 needed = f"{count}, one for each row"
                 raise ValueError(f"{type(self).__name__}.take: given {len(index)} marks, needed {needed}")
             index = [row for row, taken in enumerate(index) if taken]
-        if wrong := [row for row in index if not 0 <= row < count]:
-            raise ValueError(f"{type(self).__name__}.take: given row {wrong[0]}, needed 0 to {count - 1}")
+        if wrong := [row for row in index if not (isinstance(row, int) and 0 <= row < count)]:
+            needed = f"0 to {count - 1}, or True or False for each row"
+            raise ValueError(f"{type(self).__name__}.take: given row {wrong[0]!r}, needed {needed}")
 
         def taken(column: Any) -> Any:
             if column is None:

@@ -63,8 +63,11 @@ def rollouts_of(
     `tokenizer` is that of the policy that is to learn from them: `language_model(policy).tokenizer` in a node that
     reads the policy, `run_spec(context).tokenizer` (`nodes.base`) in the `init` of a node with state. Each response
     ends with an end token. Rows of one prompt group have one of the `ordinals`; without, each row is a group of its
-    own. Raises ValueError for a row of more than `limit` tokens.
+    own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
     """
+    for name, each in (("responses", responses), ("ordinals", ordinals), ("answers", answers)):
+        if each is not None and len(each) != len(texts):
+            raise ValueError(f"rollouts_of: given {len(each)} {name}, needed {len(texts)}, one for each text")
     tokens_NS, prompts_N, lengths_N = encode_texts(tokenizer, texts, responses, limit)
     longest = int(lengths_N.max()) if len(texts) else 0
     return Rollouts(

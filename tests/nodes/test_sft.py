@@ -1,5 +1,7 @@
 """Imitation learns demonstrations, end tokens included."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -50,3 +52,19 @@ def test_texts_become_rollouts_in_groups_and_within_a_limit() -> None:
     made = rollouts_of(tokenizer, ["1+1="] * 2, ["2", "3"], ordinals=[7, 7], answers=["2", "2"])
     assert (made.ordinals, made.answers) == ((7, 7), ("2", "2"))
     assert len(rollouts_of(tokenizer, [], [])) == 0
+    with pytest.raises(ValueError, match="given 1 answers, needed 2, one for each text"):
+        rollouts_of(tokenizer, ["1+1="] * 2, ["2", "3"], answers=["2"])
+
+
+def test_rows_are_taken_by_numbers_or_by_marks() -> None:
+    made = rollouts_of(policy().tokenizer, ["1+1=", "1+2=", "2+2="], ["2", "3", "4"])
+    scores_N = torch.tensor([1.0, 0.0, 1.0])
+    marks: list[Any] = [[True, False, True], scores_N > 0, [score > 0 for score in scores_N], (scores_N > 0).numpy()]
+    numbers: list[Any] = [[0, 2], range(0, 3, 2), torch.tensor([0, 2]), list(torch.tensor([0, 2]).numpy())]
+    for rows in (*marks, *numbers):
+        assert made.take(rows).texts == ("2", "4")
+        assert torch.equal(made.take(rows).tokens_NS, made.tokens_NS[[0, 2]])
+    for wrong, told in ((scores_N, "given row 1.0"), ([3], "given row 3"), ([-1], "given row -1")):
+        with pytest.raises(ValueError, match=told):
+            made.take(wrong)
+    assert len(made.take(scores_N > 2)) == 0
