@@ -256,7 +256,7 @@ def _unmeasured(
     own = graph.argument(argument.name)
     fitting = [c.name for c in graph.carried if argument.type in bases.get(c.type, {c.type})]
     if own is None:
-        given = f"{argument.name!r}, which {graph.name} does not have"
+        given = f"{argument.name!r}, which {graph.name} does not have, or no node of it reads"
     elif own.kind == "source":
         given = f"{argument.name!r}, which is a source of {graph.name}"
     else:

@@ -73,6 +73,10 @@ def carried(cls: type[T]) -> type[T]:
 
     def weights(self: Any) -> dict[str, Tensor]:
         numbers = {name: getattr(self, name) for name in names if isinstance(getattr(self, name), int | float)}
+        for name, x in numbers.items():
+            if name not in floats and isinstance(x, int) and not -(2**63) <= x < 2**63:
+                needed = "a whole number of 64 bits, as others are sent it by broadcast; or a float"
+                raise ValueError(f"{where}: {cls.__name__}.{name}: given {x}, needed {needed}")
         return {name: torch.tensor(float(x) if name in floats else x) for name, x in numbers.items()}
 
     def state(self: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -94,6 +94,15 @@ def test_what_is_not_plain_is_refused_with_the_field(bad: Any) -> None:
         value.state()  # type: ignore[attr-defined]
 
 
+def test_a_whole_number_that_no_tensor_holds_is_kept_but_not_sent() -> None:
+    value: Any = Plain(rate=float("-inf"), count=2**70)
+    assert value.state()[1]["count"] == 2**70
+    with pytest.raises(ValueError, match=r"Plain\.count: given 1180591620717411303424, needed a whole number"):
+        value.weights()
+    value.count = -(2**63)
+    assert (value.weights()["count"].item(), value.weights()["rate"].item()) == (-(2**63), float("-inf"))
+
+
 def test_a_class_that_cannot_be_made_elsewhere_is_refused_at_its_line() -> None:
     with pytest.raises(GraphError, match="a class inside a function") as error:
 
