@@ -100,7 +100,8 @@ def shopping(
 def uneven(policy: FakePolicy, prompts: FakePrompts, *, ms: float = 0.0, lag: int = 1) -> FakePolicy:
     """Replies that take anything up to `ms`, so that groups finish in any order."""
     behaviour = broadcast(policy, lag=lag)
-    rollouts, _ = alternate(fake_generate, fake_environment, prompts, behaviour, turns=3, samples=3, jitter_ms=ms)
+    late = fake_environment.given(jitter_ms=ms)
+    rollouts, _ = alternate(fake_generate, late, prompts, behaviour, turns=3, samples=3, jitter_ms=ms)
     return fake_update(policy, rollouts, fake_score(rollouts))
 
 
