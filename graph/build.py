@@ -174,8 +174,9 @@ def program(
     `evaluation` is a program that measures what this one trains: a run calls it on `--eval-groups` held-out groups,
     once before the first update and once after the last; the figure `accuracy` of its nodes is the accuracy of the run.
     Its carried arguments must be carried values of this program, by name and type; `of` points them at others. Its
-    sources are its own and read held-out data (`Context.split` is "evaluate"). Options that this program has too are
-    given its values, the others have their defaults. Without an evaluation nothing is measured beside the training.
+    sources are its own and read held-out data (`Context.split` is "evaluate"). Options that this program has too, with
+    the same default, are given its values; the others have their defaults. Without an evaluation nothing is measured
+    beside the training.
 
         @program(evaluation=evaluate.of(policy="solver"))
         def self_play(proposer: Policy, solver: Policy, prompts: Prompts) -> dict[str, Policy]: ...
@@ -224,13 +225,16 @@ def trace(
 def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, batch: int | None = None) -> Graph:
     """The graph of a program's evaluation on the carried values of the program, which `graph` has traced.
 
-    Options of the evaluation that the program has too are the program's: what is measured is played by the same rules.
+    Options that both have with the same default are the program's: what is measured is played by the same rules. With
+    another default an option is the evaluation's own, such as a temperature of 0.
     Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program or of another
     type: a run would make a value of its own for it, which no update changes.
     """
     evaluation = program.evaluation
     assert evaluation is not None
-    shared = {name: value for name, value in graph.options if name in {flag.name for flag in evaluation.flags}}
+    defaults = {flag.name: flag.default for flag in program.flags}
+    alike = {f.name for f in evaluation.flags if f.name in defaults and defaults[f.name] == f.default}
+    shared = {name: value for name, value in graph.options if name in alike}
     traced = trace(evaluation, decoded(evaluation.fn, shared), prefix, batch=batch)
     held = {argument.name: argument for argument in graph.carried}
     bases = {name: {name, *above} for name, above in (*graph.types, *traced.types)}

@@ -682,6 +682,22 @@ def _both(proposer: FakePolicy, solver: FakeAverage, prompts: FakePrompts) -> di
     return {"proposer": learnt, "solver": follow(solver, learnt)}
 
 
+@program
+def held_greedily(
+    policy: FakePolicy, prompts: FakePrompts, *, temperature: float = 0.0, samples: int = 4
+) -> FakePolicy:
+    sums(held_sum(prompts, broadcast(policy)))
+    return policy
+
+
+@program(evaluation=held_greedily)
+def measured_greedily(
+    policy: FakePolicy, prompts: FakePrompts, *, temperature: float = 1.0, samples: int = 4
+) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy), samples=samples)
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
 @program(evaluation=held)
 def measures_another(proposer: FakePolicy, solver: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
     return _both(proposer, solver, prompts)

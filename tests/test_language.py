@@ -592,6 +592,12 @@ def test_options_of_the_evaluation_that_the_program_has_too_are_the_programs() -
     assert (spoken.turns, dict(spoken.options)["samples"]) == (5, 1)
 
 
+def test_an_option_of_the_evaluation_with_a_default_of_its_own_stays() -> None:
+    made = trace(load(FILE + "measured_greedily"), {"temperature": 0.5, "samples": 2})
+    evaluation = trace_evaluation(load(FILE + "measured_greedily"), made, EVALUATION)
+    assert dict(evaluation.options) == {"temperature": 0.0, "samples": 2}
+
+
 def test_what_cannot_be_pointed_is_refused() -> None:
     held = load(FILE + "held")
     with pytest.raises(GraphError, match=r"given   'polcy'\n.*the nearest: policy"):
