@@ -245,6 +245,16 @@ def _without_reader(view: View, node: Node, output: Output) -> tuple[str, str]:
     return given, f"{needed} (for figures alone, a node returns Metrics)" if node.construct == "call" else needed
 
 
+def _updates(view: View) -> Iterator[Fault]:
+    """What is sampled waits for an update, which is over when its nodes have fired: without one a run has no end."""
+    clocks = {node.clock for node in view.graph.nodes if node.fires}
+    made = any(ref.node in view.nodes for _, ref in view.graph.results)  # by a node per group, which is said elsewhere
+    if "group" in clocks and "update" not in clocks and not made:
+        given = "nodes that fire per group, and none that fires at each update"
+        needed = 'a node that consumes the groups of an update: one with clock="update", such as accuracy(rewards)'
+        yield Fault(view.graph.name, given, needed, view.graph.where)
+
+
 def _numbers(view: View) -> Iterator[Fault]:
     def wrong(value: Any, least: int) -> bool:
         return type(value) is not int or value < least
@@ -293,6 +303,7 @@ RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
     _donations,
     _cycles,
     _unused,
+    _updates,
     _numbers,
     _places,
 )

@@ -185,6 +185,21 @@ def test_a_next_value_that_is_not_made_once_per_update() -> None:
     assert any("which is a broadcast" in f.given for f in check(trace(relayed)))
 
 
+def test_a_program_whose_updates_would_never_end() -> None:
+    """Such as an evaluation that measures each group by itself."""
+
+    @node(pool="scorer")
+    def each(rollouts: Rollouts) -> Metrics:
+        raise NotImplementedError
+
+    @program
+    def endless(policy: Policy, prompts: Prompts) -> Policy:
+        each(generate(prompts, broadcast(policy)))
+        return policy
+
+    only(trace(endless), "endless", "none that fires at each update", 'clock="update"')
+
+
 def test_a_next_value_of_another_type() -> None:
     @node(clock="update", pool="trainer")
     def distil(policy: Policy, rewards: Rewards) -> Rewards:
