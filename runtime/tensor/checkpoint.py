@@ -7,6 +7,7 @@ values are the same on all ranks of a replica.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,9 @@ def write_part(
             value.export(str(folder / name))
             for path in (folder / name, *(folder / name).rglob("*")):
                 if not path.is_symlink():
-                    sync(path)
+                    # A rank syncs what it has written; of another rank's, a temporary file may be gone by now.
+                    with suppress(FileNotFoundError):
+                        sync(path)
     encoded = {f"state/{name}": state for name, state in states.items()}
     encoded |= {value_name(*key): value for key, value in values.items()}
     for name, value in encoded.items():

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.graph.sharding import Axes, Sharding
+from penstock.runtime.record.folder import sync
 from penstock.runtime.tensor.checkpoint import layout_of, read_part, write_part
 from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.files import StateError, save_state
 from penstock.runtime.tensor.mesh import Mesh
+from penstock.runtime.tensor.part_file import part_path
 
 SHAPES = {"up.weight": (7, 6), "down.weight": (6, 7), "norm.weight": (5,)}
 RULES = {"up.weight": (0, 0), "down.weight": (1, 0), "norm.weight": None}
@@ -167,3 +169,28 @@ def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path:
     save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})
     with pytest.raises(StateError, match=rf"{path}: given a checkpoint of format 1, needed 2: go on with"):
         read_part(tmp_path, "trainer/0", 0)
+
+
+def test_a_temporary_file_of_another_rank_may_be_gone_before_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a model call its export at the same time, and the first one writes under names that it changes."""
+    mesh = (("fsdp", 2),)
+
+    class Written(Parts):
+        def export(self, folder: str) -> None:
+            super().export(folder)
+            (Path(folder) / ".tmp-of-rank-0").touch()
+
+    synced: list[str] = []
+
+    def renamed_meanwhile(path: Path) -> None:
+        if path.name.startswith(".tmp"):
+            path.rename(path.with_name("model.safetensors"))
+        sync(path)
+        synced.append(path.name)
+
+    monkeypatch.setattr("penstock.runtime.tensor.checkpoint.sync", renamed_meanwhile)
+    write_part(tmp_path / "1", "trainer/0", 1, 2, {"policy": Written(mesh, 1)}, {}, {})
+    assert set(synced) == {"policy", "exported-1"}
+    assert part_path(tmp_path / "1", "trainer/0", 1).is_file()
