@@ -146,9 +146,11 @@ class RunFlags:
     """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
     each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""
     retries: int = 0
-    """How often a group that failed is tried again."""
+    """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
+    failure ends the run."""
     on_failure: Literal["stop", "replace"] = "stop"
-    """What follows when a group fails for good: stop the run, or count it as failed and take another."""
+    """What follows when a group fails for good: stop the run, or count it as failed and take another. At a node with
+    state, or one that fires per update, the run stops."""
     drops: int = 16
     """Batches of groups that filters may drop for each update under way before the run is stopped."""
     failures: int = 4
