@@ -17,7 +17,7 @@ CASES, LESSONS = "tests.nodes.rank_cases", "tests.nodes.lesson_cases"
         (2, "tp=2"),
         (2, "dp=2"),
         (2, "pp=2"),
-        (4, "fsdp=2,tp=2"),
+        pytest.param(4, "fsdp=2,tp=2", marks=slow),
         pytest.param(4, "dp=2,fsdp=2", marks=slow),
         pytest.param(4, "tp=2,dp=2", marks=slow),
         pytest.param(4, "pp=2,fsdp=2", marks=slow),
