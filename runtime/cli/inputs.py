@@ -44,12 +44,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def require_inputs(config: RunConfig, asked: Mapping[str, Any]) -> None:
-    """Raises CommandError with all that is missing or not as it was when the run began. `asked` is of `config.json`."""
+def require_inputs(folder: Path, config: RunConfig, asked: Mapping[str, Any]) -> None:
+    """Raises CommandError with all that is missing or not as it was when the run of `folder` began. `asked` is of its
+    `config.json`."""
     flags, digests = config.flags, asked.get("digests", {})
     lacks = [*_model_lacks(flags.model), *_data_lacks(flags, digests), *_module_lacks(config, asked.get("folder", ""))]
     if lacks:
-        raise CommandError("\n".join(["the run cannot go on; nothing was changed:", *lacks]))
+        raise CommandError("\n".join([f"{folder}: the run cannot go on; nothing was changed:", *lacks]))
 
 
 def _model_lacks(model: str) -> Iterator[str]:

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     folder.lock()
     try:
         config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
-        require_inputs(config, asked)
+        require_inputs(folder.path, config, asked)
         earlier = _earlier_seconds(folder)
         require_no_link(folder)
         saved, cluster = latest_checkpoint(folder), _cluster(folder, asked)

@@ -242,7 +242,7 @@ def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callab
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(24), pytest.param(range(24, 600), marks=pytest.mark.slow)],
+    [range(24), pytest.param(range(24, 200), marks=pytest.mark.slow)],
     ids=["few", "many"],
 )
 def test_a_damaged_folder_is_refused_in_words(
