@@ -92,7 +92,8 @@ class Controller:
                 self._send(self.session.begin(monotonic(), self.restored))
             while self.session.running:
                 self._turn()
-                self._send(self.session.watch(monotonic(), self.server.held_up))
+                now = monotonic()
+                self._send(self.session.watch(now, self.server.held_up(now)))
         except PeerFault as fault:
             self.session.abort(str(fault), monotonic())
         finally:
@@ -107,7 +108,8 @@ class Controller:
         until = monotonic() + seconds
         while len(self.pids) < len(self.ranks) and self.session.running:
             self._turn()
-            if monotonic() > until + self.server.held_up:
+            now = monotonic()
+            if now > until + self.server.held_up(now):
                 raise PeerFault(self._absent(seconds))
 
     def _absent(self, seconds: float) -> str:
@@ -173,7 +175,7 @@ class Controller:
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
                         self.server.drop("excessive", self._spelled(asker), found.error)
-                    self.server.answer(asker, structs.replace(found, held_up=self.server.held_up))
+                    self.server.answer(asker, structs.replace(found, held_up=self.server.held_up(monotonic())))
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":

@@ -18,7 +18,7 @@ class Tracker:
         self._silence = silence
         self._last: dict[str, tuple[float, float]] = {}  # as the clock had it, and of the time that counts
         self._looked = inf
-        self.held_up = 0.0
+        self._held_up = 0.0
 
     def heard(self, peer: str, now: float) -> None:
         self._last.pop(peer, None)
@@ -37,7 +37,11 @@ class Tracker:
         silent = takewhile(lambda entry: entry[1][1] < until, self._last.items())
         return sorted(peer for peer, _ in silent)
 
-    def _counted(self, now: float) -> float:
-        self.held_up += max(0.0, now - self._looked - PAUSE_S)
+    def held_up(self, now: float) -> float:
+        """Seconds up to `now` in which the one who listens was stopped itself."""
+        self._held_up += max(0.0, now - self._looked - PAUSE_S)
         self._looked = now
-        return now - self.held_up
+        return self._held_up
+
+    def _counted(self, now: float) -> float:
+        return now - self.held_up(now)

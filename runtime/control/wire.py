@@ -215,10 +215,12 @@ class Server:
         """When `peer` gave its last sign of life; as long ago as can be if it never did."""
         return self._tracker.last(peer)
 
-    @property
-    def held_up(self) -> float:
-        """Seconds that the controller itself was stopped, in all: whoever is waited for need not answer for these."""
-        return self._tracker.held_up
+    def held_up(self, now: float) -> float:
+        """Seconds up to `now` that the controller itself was stopped: whoever is waited for need not answer for these.
+
+        A deadline is looked at with the same `now`: a stop may come between any two lines.
+        """
+        return self._tracker.held_up(now)
 
     def late(self, now: float) -> list[str]:
         """The peers that gave no sign of life for `silence` seconds, in the order of their names."""

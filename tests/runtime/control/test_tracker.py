@@ -2,7 +2,7 @@
 
 from math import inf
 
-from penstock.runtime.control.tracker import Tracker
+from penstock.runtime.control.tracker import PAUSE_S, Tracker
 
 
 def look(tracker: Tracker, since: int, until: int) -> list[str]:
@@ -33,6 +33,16 @@ def test_nobody_is_late_because_the_one_who_listens_was_stopped() -> None:
     assert look(tracker, 64, 65) == ["a"]
     assert look(tracker, 65, 69) == ["a"]
     assert look(tracker, 69, 70) == ["a", "b"]
+
+
+def test_what_a_stop_took_is_known_at_the_moment_that_is_asked_about() -> None:
+    """The stop may come between a look at who is late and one at another deadline."""
+    tracker = Tracker(3.0)
+    tracker.heard("a", 0.0)
+    assert tracker.late(0.5) == []
+    assert tracker.held_up(20.5) == 20.0 - PAUSE_S
+    assert tracker.late(20.6) == []
+    assert tracker.held_up(20.7) == 20.0 - PAUSE_S
 
 
 def test_a_peer_is_late_for_one_who_never_looks_often() -> None:
