@@ -16,7 +16,8 @@ from penstock.nodes.model.parallel import tensor_parallel
 from penstock.runtime.tensor.mesh import Mesh
 from penstock.runtime.tensor.parallel import sharded
 
-from .test_engine import CONFIG, TOKENIZER, run
+from .test_engine import run
+from .tiny_model import CONFIG, TOKENIZER
 
 
 def engine(rank: int, folder: Path, groups: str, tied: str, dtype: str) -> None:

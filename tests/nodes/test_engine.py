@@ -13,23 +13,11 @@ from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, W
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.learn.packing import Packed
-from penstock.nodes.model import Llama, ModelConfig, ModelError, save_model
+from penstock.nodes.model import Llama, ModelError, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy
-from penstock.nodes.tokenizer import byte_tokenizer
 
-TOKENIZER = byte_tokenizer("0123456789+-=abc")
-CONFIG = ModelConfig(
-    vocab_size=TOKENIZER.vocab_size,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=72,
-    initializer_range=0.25,
-    eos_token_ids=TOKENIZER.stops,
-)
+from .tiny_model import CONFIG, TOKENIZER
+
 TEXTS = ("1+2=", "37+58=", "abc" * 5, "9", "0123456789+-=abc0", "12-7=" * 9, "4+4=", "77-")
 
 

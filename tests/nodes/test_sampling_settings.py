@@ -17,28 +17,15 @@ from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.objectives import ppo
 from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
 from penstock.nodes.learn.update import aipo_update, policy_update
-from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.model import Llama, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.replay import open_memory, replay
-from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.tensor.codec import decode, encode
 
 from .rollouts import random_rollouts
+from .tiny_model import CONFIG, TOKENIZER
 from .updating import FREE, LENGTHS, assert_same, batch, by_autograd, gradients, policy
 
-TOKENIZER = byte_tokenizer("0123456789+-=abc")
-CONFIG = ModelConfig(
-    vocab_size=TOKENIZER.vocab_size,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=72,
-    initializer_range=0.25,
-    eos_token_ids=TOKENIZER.stops,
-)
 TEMPERATURES = (0.6, 1.0, 1.7)
 SAMPLES = 4
 

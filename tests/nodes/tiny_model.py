@@ -1,0 +1,18 @@
+"""The model and the tokenizer of tests that sample: two layers, and weights large enough that words differ."""
+
+from penstock.nodes.model import ModelConfig
+from penstock.nodes.tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer("0123456789+-=abc")
+CONFIG = ModelConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=72,
+    initializer_range=0.25,
+    eos_token_ids=TOKENIZER.stops,
+)
