@@ -12,7 +12,7 @@ A region stands between `<!-- begin WHAT -->` and `<!-- end WHAT -->` in README.
     tree FOLDER …          the files of these folders, with the first sentence of each one's docstring
     algorithms             the table of the algorithms (see algorithms.py)
     graphs                 a section for each of them: its options, and what `penstock show NAME` prints
-    names FOLDER           the algorithms as a list with links to FOLDER/NAME.py, and the other programs
+    names FOLDER           links to the algorithms, FOLDER/NAME.py, and to the other programs
     figures NAME           benchmarks/results/NAME.json as a table, with date, commit and machine
     excerpt NAME           benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
 """
@@ -30,7 +30,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from algorithms import algorithms, loss, others
+from algorithms import Entry, algorithms, loss, others
 
 from penstock.graph import Graph, Program, load, trace
 from penstock.graph.show import text
@@ -171,9 +171,10 @@ def algorithm_graphs() -> str:
 
 
 def program_names(folder: str) -> str:
-    rows = [[f"[`{one.name}`]({folder}/{one.name}.py)", one.summary, one.lag] for one in algorithms()]
-    rest = ", ".join(f"[`{one.name}`]({folder}/{one.name}.py)" for one in others())
-    return f"{_table(['program', 'what it is', 'lag'], rows)}\n\nBeside these: {rest}."
+    def links(found: list[Entry]) -> str:
+        return ",\n".join(f"[`{one.name}`]({folder}/{one.name}.py)" for one in found)
+
+    return f"{links(algorithms())}.\nOther programs: {links(others())}."
 
 
 def figures(name: str) -> str:

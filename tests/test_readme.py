@@ -53,8 +53,8 @@ def test_the_readme_shows_an_algorithm_in_under_30_lines() -> None:
     assert "@node" in text
 
 
-def test_the_readme_shows_a_new_loss_in_at_most_15_lines() -> None:
-    functions = {f.name: f for f in ast.parse(files(README)["my_loss.py"]).body if isinstance(f, ast.FunctionDef)}
+def test_the_guide_shows_a_new_loss_in_at_most_15_lines() -> None:
+    functions = {f.name: f for f in ast.parse(files(GUIDE)["my_loss.py"]).body if isinstance(f, ast.FunctionDef)}
     loss = functions["tapered"]
     assert loss.end_lineno is not None
     assert loss.end_lineno - loss.lineno < 15
@@ -82,7 +82,7 @@ def test_the_algorithms_run(folder: Folder, tmp_path: Path, name: str) -> None:
     assert (summary.get("accuracy_after") is not None) == (folder.programs[name].evaluation is not None)
 
 
-def test_the_loss_of_the_readme_is_the_papers(folder: Folder) -> None:
+def test_the_loss_of_the_guide_is_the_papers(folder: Folder) -> None:
     """The gradient: −A for a good response, −min(Π π / μ, 1) · A for a bad one (arXiv 2503.14286)."""
     from penstock.nodes.learn.sampled import Sampled
 
