@@ -21,7 +21,7 @@ from report import publish, spread
 
 from penstock.graph import Program, load
 from penstock.runtime.cli.cache import cache_folder
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def work(job: Job, scratch: Path) -> Job:
     if "train" in job:
         name, _, entry = TRAINED[job["train"]]
         known = {"model": base, "slots": SLOTS, "eval_groups": 100, "max_tokens": 24, **entry.flags}
-        found = run_here(program(name), entry.options, Flags(**known), keep=scratch / job["train"])
+        found = run_here(program(name), entry.options, RunOptions(**known), keep=scratch / job["train"])
         return {**job, **_ended(found)}
     entry = ENTRIES[job["algorithm"]]
     paths = {name: str(scratch / what / TRAINED[what][1]) for name, what in entry.needs.items()}
@@ -84,7 +84,7 @@ def work(job: Job, scratch: Path) -> Job:
     known = {"model": base, "updates": UPDATES, "batch": BATCH, "slots": SLOTS, "versions": versions, **entry.flags}
     flags = {**known, "seed": job["seed"], **{name: path for name, path in paths.items() if name == "model"}}
     options = {**entry.options, "lag": job["lag"], **{name: path for name, path in paths.items() if name != "model"}}
-    found = run_here(program(job["algorithm"]), options, Flags(**flags))
+    found = run_here(program(job["algorithm"]), options, RunOptions(**flags))
     return {**job, **_ended(found), "reward_gain": reward_gain(found["rows"])}
 
 

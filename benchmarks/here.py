@@ -15,8 +15,8 @@ from typing import Any
 from penstock.graph import Program, trace
 from penstock.graph.build import trace_evaluation
 from penstock.runtime.cli.base import base_model
-from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import run_in_process
+from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.checkpoint import latest_checkpoint
@@ -28,7 +28,9 @@ ONE_CORE = Cluster(hosts=(Host(name="local", cores=1),))
 """One thread for every rank, so that as many runs as there are cores disturb each other little."""
 
 
-def run_here(program: Program[..., Any], options: Mapping[str, Any], flags: Flags, keep: Path | None = None) -> Job:
+def run_here(
+    program: Program[..., Any], options: Mapping[str, Any], flags: RunOptions, keep: Path | None = None
+) -> Job:
     """Run to the end; the summary, with `rows` of metrics.jsonl and the seconds of the clock and of the processor.
 
     The carried values as they are at the end are copied to `keep`, a folder each.

@@ -32,7 +32,7 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 from penstock.runtime.cli.cache import cache_folder
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 METHODS: Mapping[str, Loss] = {
     "AIPO": partial(objectives.aipo, rho=4.0),
@@ -68,7 +68,7 @@ def stale(policy: Policy, prompts: Prompts, *, method: str, lag: int, lr: float)
 def work(job: Job, base: str) -> Job:
     """One run; a gradient that is not finite ends it, which its status tells."""
     options = {name: job[name] for name in ("method", "lag", "lr")}
-    flags = Flags(
+    flags = RunOptions(
         updates=UPDATES, batch=BATCH, seed=job["seed"], model=base, max_tokens=MAX_TOKENS, slots=64, versions="pinned"
     )
     found = run_here(stale, options, flags)

@@ -29,12 +29,12 @@ from penstock.graph.ir import Firing
 from penstock.graph.paths import load
 from penstock.graph.types import Context, Policy
 from penstock.runtime.control.client import Client
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.endpoints import ipc_endpoint
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Door, Join
 from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer
 from penstock.runtime.control.process import PARENT, die_with_parent, kill, start
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.wire import Server
 from penstock.runtime.control.worker import serve
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
@@ -84,7 +84,7 @@ def config(names: Sequence[str], run: str) -> RunConfig:
     """Replicas of a pool that holds the source and the empty node. The trainer is in the plan, but never started."""
     workers = Pool("worker", ("items", "nothing"), tuple(Replica(name, (Rank(),)) for name in names))
     trainer = Pool("trainer", ("policy", "same"), (Replica("trainer/0", (Rank(),)),))
-    return RunConfig(trace(empty), None, Plan((workers, trainer)), Flags(), run)
+    return RunConfig(trace(empty), None, Plan((workers, trainer)), RunOptions(), run)
 
 
 # Workers --------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import torch
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.build import trace_evaluation
 from penstock.runtime.cli.traced import faults_text
-from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import InProcess
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
 from penstock.runtime.control.session import Session
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
@@ -26,7 +26,7 @@ from penstock.runtime.record.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 UPDATES = 2
-SMALL = Flags(updates=UPDATES, batch=2, max_tokens=4, eval_groups=4, slots=8, deadline=60.0)
+SMALL = RunOptions(updates=UPDATES, batch=2, max_tokens=4, eval_groups=4, slots=8, deadline=60.0)
 HOME = "/home/me"
 """Where the pages say that their files are."""
 
@@ -94,7 +94,7 @@ def run_tests(name: str) -> int:
     return len(tests)
 
 
-def run(program: Program[..., Any], path: Path, flags: Flags = SMALL, **options: Any) -> dict[str, Any]:
+def run(program: Program[..., Any], path: Path, flags: RunOptions = SMALL, **options: Any) -> dict[str, Any]:
     """A run in this process; its last line, which is the summary."""
     graph = trace(program, options)
     evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation and flags.eval_groups else None

@@ -14,7 +14,7 @@ import pytest
 from penstock.graph import check, trace
 from penstock.graph.show import text
 from penstock.runtime.cli.base import base_model
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record.metrics import read_rows
 
 from .gates.running import make_run, run_to_end, summary
@@ -77,7 +77,7 @@ def test_the_simulations_are_those_of_the_guide(folder: Folder, command: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 2])
 def test_the_algorithm_runs_from_the_demos_base(folder: Folder, tmp_path: Path, base: str, lag: int) -> None:
-    flags = Flags(updates=3, batch=8, model=base, eval_groups=0, slots=64)
+    flags = RunOptions(updates=3, batch=8, model=base, eval_groups=0, slots=64)
     ended = run(folder.programs["my_dapo"], tmp_path / "run", flags, lag=lag)
     assert (ended["status"], ended["fates"]["consumed"]) == ("done", 24), ended["error"]
     assert ended["fates"]["dropped"] > 0
@@ -88,6 +88,6 @@ def test_the_algorithm_runs_from_the_demos_base(folder: Folder, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_the_algorithm_runs_in_processes(folder: Folder, tmp_path: Path, base: str) -> None:
-    flags = Flags(updates=2, batch=4, model=base, eval_groups=0, slots=32)
+    flags = RunOptions(updates=2, batch=4, model=base, eval_groups=0, slots=32)
     path = make_run(tmp_path / "run", f"{folder.path / 'my_dapo.py'}:my_dapo", {"lag": 2}, flags)
     assert summary(run_to_end(path))["fates"]["consumed"] == 8

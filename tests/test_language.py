@@ -18,8 +18,8 @@ from penstock.runtime.cli.progress import Progress
 from penstock.runtime.cli.simulate_given import timing
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.config import EVALUATION, Flags
 from penstock.runtime.control.launch import FAILED
+from penstock.runtime.control.run_config import EVALUATION, RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
@@ -49,7 +49,7 @@ from .gates.running import (
 pytestmark = pytest.mark.timeout(180)
 FILE = f"{Path(__file__).parent / 'programs_for_language.py'}:"
 UPDATES, BATCH = 6, 3
-TOY = Flags(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0)
+TOY = RunOptions(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0)
 
 
 def graph(name: str, **options: Any) -> Graph:
@@ -70,16 +70,16 @@ def simulated(name: str, seconds: Mapping[str, float], updates: int = 40, **opti
     return made, simulate(compile_tables(made, plan), Rules(batch=BATCH, end=updates), Durations(durations))
 
 
-def prepared(tmp_path: Path, name: str, flags: Flags = TOY, **options: Any) -> Path:
+def prepared(tmp_path: Path, name: str, flags: RunOptions = TOY, **options: Any) -> Path:
     return make_run(tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}", FILE + name, options, flags)
 
 
-def run(tmp_path: Path, name: str, *, processes: bool = False, flags: Flags = TOY, **options: Any) -> Path:
+def run(tmp_path: Path, name: str, *, processes: bool = False, flags: RunOptions = TOY, **options: Any) -> Path:
     made = prepared(tmp_path, name, flags, **options)
     return run_to_end(made) if processes else run_here(made)
 
 
-def failed(tmp_path: Path, name: str, flags: Flags = TOY, **options: Any) -> dict[str, Any]:
+def failed(tmp_path: Path, name: str, flags: RunOptions = TOY, **options: Any) -> dict[str, Any]:
     """The summary of a run that fails."""
     made = prepared(tmp_path, name, flags, **options)
     assert status_here(made)[0] == "failed"
@@ -149,7 +149,7 @@ def test_a_filter_that_keeps_everything_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_filter_that_drops_everything_ends_the_run_with_the_counts(tmp_path: Path) -> None:
-    flags = Flags(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
+    flags = RunOptions(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
     error = failed(tmp_path, "drops_everything", flags)["error"]
     where = graph("drops_everything")["keep"].where
     assert f"given 12 groups dropped for update 0, the last by keep[11] (written at {where}), and 0 kept; n" in error
@@ -197,7 +197,9 @@ def test_a_slower_node_fires_at_its_updates_and_its_value_stays_in_between(tmp_p
 
 @PROCESSES
 def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_path: Path, processes: bool) -> None:
-    folder = run(tmp_path, "clocks", processes=processes, lag=1, look=2, flags=Flags(**{**vars(TOY), "updates": 7}))
+    folder = run(
+        tmp_path, "clocks", processes=processes, lag=1, look=2, flags=RunOptions(**{**vars(TOY), "updates": 7})
+    )
     seen = [row for row in [*rows(folder), *summary(folder)["measured"]] if "watch_update" in row]
     assert [(row["watch_update"], row["watched_version"]) for row in seen] == [(1.0, 1.0), (3.0, 3.0), (5.0, 5.0)]
 
@@ -251,7 +253,7 @@ def test_minibatches_that_do_not_divide_the_batch_are_refused_before_anything_st
 @PROCESSES
 @pytest.mark.parametrize("lag", [0, 2])
 def test_updates_in_a_row_make_one_version(tmp_path: Path, lag: int, processes: bool) -> None:
-    pinned = Flags(**{**vars(TOY), "versions": "pinned"})
+    pinned = RunOptions(**{**vars(TOY), "versions": "pinned"})
     found = rows(run(tmp_path, "in_a_row", processes=processes, lag=lag, flags=pinned))
     assert [row["lag_max"] for row in found] == [min(update, lag) for update in range(UPDATES)]
     assert [row["policy_version"] for row in found] == list(range(1, UPDATES + 1))
@@ -336,7 +338,7 @@ def test_a_delayed_value_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
 
 @PROCESSES
 def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_path: Path, processes: bool) -> None:
-    flags = Flags(updates=2, batch=BATCH, slots=16, deadline=60.0)
+    flags = RunOptions(updates=2, batch=BATCH, slots=16, deadline=60.0)
     clean = run(tmp_path, "shared", flags=flags, write=False)
     written = run(tmp_path, "shared", flags=flags, processes=processes, write=True)
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
@@ -346,7 +348,7 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
 
 
 def test_a_figure_that_is_no_number_is_noted_and_nothing_follows(tmp_path: Path) -> None:
-    flags = Flags(updates=2, batch=2, slots=16, eval_groups=2, checkpoint_every=1, deadline=60.0)
+    flags = RunOptions(updates=2, batch=2, slots=16, eval_groups=2, checkpoint_every=1, deadline=60.0)
     made = make_run(tmp_path / "r", FILE + "no_numbers", {}, flags, evaluate=True)
     status, lines = status_here(made)
     assert status == "done"
@@ -376,7 +378,7 @@ def test_a_node_that_reports_a_rows_own_column_is_refused_by_name(tmp_path: Path
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_run_that_only_fails_ends_with_its_counts_and_the_last_traceback(tmp_path: Path, retries: int) -> None:
-    flags = Flags(updates=2, batch=2, slots=16, deadline=60.0, on_failure="replace", retries=retries)
+    flags = RunOptions(updates=2, batch=2, slots=16, deadline=60.0, on_failure="replace", retries=retries)
     made = prepared(tmp_path, "breaking", flags)
     status, _ = status_here(made)
     found = summary(made)
@@ -389,7 +391,7 @@ def test_a_run_that_only_fails_ends_with_its_counts_and_the_last_traceback(tmp_p
 
 
 def test_failures_and_retries_are_counted_in_rows_status_summary_and_report(tmp_path: Path) -> None:
-    flags = Flags(**{**vars(TOY), "on_failure": "replace", "retries": 1})
+    flags = RunOptions(**{**vars(TOY), "on_failure": "replace", "retries": 1})
     made = prepared(tmp_path, "breaking", flags, every=3)
     status, lines = status_here(made)
     assert status == "done"
@@ -409,7 +411,7 @@ def test_failures_and_retries_are_counted_in_rows_status_summary_and_report(tmp_
 
 
 def test_a_run_that_is_stopped_or_fails_knows_its_dropped_and_failed_groups(tmp_path: Path) -> None:
-    flags = Flags(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
+    flags = RunOptions(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
     assert failed(tmp_path, "drops_everything", flags)["fates"] == {"consumed": 0, "dropped": 12, "failed": 0}
     half = prepared(tmp_path, "filtered")
     interrupted = threading.Event()
@@ -427,7 +429,7 @@ def test_a_run_that_is_stopped_or_fails_knows_its_dropped_and_failed_groups(tmp_
 
 @pytest.mark.parametrize("name", ["drops_everything", "breaking"])
 def test_a_run_whose_controller_wrote_no_summary_knows_its_groups_from_the_log(tmp_path: Path, name: str) -> None:
-    flags = Flags(updates=2, batch=2, slots=16, drops=3, on_failure="replace", retries=1, deadline=60.0)
+    flags = RunOptions(updates=2, batch=2, slots=16, drops=3, on_failure="replace", retries=1, deadline=60.0)
     found = failed(tmp_path, name, flags)
     folder = RunFolder.open(found["folder"])
     (folder.path / "summary.json").unlink()
@@ -464,7 +466,7 @@ def test_a_node_with_state_goes_on_exactly_after_a_resume(tmp_path: Path) -> Non
 
 def test_a_nodes_key_comes_from_the_runs_seed(tmp_path: Path) -> None:
     first, same = run(tmp_path, "composed", lag=0), run(tmp_path, "composed", lag=0)
-    other = run(tmp_path, "composed", lag=0, flags=Flags(**{**vars(TOY), "seed": 1}))
+    other = run(tmp_path, "composed", lag=0, flags=RunOptions(**{**vars(TOY), "seed": 1}))
     figures = [[row["noise_max"] for row in rows(folder)] for folder in (first, same, other)]
     assert figures[0] == figures[1] != figures[2]
 
@@ -520,7 +522,7 @@ def test_turns_end_at_their_bound(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_breaks_gives_its_group_its_fate(tmp_path: Path) -> None:
-    flags = Flags(**{**vars(TOY), "on_failure": "replace"})
+    flags = RunOptions(**{**vars(TOY), "on_failure": "replace"})
     folder = run(tmp_path, "talking", flags=flags, lag=1, turns=8, raise_at=4)
     assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
     error = failed(tmp_path, "talking", lag=1, turns=8, raise_at=4)["error"]

@@ -10,7 +10,7 @@ import tyro
 
 from penstock.graph.faults import nearest
 from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 F = TypeVar("F")
 
@@ -174,10 +174,10 @@ class RunFlags:
     json: bool = False
     """The last line of output is the summary as JSON."""
 
-    def control(self, model: str) -> Flags:
+    def control(self, model: str) -> RunOptions:
         """What the controller and the workers need of these, with a model directory ("" or "new": untrained)."""
-        shared = {field.name: getattr(self, field.name) for field in fields(Flags)}
-        return Flags(**{**shared, "model": "" if model == NEW else model})
+        shared = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
+        return RunOptions(**{**shared, "model": "" if model == NEW else model})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.runtime.cli.flags import NEW, RunFlags
 from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.config import Flags, RunConfig
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.folder import absolute
 
 OURS = "penstock"
@@ -33,7 +33,7 @@ def _absolute(given: str) -> str:
     return str(absolute(given)) if Path(given).exists() else given
 
 
-def file_digests(flags: RunFlags | Flags) -> dict[str, str]:
+def file_digests(flags: RunFlags | RunOptions) -> dict[str, str]:
     """The SHA-256 of each data file, by its path."""
     paths = [Path(data) for data in (flags.data, flags.eval_data) if not is_made_up(data)]
     return {str(path): _sha256(path) for path in paths if path.is_file()}
@@ -60,7 +60,7 @@ def _model_lacks(model: str) -> Iterator[str]:
         yield f"  the model {model}: given {given}, needed the one that the run began with"
 
 
-def _data_lacks(flags: Flags, digests: Mapping[str, str]) -> Iterator[str]:
+def _data_lacks(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:
     for data in dict.fromkeys((flags.data, flags.eval_data)):
         path, needed = Path(data), digests.get(data, "")
         if (needed or path.is_absolute()) and not path.exists():

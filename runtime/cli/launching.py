@@ -19,11 +19,11 @@ from penstock.runtime.cli.display import Display, open_display
 from penstock.runtime.cli.figures import clock, percent
 from penstock.runtime.cli.progress import Line
 from penstock.runtime.cli.traced import CommandError, Traced
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.endpoints import tcp_endpoint
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.listen import WireError, try_endpoint
 from penstock.runtime.control.records import read_record
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.stops import carry_on, on_stop, wait_handing_on
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
@@ -80,7 +80,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     return config
 
 
-def placed(graphs: Sequence[Graph], cluster: Cluster, flags: Flags) -> Plan:
+def placed(graphs: Sequence[Graph], cluster: Cluster, flags: RunOptions) -> Plan:
     """The plan for graphs as the flags want it. Raises ClusterError for pools or devices that the cluster lacks."""
     meshes = read_meshes(flags.mesh)
     check_ranks(meshes, {pool: min(host.cores for host in cluster.hosts_of(pool)) for pool in meshes})

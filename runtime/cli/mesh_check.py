@@ -11,14 +11,14 @@ from penstock.graph.ir import Graph
 from penstock.graph.requirement import opened
 from penstock.graph.sharding import num_ranks
 from penstock.graph.types import Context
-from penstock.runtime.control.config import Flags, context_of
+from penstock.runtime.control.run_config import RunOptions, context_of
 from penstock.runtime.plan.cluster import ClusterError
 from penstock.runtime.plan.meshes import read_meshes, spelled
 
 CHECK_MESH = "penstock.nodes.parallel.fits:check_mesh"
 
 
-def check_meshes(graphs: Sequence[Graph], flags: Flags) -> None:
+def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
     """Raises ClusterError for a pool's mesh on which a model of that pool does not fit, with given and needed.
 
     A model is known where its maker says which it opens (`opens`). Of others, their ranks say what they lack.
@@ -31,7 +31,7 @@ def check_meshes(graphs: Sequence[Graph], flags: Flags) -> None:
             raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
 
 
-def _models(graphs: Sequence[Graph], flags: Flags, pools: Collection[str]) -> Iterator[tuple[str, Any, bool]]:
+def _models(graphs: Sequence[Graph], flags: RunOptions, pools: Collection[str]) -> Iterator[tuple[str, Any, bool]]:
     """The pool, of those given, and the spec of each model that is known, and whether it decodes there: the carried
     values, and what streams compute with the weights of."""
     for graph in graphs:

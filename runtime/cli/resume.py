@@ -15,8 +15,8 @@ from penstock.runtime.cli.inputs import require_inputs
 from penstock.runtime.cli.launching import Look, go, placed, require_start
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.plan.meshes import read_meshes, spelled
 from penstock.runtime.record.checkpoint import CUT, Checkpoint, latest_checkpoint, require_no_link, update_of

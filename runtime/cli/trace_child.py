@@ -21,7 +21,7 @@ from penstock.runtime.cli.flags import CheckFlags, RunFlags
 from penstock.runtime.cli.own_frames import own_frames
 from penstock.runtime.cli.parse import UsageError, clashes, parse
 from penstock.runtime.cli.try_inputs import try_inputs, unmet
-from penstock.runtime.control.config import EVALUATION
+from penstock.runtime.control.run_config import EVALUATION
 
 RAISED = (Exception, SystemExit)
 """What a user's module or function may raise. One that leaves the process would have nothing said of it."""

@@ -22,11 +22,11 @@ from penstock.graph.types import Context
 from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.own_frames import own_frames
 from penstock.runtime.cli.traced import DEADLINE, CommandError, faults_text
-from penstock.runtime.control.config import Flags, context_of
+from penstock.runtime.control.run_config import RunOptions, context_of
 from penstock.runtime.record.faults import visible
 
 
-def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]:
+def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
     """(the device chosen, what nodes lack in view of the run). Looks at what makers require, and reads a little of what
     the program reads. Raises ValueError for what is wrong with them."""
     sources: dict[str, Source] = {}
@@ -53,7 +53,7 @@ def try_inputs(graphs: Sequence[Graph], flags: Flags) -> tuple[str, list[Fault]]
     return device, list(dict.fromkeys(faults))
 
 
-def unmet(graphs: Sequence[Graph], flags: Flags) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
+def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
     """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
 
     What several values lack is told of the first of them.
@@ -75,7 +75,7 @@ def unmet(graphs: Sequence[Graph], flags: Flags) -> Iterator[tuple[Argument, Che
                     told.add((required, str(error)))
 
 
-def require_inputs_of(graphs: Sequence[Graph], flags: Flags) -> None:
+def require_inputs_of(graphs: Sequence[Graph], flags: RunOptions) -> None:
     """The same in a child, for a parent without torch. Raises CommandError."""
     asked = json.dumps({"graphs": [graph.to_json() for graph in graphs], "flags": asdict(flags)})
     command = [sys.executable, "-m", "penstock.runtime.cli.try_inputs"]
@@ -109,7 +109,7 @@ def _import(node: Node) -> None:
         resolve(option)
 
 
-def wrong(graphs: Sequence[Graph], flags: Flags) -> str:
+def wrong(graphs: Sequence[Graph], flags: RunOptions) -> str:
     """What is wrong with a run's inputs; "" if nothing is."""
     try:
         faults = try_inputs(graphs, flags)[1]
@@ -122,7 +122,7 @@ def wrong(graphs: Sequence[Graph], flags: Flags) -> str:
 
 def main() -> int:
     asked = json.load(sys.stdin)
-    flags = Flags(**{**asked["flags"], "mesh": tuple(asked["flags"]["mesh"])})
+    flags = RunOptions(**{**asked["flags"], "mesh": tuple(asked["flags"]["mesh"])})
     said = wrong([Graph.from_json(graph) for graph in asked["graphs"]], flags)
     print(visible(said))
     return int(bool(said))

@@ -8,7 +8,7 @@ from rich.console import Console
 from penstock.runtime.cli.display import Display, dashboard, open_display
 from penstock.runtime.cli.launching import relative, summary_text
 from penstock.runtime.cli.watched import Watched
-from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.faults import visible
 from penstock.runtime.record.folder import RunFolder
 

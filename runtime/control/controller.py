@@ -20,7 +20,6 @@ from msgspec import structs
 from penstock.graph.ir import Firing
 from penstock.runtime.control.board import Board
 from penstock.runtime.control.complaint import Complaint
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.gate import raise_descriptors
 from penstock.runtime.control.keys import Door
 from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
@@ -44,6 +43,7 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.wire import Server
 from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint

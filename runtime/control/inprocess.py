@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.raised import told
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.session import Session
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.status import Say, tell_node_warnings

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.exchange_client import ExchangeClient
 from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.executor import Executor
@@ -22,6 +21,7 @@ from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.meeting import Meeting
 from penstock.runtime.control.messages import Note
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.setup import Setup
 from penstock.runtime.control.status import tell_node_warnings
 from penstock.runtime.control.weights import BridgeWays, channels_of, drained

@@ -10,9 +10,9 @@ from math import isfinite
 from typing import Any
 
 from penstock.runtime.control.bars import Bars
-from penstock.runtime.control.config import EVALUATION, RunConfig
 from penstock.runtime.control.messages import Result
 from penstock.runtime.control.records import record_bytes
+from penstock.runtime.control.run_config import EVALUATION, RunConfig
 from penstock.runtime.control.status import QUIET, Say, Status
 from penstock.runtime.record.checkpoint import Checkpoint, open_cut, write_cut
 from penstock.runtime.record.folder import RunFolder

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.stage import Orders, Recorder, Stage
 from penstock.runtime.schedule.events import Abort, Begin, Checkpoint
 from penstock.runtime.schedule.replay import Origin

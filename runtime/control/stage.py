@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control.config import Flags
 from penstock.runtime.control.messages import Order, Result, rank_peer
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.events import (
     Command,
     Commit,
@@ -53,7 +53,7 @@ class Stage:
         self,
         origin: Origin,
         recorder: Recorder,
-        flags: Flags,
+        flags: RunOptions,
         handles: Mapping[tuple[Firing, str], Handle] | None = None,
     ) -> None:
         self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan

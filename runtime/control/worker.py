@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from penstock.runtime.control.allocator import keep_freed_memory
 from penstock.runtime.control.client import Client
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.forks import serve_forks
 from penstock.runtime.control.gate import raise_descriptors
 from penstock.runtime.control.heartbeat import Pulse
 from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.raised import told
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.wire import JOIN_S, SILENCE
 
 if TYPE_CHECKING:

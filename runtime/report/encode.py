@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.runtime.control.config import EVALUATION
+from penstock.runtime.control.run_config import EVALUATION
 from penstock.runtime.report.follow import Work
 
 US = 1_000

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.records import read_record
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import MAGIC, LogError, Segment, StageLog, read_whole

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from penstock.graph import Program, load, trace
 from penstock.graph.build import trace_evaluation
-from penstock.runtime.control.config import EVALUATION, Flags, RunConfig
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.process import processes_of, sweep_processes
+from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.meshes import read_meshes
 from penstock.runtime.plan.place import place
@@ -46,7 +46,7 @@ def make_run(
     path: Path,
     program: str,
     options: Options,
-    flags: Flags,
+    flags: RunOptions,
     *,
     generators: int = 1,
     cluster: Cluster = ONE_HOST,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cli.base import base_model
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import make_run, rows, run_here
@@ -50,7 +50,7 @@ def base() -> str:
     ],
 )
 def test_an_algorithm_makes_the_base_better(program: str, options: dict[str, Any], base: str, tmp_path: Path) -> None:
-    flags = Flags(updates=UPDATES, batch=32, model=base, slots=128)
+    flags = RunOptions(updates=UPDATES, batch=32, model=base, slots=128)
     run = run_here(make_run(tmp_path / "run", program, {"lr": 3e-4, **options}, flags, cluster=TWO_CORES))
     rewards = [row["reward_mean"] for row in rows(run)]
     assert len(rewards) == UPDATES

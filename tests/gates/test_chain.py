@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import HERE, Running, assert_equal_bits, final_state, make_run, rows, run_to_end, summary
@@ -31,7 +31,7 @@ def passed_on(folder: Path) -> list[int]:
 
 
 def learnt(path: Path, transport: Literal["auto", "messages"] = "auto", **cluster: Any) -> Path:
-    flags = Flags(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, deadline=60.0, transport=transport)
+    flags = RunOptions(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, deadline=60.0, transport=transport)
     return run_to_end(make_run(path, "aipo", {"lag": 0}, flags, generators=GENERATORS, **cluster))
 
 
@@ -50,7 +50,7 @@ def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> Non
 def test_a_generator_killed_while_weights_go_through_it_ends_the_run_and_is_named(tmp_path: Path) -> None:
     """Half of version 2 is through the chain; the trainer goes on when the one in the middle is dead."""
     mark = tmp_path / "half"
-    flags = Flags(updates=100_000, batch=BATCH, slots=16, deadline=60.0, versions="pinned", transport="messages")
+    flags = RunOptions(updates=100_000, batch=BATCH, slots=16, deadline=60.0, versions="pinned", transport="messages")
     options = {"mark": str(mark), "at": 2, "lag": 0}  # all replicas have a version before there is the next one
     folder = make_run(tmp_path / "r", LARGE, options, flags, generators=GENERATORS)
     with Running(folder) as running:

@@ -9,8 +9,8 @@ import pytest
 from penstock.graph import NodeWarning
 from penstock.graph.ir import Firing
 from penstock.runtime.cli import report
-from penstock.runtime.control.config import Flags
 from penstock.runtime.control.records import read_record
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record.log import read_log
 from penstock.runtime.schedule.events import Done
 
@@ -45,7 +45,7 @@ EVERY_WAY = pytest.mark.parametrize(
 
 
 def prepared(tmp_path: Path, name: str, program: str, options: Options, **flags: Any) -> Path:
-    used = Flags(updates=UPDATES, batch=BATCH, slots=64, deadline=60.0, **flags)
+    used = RunOptions(updates=UPDATES, batch=BATCH, slots=64, deadline=60.0, **flags)
     return make_run(tmp_path / name, FILE + program, options, used)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.graph.types import Context
 from penstock.nodes.score import math_answer
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .plain import aipo_loop, toy_loop
 from .programs_for_gates import more_digits
@@ -19,17 +19,17 @@ from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run
 
 pytestmark = pytest.mark.timeout(400)
 UPDATES, SAMPLES, LR = 5, 4, 1e-3
-TOY = Flags(updates=UPDATES, batch=4, slots=16, deadline=60.0)
-REAL = Flags(updates=UPDATES, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0)
+TOY = RunOptions(updates=UPDATES, batch=4, slots=16, deadline=60.0)
+REAL = RunOptions(updates=UPDATES, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0)
 DELAYS = {"generate_ms": 4.0, "score_ms": 1.0, "update_ms": 4.0, "sync_ms": 0.0, "jitter_ms": 20.0}
 GENERATORS = pytest.mark.parametrize("generators", [1, 2])
 LAGS = pytest.mark.parametrize("lag", [0, 2])
 PROCESSES = pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
-def flags(base: Flags, lag: int) -> Flags:
+def flags(base: RunOptions, lag: int) -> RunOptions:
     """At lag 0 there is but one version to use; at another lag it has to be pinned."""
-    return Flags(**{**vars(base), "versions": "pinned" if lag else "free"})
+    return RunOptions(**{**vars(base), "versions": "pinned" if lag else "free"})
 
 
 def real_loop(lag: int) -> list[dict[str, Tensor]]:
@@ -86,6 +86,6 @@ def test_the_program_aipo_itself(tmp_path: Path) -> None:
     loops = ((seed, loop(seed)) for seed in range(30))
     moved = ((seed, s) for seed, s in loops if any(not torch.equal(s[0][name], s[-1][name]) for name in s[0]))
     seed, states = next(moved)
-    used = Flags(updates=2, batch=4, max_tokens=6, slots=64, seed=seed, data="arithmetic", deadline=60.0)
+    used = RunOptions(updates=2, batch=4, max_tokens=6, slots=64, seed=seed, data="arithmetic", deadline=60.0)
     run = run_here(make_run(tmp_path / "r", "aipo", {"lag": 0, "samples": 32, "lr": LR}, used))
     assert_equal_bits(final_state(run, 2), states[-1])

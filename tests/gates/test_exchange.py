@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 
 from .plain import toy_loop
@@ -45,7 +45,7 @@ def figures(folder: Path, rank: str) -> dict[str, Any]:
 
 
 def test_values_of_another_host_are_asked_for_and_have_equal_bits(tmp_path: Path) -> None:
-    flags = Flags(updates=5, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=5, batch=4, slots=16, deadline=60.0)
     folder = run_to_end(make_run(tmp_path / "r", "toy", {**NO_DELAYS, "lag": 0}, flags, cluster=TWO_NAMES))
     assert_equal_bits(final_state(folder, 5), toy_loop(5, 4))
     generator, scorer, trainer = (figures(folder, f"{pool}-0-0") for pool in ("generator", "scorer", "trainer"))
@@ -57,7 +57,7 @@ def test_values_of_another_host_are_asked_for_and_have_equal_bits(tmp_path: Path
 
 def test_ranks_of_one_host_ask_nobody_and_do_not_listen_for_it(tmp_path: Path) -> None:
     """The scorer has no weights to receive, and so nothing to listen for at all."""
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", {**NO_DELAYS, "update_ms": 10.0}, flags)
     with Running(folder) as running:
         (scorer,) = running.until_ready()["pools"]["scorer"]
@@ -87,7 +87,7 @@ def stopped_generator(running: Running) -> int:
 
 
 def test_an_owner_that_is_killed_while_a_reader_waits_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", SLOW_SCORER, flags, cluster=TWO_NAMES)
     with Running(folder) as running:
         pid = stopped_generator(running)
@@ -99,7 +99,7 @@ def test_an_owner_that_is_killed_while_a_reader_waits_ends_the_run_and_is_named(
 
 
 def test_an_owner_that_is_stopped_is_named_by_the_reader_within_its_deadline(tmp_path: Path) -> None:
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=8.0)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=8.0)
     folder = make_run(tmp_path / "r", "toy", SLOW_SCORER, flags, cluster=TWO_NAMES)
     with Running(folder) as running:
         stopped_generator(running)
@@ -114,7 +114,7 @@ def test_an_owner_that_is_stopped_is_named_by_the_reader_within_its_deadline(tmp
 @pytest.mark.parametrize("cluster", [ONE_HOST, TWO_NAMES], ids=["one host", "two hosts"])
 def test_nothing_leaks_over_ten_thousand_groups(tmp_path: Path, cluster: Cluster) -> None:
     """Shared memory stops growing within the first tenth, every block is free at the end, and no segment is left."""
-    flags = Flags(updates=100, batch=100, slots=64, deadline=60.0)
+    flags = RunOptions(updates=100, batch=100, slots=64, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", {**NO_DELAYS, "lag": 1}, flags, cluster=cluster)
     samples: list[tuple[int, int]] = []  # updates over, bytes of all segments
 

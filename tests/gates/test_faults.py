@@ -7,7 +7,7 @@ from time import sleep
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.control.wire import SILENCE
 from penstock.runtime.plan.cluster import Cluster, Host
 
@@ -20,7 +20,7 @@ POOLS = ("generator", "scorer", "trainer")
 
 def long_run(path: Path, deadline: float = 60.0, cluster: Cluster = ONE_HOST) -> Path:
     """A run that does not end by itself while a test lasts."""
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=deadline)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=deadline)
     return make_run(path, "toy", LONG, flags, cluster=cluster)
 
 
@@ -129,7 +129,7 @@ def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: P
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts: int) -> None:
     mark = tmp_path / "mark"
-    flags = Flags(updates=9, batch=2, slots=16)
+    flags = RunOptions(updates=9, batch=2, slots=16)
     folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, flags)
     with Running(folder) as running:
         running.until(mark.exists, "the third update began")
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts:
 @pytest.mark.parametrize(("pool", "firing"), [("generator", 3), ("scorer", 3), ("trainer", 2)])
 def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, firing: int) -> None:
     node = {"generator": "generate", "scorer": "score", "trainer": "update"}[pool]
-    flags = Flags(updates=9, batch=2, slots=16, deadline=3.0)
+    flags = RunOptions(updates=9, batch=2, slots=16, deadline=3.0)
     folder = make_run(tmp_path / "r", f"{FAULTS}hangs", {node: firing}, flags)
     with Running(folder) as running:
         assert running.wait() == 1

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.nodes.model import load_model
 from penstock.nodes.tokenizer import load_tokenizer
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .replaying import replayed
 from .running import FAULTS, final_state, make_run, rows, run_here
@@ -78,7 +78,7 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
     """No untrained model solves a problem of GSM8K: here it is rewarded for less, so that its weights change."""
     model = tmp_path / "model"
     write_model(model)
-    flags = Flags(updates=3, batch=2, max_tokens=8, slots=16, model=str(model), data=str(DATA), deadline=60.0)
+    flags = RunOptions(updates=3, batch=2, max_tokens=8, slots=16, model=str(model), data=str(DATA), deadline=60.0)
     run = run_here(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 2, "lr": 1e-2}, flags, generators=2))
     exported = run / "checkpoints" / "00000003" / "policy"
     compare(exported, model)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
@@ -96,7 +96,7 @@ UPDATES, BATCH, GENERATORS = 3, 6, 3
 
 
 def learning(path: Path, **options: Any) -> Path:
-    flags = Flags(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, deadline=60.0)
+    flags = RunOptions(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, deadline=60.0)
     return make_run(path, "aipo", {"lag": 0}, flags, generators=GENERATORS, **options)
 
 
@@ -140,7 +140,7 @@ def test_a_host_that_shares_no_files_keeps_its_part_of_a_checkpoint_and_goes_on_
     shared, own, other = tmp_path / "shared", tmp_path / "own", tmp_path / "other"
     shared.mkdir()
     quick = {"lag": 0, **{f"{name}_ms": 1.0 for name in ("generate", "score", "update", "sync")}}
-    flags = Flags(batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(batch=4, slots=16, deadline=60.0)
     folder = make_run(shared / "r", "toy", quick, flags, cluster=cluster_of(network, "a", "b"))
     assert go_on(folder, 2, network, shared, own) == ""
     missing = go_on(folder, 4, network, shared, other)
@@ -159,7 +159,7 @@ def test_a_host_that_shares_no_files_keeps_its_part_of_a_checkpoint_and_goes_on_
 
 
 def test_a_host_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(network: Network, tmp_path: Path) -> None:
-    flags = Flags(updates=100_000, batch=4, max_tokens=8, slots=16, seed=3, deadline=12.0)
+    flags = RunOptions(updates=100_000, batch=4, max_tokens=8, slots=16, seed=3, deadline=12.0)
     folder = make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, generators=2, cluster=cluster_of(network, *HOSTS))
     with spread(network, folder) as (running, agents):
         running.until_update(2)

@@ -8,7 +8,7 @@ import pytest
 
 import penstock.programs
 from penstock.graph import Program, load
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .running import make_run, rows, run_here, run_to_end, summary
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(400)
 ELSEWHERE = {"sft", "tool_sft", "evaluate", "toy", "rlhf", "distill", "tool_use", "reward_model"}
 """Programs that no policy samples in, or that need a directory of another model: their own tests run them."""
 NAMES = [m.name for m in iter_modules(penstock.programs.__path__) if m.name not in ELSEWHERE]
-TINY = Flags(updates=2, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0, drops=500)
+TINY = RunOptions(updates=2, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0, drops=500)
 SMALL = {"samples": 4, "max_length": 6, "buffer": 2, "high": 4, "turns": 2, "look": 2, "minibatches": 2}
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from penstock.nodes.model import load_model
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .plain import toy_loop
 from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
@@ -24,7 +24,7 @@ DELAYS = {"generate_ms": 4.0, "score_ms": 1.0, "update_ms": 4.0, "sync_ms": 0.0,
 @pytest.mark.parametrize("generators", [1, 2])
 def test_toy_on_meshes_is_toy_to_the_bit(tmp_path: Path, generators: int) -> None:
     """Nodes that know nothing of ranks do the same on each, in step: streams too, whenever their orders arrive."""
-    flags = Flags(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0, versions="pinned")
+    flags = RunOptions(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0, versions="pinned")
     meshes = ("trainer=dp2", "generator=tp2")
     run = make_run(tmp_path / "r", "toy", {"lag": 2, **DELAYS}, flags, generators=generators, meshes=meshes)
     assert_equal_bits(final_state(run_to_end(run), UPDATES), toy_loop(UPDATES, BATCH, lag=2))
@@ -32,7 +32,7 @@ def test_toy_on_meshes_is_toy_to_the_bit(tmp_path: Path, generators: int) -> Non
     assert [row["groups"] for row in rows(run)] == [BATCH] * UPDATES
 
 
-REAL = Flags(updates=UPDATES, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0)
+REAL = RunOptions(updates=UPDATES, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0)
 LEARNING = {"samples": 4, "lr": 1e-3}
 
 

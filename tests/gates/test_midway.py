@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .running import HERE, Running, make_run, rows, run_to_end, summary
 
@@ -19,7 +19,7 @@ WAYS = ("", "messages")
 def half_way(path: Path, way: str, deadline: float = 60.0) -> tuple[Path, Path]:
     """A run whose sender stops in the middle of version 2, and the file that says so."""
     mark = path / "half"
-    flags = Flags(updates=100_000, batch=BATCH, slots=16, deadline=deadline, versions="pinned")
+    flags = RunOptions(updates=100_000, batch=BATCH, slots=16, deadline=deadline, versions="pinned")
     return make_run(path / "r", LARGE, {"way": way, "mark": str(mark), "at": AT}, flags), mark
 
 
@@ -79,7 +79,7 @@ def test_a_transfer_that_stands_still_is_named_by_its_receiver(tmp_path: Path, w
 
 
 def test_weights_for_which_there_is_no_room_come_as_messages_and_the_user_is_told(tmp_path: Path) -> None:
-    flags = Flags(updates=5, batch=BATCH, slots=16, deadline=60.0)
+    flags = RunOptions(updates=5, batch=BATCH, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", LARGE, {"way": "no room"}, flags)
     with Running(folder) as running:
         assert running.wait() == 0, running.errors
@@ -91,5 +91,7 @@ def test_weights_for_which_there_is_no_room_come_as_messages_and_the_user_is_tol
 
 
 def test_weights_that_fit_are_no_matter_for_a_warning(tmp_path: Path) -> None:
-    folder = run_to_end(make_run(tmp_path / "r", LARGE, {}, Flags(updates=3, batch=BATCH, slots=16, deadline=60.0)))
+    folder = run_to_end(
+        make_run(tmp_path / "r", LARGE, {}, RunOptions(updates=3, batch=BATCH, slots=16, deadline=60.0))
+    )
     assert summary(folder)["warnings"] == []

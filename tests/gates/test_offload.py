@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.tensor import offload
 from penstock.runtime.tensor.checkpoint import read_part
 
@@ -22,7 +22,7 @@ from .test_resume import figures, interrupt_at
 pytestmark = pytest.mark.timeout(480)
 UPDATES = 4
 AVERAGED = f"{Path(__file__).parent / 'program_that_offloads.py'}:averaged"
-OFF = Flags(
+OFF = RunOptions(
     updates=UPDATES,
     batch=2,
     max_tokens=6,
@@ -112,7 +112,7 @@ def test_a_move_that_fails_ends_the_run_with_its_cause(tmp_path: Path, monkeypat
 
 
 def test_values_that_cannot_leave_are_refused(tmp_path: Path) -> None:
-    flags = Flags(updates=2, batch=2, slots=16, deadline=60.0, offload="on")
+    flags = RunOptions(updates=2, batch=2, slots=16, deadline=60.0, offload="on")
     with Running(make_run(tmp_path / "r", "toy", {"lag": 0}, flags)) as running:
         assert running.wait() == 1
     needed = "trainer/0 rank 0: given policy, a FakePolicy, needed a value that can leave its device"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.tensor.arena import Parts
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.transport import LocalTransport
@@ -66,7 +66,7 @@ def test_a_damaged_sync_stops_a_run_and_names_the_tensors(
         return received
 
     monkeypatch.setattr(LocalTransport, "receive", damaged)
-    flags = Flags(updates=4, batch=2, max_tokens=4, slots=16, data="arithmetic")
+    flags = RunOptions(updates=4, batch=2, max_tokens=4, slots=16, data="arithmetic")
     folder = make_run(tmp_path / "r", f"{FAULTS}digits", {}, flags)
     assert status_here(folder)[0] == "failed"
     error = summary(folder)["error"]
@@ -78,7 +78,7 @@ def test_a_damaged_sync_stops_a_run_and_names_the_tensors(
 
 def test_a_bad_wire_between_processes_stops_the_run_and_names_the_tensor_and_the_rank(tmp_path: Path) -> None:
     program = f"{HERE / 'program_with_a_bad_wire.py'}:bad_wire"
-    folder = make_run(tmp_path / "r", program, {}, Flags(updates=4, batch=2, slots=16, deadline=60.0))
+    folder = make_run(tmp_path / "r", program, {}, RunOptions(updates=4, batch=2, slots=16, deadline=60.0))
     with Running(folder) as running:
         assert running.wait() == 1
     assert "generator/0 rank 0" in running.errors

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .replaying import replayed
 from .running import (
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(400)
 UPDATES, BATCH = 4, 3
 
 
-def flags(**others: Any) -> Flags:
-    return Flags(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0, **others)
+def flags(**others: Any) -> RunOptions:
+    return RunOptions(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0, **others)
 
 
 @pytest.mark.parametrize(("node", "firing"), [("generate", 4), ("score", 4), ("update", 1)])
@@ -54,7 +54,7 @@ def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path
 
 def test_a_checkpoint_that_cannot_be_written_fails_the_run_with_its_traceback(tmp_path: Path) -> None:
     """It is no node that raises; in one process, and by a rank."""
-    folder = make_run(tmp_path / "here", f"{FAULTS}spoils", {"spoil": "state"}, Flags(updates=1, batch=2))
+    folder = make_run(tmp_path / "here", f"{FAULTS}spoils", {"spoil": "state"}, RunOptions(updates=1, batch=2))
     status, lines = status_here(folder)
     assert (status, summary(folder)["status"], summary(folder)["updates"]) == ("failed", "failed", 1)
     assert lines[-1]["kind"] == "error"
@@ -66,7 +66,9 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_run_with_its_traceback(tm
 
 @pytest.mark.slow
 def test_a_full_disk_at_a_checkpoint_is_said_with_its_traceback_by_the_rank(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r", f"{FAULTS}spoils", {"spoil": "disk"}, Flags(updates=1, batch=2, deadline=60.0))
+    folder = make_run(
+        tmp_path / "r", f"{FAULTS}spoils", {"spoil": "disk"}, RunOptions(updates=1, batch=2, deadline=60.0)
+    )
     with Running(folder) as running:
         assert running.wait() == 1
     log = (folder / "logs" / "trainer-0-0.err").read_text()
@@ -98,7 +100,7 @@ def test_a_group_that_is_replaced_is_counted_as_failed(tmp_path: Path, retries: 
     assert replayed(folder)[0].fates["failed"] == 1
 
 
-def engine_flags(**others: Any) -> Flags:
+def engine_flags(**others: Any) -> RunOptions:
     return flags(max_tokens=6, data="arithmetic", **others)
 
 

@@ -7,8 +7,8 @@ import msgpack
 import pytest
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control.config import Flags
 from penstock.runtime.control.records import read_record
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record import log
 from penstock.runtime.record.log import LogError, read_log
 from penstock.runtime.schedule.events import Done
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with processes, two generators and free versions: its decisions hang on the timing."""
     options = {"lag": 2, "generate_ms": 10.0, "score_ms": 1.0, "update_ms": 8.0, "sync_ms": 0.0, "jitter_ms": 10.0}
-    flags = Flags(updates=8, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=8, batch=4, slots=16, deadline=60.0)
     return run_to_end(make_run(tmp_path_factory.mktemp("replay") / "r", "toy", options, flags, generators=2))
 
 

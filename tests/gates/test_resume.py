@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -40,7 +40,7 @@ SLOW = {"generate_ms": 40.0, "score_ms": 2.0, "update_ms": 20.0, "sync_ms": 0.0,
 
 
 def toy_run(path: Path, lag: int, checkpoint_every: int = 0) -> Path:
-    flags = Flags(
+    flags = RunOptions(
         updates=ENDLESS,
         batch=BATCH,
         slots=16,
@@ -94,7 +94,9 @@ def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) -> None:
     """In one process, interrupted twice, with a checkpoint in between."""
-    flags = Flags(updates=8, batch=2, max_tokens=4, slots=16, data="arithmetic", versions="pinned", checkpoint_every=3)
+    flags = RunOptions(
+        updates=8, batch=2, max_tokens=4, slots=16, data="arithmetic", versions="pinned", checkpoint_every=3
+    )
     options = {"lag": lag, "samples": 4}
     whole, parted = (make_run(tmp_path / name, f"{FAULTS}digits", options, flags) for name in ("whole", "parted"))
     run_here(whole)
@@ -112,7 +114,7 @@ def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) ->
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_that_had_ended_and_is_extended_is_a_longer_one_at_lag_zero_only(tmp_path: Path, lag: int) -> None:
     """With a lag its last checkpoint has no older weights, so the next groups are sampled with the newest ones."""
-    flags = Flags(updates=4, batch=BATCH, slots=16, versions="pinned")
+    flags = RunOptions(updates=4, batch=BATCH, slots=16, versions="pinned")
     folder = make_run(tmp_path / "r", "toy", {"lag": lag, "generate_ms": 0.0, "update_ms": 0.0}, flags)
     run_here(with_updates(folder, 2))
     run_here(with_updates(folder, 4))
@@ -172,7 +174,7 @@ def test_a_run_whose_folder_goes_away_ends_with_that_and_makes_none_again(tmp_pa
 
 @pytest.mark.slow
 def test_a_checkpoint_that_a_stop_cannot_wait_for_leaves_the_one_before(tmp_path: Path) -> None:
-    flags = Flags(updates=ENDLESS, batch=2, slots=16, deadline=60.0, checkpoint_every=1)
+    flags = RunOptions(updates=ENDLESS, batch=2, slots=16, deadline=60.0, checkpoint_every=1)
     folder = make_run(tmp_path / "r", f"{FAULTS}exports_slowly", {}, flags)
     with Running(folder) as running:
         running.until(lambda: [*(folder / "checkpoints").glob("00000002-*/policy/half")], "the second one was begun")

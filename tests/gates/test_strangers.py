@@ -16,9 +16,9 @@ import pytest
 import zmq
 from msgspec import structs
 
-from penstock.runtime.control.config import Flags
 from penstock.runtime.control.keys import Join, Keys
 from penstock.runtime.control.messages import MAX_BYTES, Heartbeat, Hello, pack
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 
 from .plain import toy_loop
@@ -66,7 +66,7 @@ def listening(processes: list[psutil.Process]) -> set[str]:
 
 
 def test_an_agent_of_another_host_joins_over_tcp_and_a_wrong_key_is_refused(tmp_path: Path) -> None:
-    flags = Flags(updates=3, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=3, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", QUICK, flags, generators=2, cluster=TWO_HOSTS)
     with Running(folder) as running:
         line = running.until_line(lambda line: line.get("kind") == "external", "a host's agent was asked for")
@@ -92,7 +92,7 @@ def test_a_port_that_was_taken_since_it_was_tried_is_said_by_the_controller_alon
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         cluster = TWO_HOSTS.model_copy(update={"bind": bind})
-        folder = make_run(tmp_path / "r", "toy", QUICK, Flags(updates=1, batch=4), cluster=cluster)
+        folder = make_run(tmp_path / "r", "toy", QUICK, RunOptions(updates=1, batch=4), cluster=cluster)
         with Running(folder) as running:
             assert running.wait() == 1
     assert running.errors.startswith(f"cannot listen on tcp://{bind}: the port is in use; ")
@@ -108,7 +108,7 @@ def throw_bytes_at(endpoint: str) -> None:
 
 def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_torch(tmp_path: Path) -> None:
     """The program is a user's own file, which imports torch in its first lines."""
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", f"{FAULTS}raises", {}, flags, cluster=TWO_HOSTS)
     with Running(folder) as running:
         join = running.until_line(lambda line: line.get("kind") == "external", "an agent was asked for")["join"]
@@ -131,7 +131,7 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
 
 def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None:
     """Nobody here is its parent: its ranks die with it, and a broken transfer or their silence tells."""
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", QUICK, flags, cluster=TWO_HOSTS)
     with Running(folder) as running:
         join = running.until_line(lambda line: line.get("kind") == "external", "an agent was asked for")["join"]
@@ -154,7 +154,7 @@ def raw(join: Join) -> Iterator["zmq.Socket[bytes]"]:
 
 
 def test_garbage_on_the_controllers_socket_is_counted_and_the_run_goes_on(tmp_path: Path) -> None:
-    flags = Flags(updates=100_000, batch=4, slots=16, deadline=60.0)
+    flags = RunOptions(updates=100_000, batch=4, slots=16, deadline=60.0)
     folder = make_run(tmp_path / "r", "toy", QUICK, flags)
     with Running(folder) as running:
         running.until_update(2)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
 
 from .running import assert_equal_bits, final_state, make_run, rows, run_here, run_to_end
 
 MARGIN = 0.1
-GAME = Flags(updates=32, batch=16, max_tokens=1, slots=256)
-TOOL = Flags(updates=12, batch=8, max_tokens=24, slots=64, data="calculator")
+GAME = RunOptions(updates=32, batch=16, max_tokens=1, slots=256)
+TOOL = RunOptions(updates=12, batch=8, max_tokens=24, slots=64, data="calculator")
 
 
 def mean(values: Sequence[float]) -> float:
@@ -36,7 +36,7 @@ def test_an_untrained_policy_learns_to_guess(tmp_path: Path) -> None:
 def caller(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The base of `tool_use`, which takes longer to make than the run that starts from it; fewer updates make one that
     solves too little to learn from."""
-    flags = Flags(updates=800, batch=2, max_tokens=24, slots=64, data="calculator")
+    flags = RunOptions(updates=800, batch=2, max_tokens=24, slots=64, data="calculator")
     taught = run_here(make_run(tmp_path_factory.mktemp("caller") / "base", "tool_sft", {}, flags))
     cut = latest_checkpoint(RunFolder.open(taught))
     assert cut is not None

@@ -7,13 +7,13 @@ import pytest
 
 from penstock.graph import Program, check, load, trace
 from penstock.runtime.cli.try_inputs import try_inputs
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 
 from .programs_with_two_models import write_model
 from .running import HERE, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, with_updates
 
 PROGRAMS = HERE / "programs_with_two_models.py"
-FLAGS = Flags(updates=2, batch=2, max_tokens=6, slots=16)
+FLAGS = RunOptions(updates=2, batch=2, max_tokens=6, slots=16)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_weights_that_nothing_can_decode_with_are_refused_by_name(name: str, val
 def test_a_run_is_refused_before_its_start_for_what_a_makers_spec_shows(judge: str) -> None:
     graph = trace(program_of("wide"))
     assert not try_inputs([graph], replace(FLAGS, model=judge))[1]
-    (fault,) = try_inputs([graph], Flags(batch=2, max_tokens=256, model=judge))[1]
+    (fault,) = try_inputs([graph], RunOptions(batch=2, max_tokens=256, model=judge))[1]
     assert fault.what == "--max-tokens"
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(480)
 TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
 """An agent for each, over TCP."""
 UPDATES, BATCH = 4, 4
-FLAGS = Flags(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, data="arithmetic", deadline=60.0)
+FLAGS = RunOptions(updates=UPDATES, batch=BATCH, max_tokens=8, slots=16, seed=3, data="arithmetic", deadline=60.0)
 
 
 @pytest.mark.slow

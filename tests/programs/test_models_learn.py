@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from tests.gates.running import assert_equal_bits, make_run, rows, run_here, status_here, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the first one may have to build the base
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 def run(path: Path, program: str, options: dict[str, Any], base: str, updates: int, **flags: Any) -> Path:
     """A run in this process, with the demo's batch unless `flags` say otherwise."""
     known = {"updates": updates, "model": base, "batch": 32, "slots": 256, **flags}
-    return run_here(make_run(path, program, options, Flags(**known)))
+    return run_here(make_run(path, program, options, RunOptions(**known)))
 
 
 def gain(figures: Sequence[Row], name: str, last: int = 3) -> float:
@@ -90,7 +90,7 @@ def test_a_reference_is_moved_at_every_fourth_update(tmp_path: Path, base: str) 
 
 
 def test_an_average_follows_and_is_what_is_evaluated(tmp_path: Path, base: str) -> None:
-    config = Flags(updates=16, model=base, batch=32, slots=256, eval_groups=100)
+    config = RunOptions(updates=16, model=base, batch=32, slots=256, eval_groups=100)
     folder = run_here(make_run(tmp_path / "r", "ema", {"lr": 3e-4, "decay": 0.8}, config, evaluate=True))
     figures = rows(folder)
     assert gain(figures, "reward_mean") > 0.1
@@ -141,7 +141,7 @@ def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     """All that updates carry on, and the state of their nodes, is in a checkpoint."""
     options = {name: untaught[name] if value is ... else value for name, value in options.items()}
     whole = run(tmp_path / "whole", program, options, "", UPDATES, **SHORT)
-    cut = make_run(tmp_path / "cut", program, options, Flags(updates=UPDATES, **SHORT))
+    cut = make_run(tmp_path / "cut", program, options, RunOptions(updates=UPDATES, **SHORT))
 
     def stop(line: Row) -> None:
         if line.get("kind") == "row" and line["row"]["update"] == 2:

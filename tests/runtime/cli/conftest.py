@@ -11,8 +11,8 @@ from penstock.runtime.cli import check, launching, plan, resume, run, show, simu
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import CommandError, Traced, understand
 from penstock.runtime.cli.try_inputs import wrong
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.launch import DONE
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.record.folder import RunFolder
 
@@ -36,7 +36,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ()) -> Traced:
         return understand(verb, json.loads(json.dumps(answer(verb, argv[0], argv[1:]))))
 
-    def require(graphs: Sequence[Graph], flags: Flags) -> None:
+    def require(graphs: Sequence[Graph], flags: RunOptions) -> None:
         if said := wrong(graphs, flags):
             raise CommandError(said)
 

@@ -9,8 +9,8 @@ import pytest
 from penstock.runtime.cli import resume, run
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import DONE, INTERRUPTED
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 
 from .conftest import SUMMARY, Processes

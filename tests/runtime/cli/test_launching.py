@@ -14,8 +14,8 @@ import pytest
 from penstock.runtime.cli import resume, run
 from penstock.runtime.cli.launching import Look, finish, go, summary_text
 from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.config import RunConfig
 from penstock.runtime.control.launch import FAILED, INTERRUPTED
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.plan.cluster import Cluster, ClusterError
 from penstock.runtime.record.checkpoint import open_cut, write_cut
 from penstock.runtime.record.faults import RecordError

@@ -17,7 +17,7 @@ from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
-from penstock.runtime.control.config import Flags
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.cluster import ClusterError
 
 
@@ -55,39 +55,39 @@ def model_dir(folder: Path, **facts: Any) -> str:
 )
 def test_a_mesh_that_the_model_cannot_take_is_told_with_what_it_needs(mesh: str, said: str) -> None:
     with pytest.raises(ClusterError, match=rf"^--mesh {mesh}: .*{said}"):
-        check_meshes([graph("aipo")], Flags(mesh=(mesh,)))
+        check_meshes([graph("aipo")], RunOptions(mesh=(mesh,)))
 
 
 @pytest.mark.parametrize(
     "meshes", [("trainer=fsdp7", "generator=tp4"), ("trainer=dp2xfsdp3xtp2",), ("trainer=pp2xtp2",), ("scorer=1",)]
 )
 def test_a_mesh_that_fits_is_not_refused(meshes: tuple[str, ...]) -> None:
-    check_meshes([graph("aipo"), graph("evaluate")], Flags(mesh=meshes))
+    check_meshes([graph("aipo"), graph("evaluate")], RunOptions(mesh=meshes))
 
 
 def test_the_shape_is_that_of_the_model_directory(tmp_path: Path) -> None:
     folder = model_dir(tmp_path / "m")
-    check_meshes([graph("aipo")], Flags(model=folder, mesh=("trainer=tp3xpp3", "generator=tp3")))
+    check_meshes([graph("aipo")], RunOptions(model=folder, mesh=("trainer=tp3xpp3", "generator=tp3")))
     with pytest.raises(ClusterError, match=r"trainer=tp2: .*given 3 key-value heads"):
-        check_meshes([graph("aipo")], Flags(model=folder, mesh=("trainer=tp2",)))
+        check_meshes([graph("aipo")], RunOptions(model=folder, mesh=("trainer=tp2",)))
     tied = model_dir(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ClusterError, match="given tied embeddings over 3 stages"):
-        check_meshes([graph("aipo")], Flags(model=tied, mesh=("trainer=pp3",)))
+        check_meshes([graph("aipo")], RunOptions(model=tied, mesh=("trainer=pp3",)))
 
 
 def test_a_teachers_own_shape_decides_for_its_pool(tmp_path: Path) -> None:
     found = graph("distill", teacher_model=model_dir(tmp_path / "m"))
     pool = next(a.pool for a in found.carried if a.name == "teacher")
-    check_meshes([found], Flags(mesh=(f"{pool}=tp3",)))
+    check_meshes([found], RunOptions(mesh=(f"{pool}=tp3",)))
     with pytest.raises(ClusterError, match=f"{pool}=tp2: .*given 3 key-value heads"):
-        check_meshes([found], Flags(mesh=(f"{pool}=tp2",)))
+        check_meshes([found], RunOptions(mesh=(f"{pool}=tp2",)))
 
 
 def test_a_generator_is_as_large_as_the_value_whose_weights_it_is_given(tmp_path: Path) -> None:
     found = trace(taught, {"teacher_model": model_dir(tmp_path / "m")})
-    check_meshes([found], Flags(mesh=("generator=tp3",)))
+    check_meshes([found], RunOptions(mesh=("generator=tp3",)))
     with pytest.raises(ClusterError, match=r"generator=tp2: .*given 3 key-value heads"):
-        check_meshes([found], Flags(mesh=("generator=tp2",)))
+        check_meshes([found], RunOptions(mesh=("generator=tp2",)))
 
 
 def test_every_model_of_the_package_says_which_it_opens() -> None:
@@ -107,6 +107,6 @@ def test_a_run_says_it_before_anything_starts() -> None:
 
 
 def test_a_command_without_torch_asks_a_child() -> None:
-    require_inputs_of([graph("toy")], Flags(mesh=("trainer=dp2",)))
+    require_inputs_of([graph("toy")], RunOptions(mesh=("trainer=dp2",)))
     with pytest.raises(CommandError, match=r"^--mesh trainer=tp3: tensor parallelism: given 4 attention heads"):
-        require_inputs_of([graph("aipo")], Flags(mesh=("trainer=tp3",)))
+        require_inputs_of([graph("aipo")], RunOptions(mesh=("trainer=tp3",)))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.runtime.cli.watch_terminal import watch_in_terminal
-from penstock.runtime.control.config import RunConfig
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.page import page

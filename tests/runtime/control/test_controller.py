@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.runtime.control.client import Client
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.controller import Controller, PeerFault
 from penstock.runtime.control.messages import Exited, Found, Note, Post, Ready, pack, unpack
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.folder import RunFolder
 from tests.gates.running import make_run
 
@@ -42,7 +42,7 @@ def b(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def controller(b: Bench, tmp_path: Path) -> Controller:
-    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, Flags()))
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, RunOptions()))
     still: Any = Still()
     return Controller(run, RunConfig.load(run), b.server, still, None)
 

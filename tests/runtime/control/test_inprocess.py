@@ -7,8 +7,8 @@ import pytest
 
 from penstock.graph import trace
 from penstock.programs.toy import toy
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.inprocess import run_in_process
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.faults import RecordError
@@ -21,7 +21,7 @@ def test_a_run_that_insists_on_tensorboard_does_not_begin_without_it(
     graph = trace(toy, {})
     plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
     folder = RunFolder.create(tmp_path / "run")
-    RunConfig(graph, None, plan, Flags(updates=1, batch=1, tensorboard=True), "board").write(folder, {})
+    RunConfig(graph, None, plan, RunOptions(updates=1, batch=1, tensorboard=True), "board").write(folder, {})
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     with pytest.raises(RecordError, match="--tensorboard: the package tensorboard is not installed"):
         run_in_process(folder, lambda line: None)

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from penstock.graph import trace
 from penstock.graph.ir import Firing
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.inprocess import InProcess, run_in_process
 from penstock.runtime.control.messages import Result
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.session import Session, _merge
 from penstock.runtime.control.stage import Orders
 from penstock.runtime.plan.cluster import Cluster, Host
@@ -88,7 +88,7 @@ def run(
         graph,
         None,
         plan,
-        Flags(updates=updates, batch=2, checkpoint_every=checkpoint_every),
+        RunOptions(updates=updates, batch=2, checkpoint_every=checkpoint_every),
         "session",
     )
     config.write(folder, {})

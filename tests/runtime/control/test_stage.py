@@ -9,9 +9,9 @@ import pytest
 from penstock.graph import trace
 from penstock.graph.ir import Firing
 from penstock.programs.toy import toy
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.messages import Result
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.stage import Stage
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
@@ -31,7 +31,7 @@ GENERATORS = tuple(f"generator/{index}" for index in range(3))
 def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     """Version 0 is on its way from a trainer on host a to generators on b, c and d."""
     transport: Literal["auto", "shm"] = request.param
-    graph, flags = trace(toy, {}), Flags(updates=4, batch=2, transport=transport)
+    graph, flags = trace(toy, {}), RunOptions(updates=4, batch=2, transport=transport)
     plan = place([graph], Cluster(hosts=HOSTS, pools={"generator": ("b", "c", "d")}), generators=len(GENERATORS))
     config, folder = RunConfig(graph, None, plan, flags, "stage"), RunFolder.create(tmp_path / "run")
     folder.unlock()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph import Program, load, trace
-from penstock.runtime.control.config import Flags, RunConfig
 from penstock.runtime.control.records import record_bytes
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.plan.plan import Plan, Rank
@@ -61,7 +61,9 @@ def simulated_run(
     assert isinstance(found, Program)
     graph = trace(found, options if options is not None else {"lag": lag})
     plan = _with_ranks(place([graph], HOST, generators=generators), ranks)
-    config = RunConfig(graph, None, plan, Flags(updates=updates, batch=batch, generators=generators), "abcdef012345")
+    config = RunConfig(
+        graph, None, plan, RunOptions(updates=updates, batch=batch, generators=generators), "abcdef012345"
+    )
     folder = RunFolder.create(path)
     config.write(folder, {"program": program, "command": ["toy", "--lag", str(lag)], "penstock": "0.1.0"})
     rules = Rules(batch, updates)

@@ -21,7 +21,7 @@ EVALUATION = "evaluate."
 
 
 @dataclass(frozen=True)
-class Flags:
+class RunOptions:
     """The numbers of a run that are no program's own."""
 
     updates: int = 100
@@ -53,9 +53,9 @@ class Flags:
     offload: Literal["auto", "on", "off"] = "off"
 
 
-def _flags(data: Any) -> Flags:
+def _flags(data: Any) -> RunOptions:
     """Raises ValueError for flags of another type, or that this version does not know."""
-    read: Flags = msgspec.convert(data, Flags)
+    read: RunOptions = msgspec.convert(data, RunOptions)
     if unknown := sorted(data.keys() - asdict(read).keys()):
         raise ValueError(f"unknown flags {', '.join(unknown)}")
     return read
@@ -68,7 +68,7 @@ class RunConfig:
     graph: Graph
     evaluation: Graph | None
     plan: Plan
-    flags: Flags
+    flags: RunOptions
     run: str
 
     @property
@@ -149,7 +149,7 @@ class RunConfig:
         return {name: context_of(name, self.graphs, f, base) for name in holds}
 
 
-def context_of(name: str, graphs: Sequence[Graph], flags: Flags, place: Context) -> Context:
+def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Context) -> Context:
     """What a node or an argument is made with, in a run of `graphs`, the one to train and any to evaluate with, where
     `place` says on which device and mesh."""
     held_out = name.startswith(EVALUATION)
