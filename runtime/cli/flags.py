@@ -83,7 +83,7 @@ def read_flags(cls: type[F], verb: str, argv: Sequence[str], description: str) -
     """The flags of a verb without a PROGRAM. Leaves the command with help or a usage error; raises CommandError for
     words that are no flags."""
     command = f"penstock {verb}"
-    if said := unknown_flags(argv, [field.name for field in fields(cls)], command):  # type: ignore[arg-type]
+    if said := unknown_flags(argv, [field.name.rstrip("_") for field in fields(cls)], command):  # type: ignore[arg-type]
         raise CommandError(said, 2)
     config = (tyro.conf.FlagCreatePairsOff,)
     return tyro.cli(cls, prog=command, description=description, args=argv, config=config)
@@ -250,7 +250,23 @@ class Planning:
 
 
 @dataclass(frozen=True)
-class SimulateFlags(Planning):
+class DrawingFlags:
+    """Flags of how a schedule is shown"""
+
+    width: int = 0
+    """Columns of the drawing; 0 for the terminal's."""
+    svg: Annotated[str, _text("FILE", "none")] = ""
+    """Draw the schedule into an SVG file; of a pool the first 8 replicas."""
+    html: Annotated[str, _text("FILE", "none")] = ""
+    """The same as a page to zoom in, which needs no network."""
+    trace: Annotated[str, _text("FILE", "none")] = ""
+    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
+    json: bool = False
+    """The result as one JSON object."""
+
+
+@dataclass(frozen=True)
+class SimulateFlags(DrawingFlags, Planning):
     """Flags of simulate"""
 
     plan: Annotated[str, _text("FILE", "none")] = ""
@@ -277,18 +293,33 @@ class SimulateFlags(Planning):
     up to the bound."""
     seed: int = 0
     """Seed of the lengths of responses."""
-    width: int = 0
-    """Columns of the drawing; 0 for the terminal's."""
-    svg: Annotated[str, _text("FILE", "none")] = ""
-    """Draw the schedule into an SVG file; of a pool the first 8 replicas."""
-    html: Annotated[str, _text("FILE", "none")] = ""
-    """The same as a page to zoom in, which needs no network."""
-    trace: Annotated[str, _text("FILE", "none")] = ""
-    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
     config: Annotated[str, _text("FILE", "none")] = ""
     """Flags from a TOML file; those on the command line win."""
-    json: bool = False
-    """The result as one JSON object."""
+
+
+@dataclass(frozen=True)
+class RecordedFlags(DrawingFlags):
+    """Flags of simulate --from"""
+
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN", help_behavior_hint="(required)")] = ""
+    """The folder of a finished or interrupted run, whose durations are taken."""
+    lag: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the run's)")] = None
+    """Updates that weights may be old, of the broadcasts that have the largest lag."""
+    generators: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the run's)")] = None
+    """Replicas of the generator."""
+    slots: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the run's)")] = None
+    """Responses that a generator has room for at once."""
+    versions: Annotated[Literal["free", "pinned"] | None, tyro.conf.arg(help_behavior_hint="(default: the run's)")] = (
+        None
+    )
+    """Which versions groups may use."""
+    updates: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as many as the run has done)")
+    ] = None
+    """Updates to simulate."""
+    duration: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NODE=S[~SIGMA] …", help_behavior_hint="")] = ()
+    """Seconds of a node's firing in place of the run's, such as score=0.01; publish, wire and swap are the parts of a
+    weight sync."""
 
 
 @dataclass(frozen=True)
@@ -312,5 +343,6 @@ EXAMPLES = {
     "check": "penstock check {0} --batch 16",
     "plan": "penstock plan {0} --cluster 32x8xH100 --model llama-70b --batch 256 --lengths 1000,0.7",
     "simulate": "penstock simulate {0} --lag 2 --duration generate=0.05 score=0.005 --svg schedule.svg"
-    + "\n  penstock simulate {0} --lag 2 --cluster 32x8xH100 --model llama-70b --html schedule.html",
+    + "\n  penstock simulate {0} --lag 2 --cluster 32x8xH100 --model llama-70b --html schedule.html"
+    + "\n  penstock simulate --from runs/{0}-20250304-050607 --lag 2 --generators 3",
 }

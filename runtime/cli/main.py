@@ -54,6 +54,7 @@ keyword arguments are flags. Try:
   penstock run aipo                     train a small model on arithmetic, on this machine
   penstock show aipo                    what that program is, as a graph
   penstock simulate toy --lag 2         what asynchrony does to a schedule
+  penstock simulate --from RUN --lag 2  what another lag would make of a run that has ended
   penstock plan aipo --cluster 32x8xH100 --model llama-70b   which GPUs do what, and why
   penstock VERB --help                  more about a verb
 """

@@ -1,15 +1,104 @@
-"""Durations and verdicts as the command line gives them, for `penstock simulate`."""
+"""A schedule of durations and verdicts as the command line gives them, for `penstock simulate`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import isclose
+from textwrap import wrap
 
 from penstock.graph.ir import Graph
+from penstock.graph.passes import Bound, period_bound
+from penstock.runtime.cli.figures import percent
+from penstock.runtime.cli.flags import SimulateFlags
+from penstock.runtime.cli.simulate_text import lag_lines, pool_lines
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.plan.place import place
+from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
+from penstock.runtime.schedule.tables import Rules, compile_tables
 from penstock.runtime.schedule.verdicts import Verdicts
 
+BATCH = 8
+"""Prompt groups per update, unless it is said."""
 SYNC = ("publish", "wire", "swap")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A schedule of given durations."""
+
+    graph: Graph
+    batch: int
+    result: Simulation
+    bound: Bound
+
+    @property
+    def title(self) -> str:
+        return f"{self.graph.name}: {len(self.result.ends)} updates of {self.batch} groups"
+
+    def facts(self) -> Mapping[str, object]:
+        return {
+            "program": self.graph.name,
+            "updates": len(self.result.ends),
+            "batch": self.batch,
+            "period_s": self.result.period_s,
+            "period_of": "all updates" if self.result.cycle_s is None else "the full pipeline",
+            "bound_s": self.bound_s,
+            "bound_cause": self.bound.cause,
+        }
+
+    @property
+    def bound_s(self) -> float:
+        """The bound, which the period may be: then their sums are rounded apart."""
+        period, bound = self.result.period_s, self.bound.seconds
+        return min(period, bound) if isclose(period, bound, rel_tol=1e-9) else bound
+
+    def lines(self, width: int) -> list[str]:
+        result = self.result
+        kept = len(result.ends) * self.batch
+        return [
+            f"{self.title}, {ms(result.wall_s)} in all",
+            "",
+            f"period  {ms(result.period_s)} per update{_measured(result)}",
+            *bound_lines(self.bound, result.period_s, width),
+            *lag_lines(result.lags),
+            *([f"groups  {result.dropped} dropped, {kept} kept"] if result.dropped else []),
+            *pool_lines(result, width),
+        ]
+
+
+def given(graph: Graph, flags: SimulateFlags) -> Given:
+    """The schedule of the seconds that the flags give. Raises CommandError for flags that cannot be understood."""
+    timed, batch = timing(graph, flags.duration), flags.batch or BATCH
+    plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
+    rules = Rules(batch, flags.updates, versions=flags.versions)
+    verdicts = deciding(graph, flags.drop, flags.again)
+    result = simulate(compile_tables(graph, plan), rules, timed.durations, verdicts=verdicts)
+    capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
+    return Given(graph, batch, result, period_bound(graph, timed.means, batch, capacity))
+
+
+def bound_lines(bound: Bound, period_s: float, width: int) -> list[str]:
+    """What no schedule can beat, beside the period that it has."""
+    below = 1 - bound.seconds / period_s if bound.seconds and period_s else 0.0
+    beside = f" ({percent(below)} less)" if below > 5e-4 else ""
+    if below < -5e-4:  # the start has no cycle behind it yet, and draws may be shorter than their mean
+        beside = " (more updates would tell better)"
+    return wrap(f"bound   {ms(bound.seconds)}{beside}, because of {bound.cause}", width, subsequent_indent=" " * 8)
+
+
+def _measured(result: Simulation) -> str:
+    """What the period is of."""
+    if result.cycle_s is not None:
+        return " once the pipeline is full"
+    return f": the mean of all {len(result.ends)}, the filling of the pipeline included"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 2 else f"{seconds * 1e3:.4g} ms"
 
 
 @dataclass(frozen=True)
@@ -20,7 +109,7 @@ class Timing:
     means: dict[str, float]
 
 
-def timing(graph: Graph, given: Sequence[str]) -> Timing:
+def timing(graph: Graph, words: Sequence[str]) -> Timing:
     """Seconds of each node: as given, else as a fake node's options say. Raises CommandError for a missing one."""
     nodes: dict[str, Duration] = {}
     means: dict[str, float] = {}
@@ -35,7 +124,7 @@ def timing(graph: Graph, given: Sequence[str]) -> Timing:
             nodes[node.name] = means[node.name] = 0.0
     sync = dict.fromkeys(SYNC, 0.0)
     sync["publish"] = float(dict(graph.options).get("sync_ms", 0.0)) / 1e3
-    for word in given:
+    for word in words:
         name, mean, sigma = duration(word, [*(n.name for n in calls), *SYNC])
         if name in sync:
             sync[name] = mean

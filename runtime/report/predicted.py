@@ -20,7 +20,7 @@ from penstock.runtime.schedule.durations import Durations, draw
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.simulation import Simulation
 from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.tables import Rules, Step, compile_tables
 from penstock.runtime.schedule.verdicts import Verdicts
 
 MOST_EVENTS = 60_000
@@ -32,20 +32,20 @@ SYNC = {"publish": "publish", "send": "wire", "swap": "swap"}
 
 @dataclass(frozen=True)
 class Empirical:
-    """Seconds of the firings that a run did, by name (with the turn) and index; others draw from them by a key.
-
-    `scale` is what all of them are multiplied with.
-    """
+    """Seconds of the firings that a run did, by name (with the turn) and index; others draw from them by a key."""
 
     seconds: dict[tuple[str, int], float]
     pool: tuple[float, ...]
-    scale: float = 1.0
+
+    @staticmethod
+    def of(seconds: dict[tuple[str, int], float], first: int) -> "Empirical":
+        """Others draw from the firings with an index of at least `first`; from all of them if there is none."""
+        usual = [took for (_, index), took in seconds.items() if index >= first]
+        return Empirical(seconds, tuple(usual or seconds.values()))
 
     def __call__(self, node: str, index: int) -> float:
         found = self.seconds.get((node, index))
-        if found is None:
-            found = self.pool[int(draw(f"{node}/{index}") * len(self.pool))]
-        return found * self.scale
+        return self.pool[int(draw(f"{node}/{index}") * len(self.pool))] if found is None else found
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,15 @@ class Prediction:
 def fit(stage: Stage) -> Fit | None:
     """None where the stage has not done every node that was due at least once."""
     spent = firings(stage.followed.work)
-    warm = _warm(stage)
     nodes: dict[str, Empirical] = {}
     means: dict[str, float] = {}
     medians: dict[str, float] = {}
     for step in stage.tables.steps.values():
         own = {key: took for key, took in spent.items() if key[0].partition(".")[0] == step.name}
-        first = warm if step.per_update else warm * stage.origin.rules.batch
-        usual = {key: took for key, took in own.items() if key[1] >= first} or own
+        first = first_usual(stage, step)
         if own:
-            nodes[step.name] = Empirical(own, tuple(usual.values()))
+            nodes[step.name] = Empirical.of(own, first)
+            usual = {key: took for key, took in own.items() if key[1] >= first} or own
             means[step.name] = sum(usual.values()) / len({index for _, index in usual})
             medians[step.name] = median(own.values())
         elif step.every > 1 or step.trails:
@@ -118,9 +117,11 @@ def fit(stage: Stage) -> Fit | None:
     return Fit(Durations(dict(nodes), **parts), _verdicts(stage), means, medians | parts)
 
 
-def _warm(stage: Stage) -> int:
-    """The first update that the period counts: those before it fill the pipeline, and warm everything up."""
-    return stage.origin.rules.start + _skipped(len(stage.followed.ends), stage.tables.max_lag + 1)
+def first_usual(stage: Stage, step: Step) -> int:
+    """The index of a step's first firing that the period counts: updates before it fill the pipeline, and warm
+    everything up."""
+    update = stage.origin.rules.start + _skipped(len(stage.followed.ends), stage.tables.max_lag + 1)
+    return update if step.per_update else update * stage.origin.rules.batch
 
 
 def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
@@ -128,10 +129,15 @@ def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
     spans: dict[tuple[str, int], tuple[int, int]] = {}
     for item in work:
         if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
-            key = (f"{item.node}.{item.turn}" if item.turn else item.node, item.index)
+            key = (named(item.node, item.turn), item.index)
             start, end = spans.get(key, (item.start, item.end))
             spans[key] = (min(start, item.start), max(end, item.end))
     return {key: (end - start) / NS for key, (start, end) in spans.items()}
+
+
+def named(node: str, turn: int) -> str:
+    """A node's name with the number of the turn after the first one, as durations are asked for."""
+    return f"{node}.{turn}" if turn else node
 
 
 def _median_s(work: Iterable[Work], kind: str) -> float:
@@ -166,8 +172,7 @@ def predict(stage: Stage, fitted: Fit) -> Prediction | None:
     ends = [end / NS for _, end in sorted(stage.followed.ends.items())]
     if not ends:
         return None
-    per_update = stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
-    updates = min(len(ends), max(16, MOST_EVENTS // per_update))
+    updates = quick_updates(stage)
     start = stage.origin.rules.start
     rules = replace(stage.origin.rules, end=min(stage.origin.rules.end, start + updates))
     tables = compile_tables(stage.origin.graph, served(stage.origin.graph, stage.origin.plan))
@@ -182,6 +187,12 @@ def predict(stage: Stage, fitted: Fit) -> Prediction | None:
     begin, filling = stage.begin / NS, stage.tables.max_lag + 1
     predicted, compared = period(0.0, found.ends, filling), period(begin, ends[:updates], filling)
     return Prediction(followed, found, updates, predicted, compared, period(begin, ends, filling))
+
+
+def quick_updates(stage: Stage) -> int:
+    """How many of the stage's updates are simulated: all of a short run."""
+    per_update = stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
+    return min(len(stage.followed.ends), max(16, MOST_EVENTS // per_update))
 
 
 def period(begin: float, ends: Sequence[float], filling: int) -> float:

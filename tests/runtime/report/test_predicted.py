@@ -39,7 +39,6 @@ def test_firings_that_a_run_did_not_do_draw_from_those_that_it_did() -> None:
     assert (known("n", 0), known("n", 1)) == (1.0, 2.0)
     drawn = {known("n", index) for index in range(2, 40)}
     assert drawn == {1.0, 2.0}
-    assert replace(known, scale=0.5)("n", 1) == 1.0
 
 
 def test_the_bound_counts_the_snapshots_as_work_of_the_trainer(tmp_path: Path) -> None:

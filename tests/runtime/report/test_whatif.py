@@ -91,9 +91,9 @@ def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
         work += [firing(len(work) + i, now, now + took) for i in range(beside)]
         now += took + 10
     mean = sum(n * n for n in (1, 2, 4)) / 7
-    assert crowding(work) == pytest.approx(50 * mean / (50 + 50 * mean), abs=0.01)
+    assert crowding(work).share == pytest.approx(50 * mean / (50 + 50 * mean), abs=0.01)
 
 
 def test_nothing_is_fitted_where_the_number_at_once_never_changes() -> None:
-    assert crowding([firing(i, i * 100, i * 100 + 100) for i in range(40)]) == 0
-    assert crowding([firing(0, 0, 100)]) == 0
+    assert crowding([firing(i, i * 100, i * 100 + 100) for i in range(40)]).share == 0
+    assert crowding([firing(0, 0, 100)]).share == 0
