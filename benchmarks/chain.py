@@ -102,10 +102,11 @@ def replica(folder: Path, index: int, replicas: int, rate: float) -> None:
     receivers = {way: Receiver(way) for way in WAYS}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        way, facts = json.loads(line)
-        receivers[way].receive(facts["version"], facts, legs[way])
+        way, version, digests, description = json.loads(line)
+        receivers[way].describe(description)
+        receivers[way].receive(version, digests, legs[way])
         print(json.dumps("arrived"), flush=True)
-        receivers[way].swap(facts["version"])
+        receivers[way].swap(version)
         print(json.dumps(digest(receivers[way].weights.tensors)), flush=True)
 
 
@@ -119,12 +120,12 @@ class Trainer:
 
     def sync(self, way: str, version: int) -> dict[str, float]:
         self.policy.advance()
-        facts = self.publishers[way].publish(version)
+        facts = [way, version, self.publishers[way].publish(version), self.publishers[way].description]
         ended: SimpleQueue[Moved | Exception] = SimpleQueue()
         targets = range(len(self.processes)) if way == "direct" else (0,)
         before, started = self.card.sent, time.perf_counter()
         for process in self.processes:
-            process.stdin.write(json.dumps([way, facts]) + "\n")
+            process.stdin.write(json.dumps(facts) + "\n")
             process.stdin.flush()
         for target in targets:
             threading.Thread(target=lambda t=target: ended.put(self._send(way, version, t)), daemon=True).start()

@@ -104,8 +104,10 @@ class Source:
                 phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=phase.split()[1], keep=1
             )
         started = perf_counter()
-        facts = self.publishers[phase].publish(version)
-        return {"facts": facts, "start": started, "end": perf_counter()}
+        digests = self.publishers[phase].publish(version)
+        end = perf_counter()
+        facts = {"digests": digests, "description": self.publishers[phase].description}
+        return {"facts": facts, "start": started, "end": end}
 
     def move(self, phase: str, version: int) -> dict[str, Any]:
         started = perf_counter()
@@ -167,8 +169,9 @@ class Destination:
             self.base.receive(self.live, keep=phase.endswith("kept"))
             return {"start": started, "end": perf_counter()}
         receiver, way = self._receiver(phase)
+        receiver.describe(facts["description"])
         started = perf_counter()
-        moved = receiver.receive(version, facts, way)
+        moved = receiver.receive(version, facts["digests"], way)
         end = perf_counter()
         receiver.swap(version)
         swapped = perf_counter() - end

@@ -67,8 +67,9 @@ class Source:
         for tensor in self.policy.tensors.values():
             tensor.view(-1)[version] += 1  # every tensor of every version is another
         started = perf_counter()
-        facts = self.publisher.publish(version)
-        return {"facts": facts, "seconds": perf_counter() - started}
+        digests = self.publisher.publish(version)
+        seconds = perf_counter() - started
+        return {"facts": {"digests": digests, "description": self.publisher.description}, "seconds": seconds}
 
     def move(self, phase: str, version: int) -> dict[str, Any]:
         if self.way is None:
@@ -103,8 +104,9 @@ class Destination:
     def move(self, phase: str, version: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         if phase != self.phase:
             self._begin(phase)
+        self.receiver.describe(facts["description"])
         started = perf_counter()
-        moved = self.receiver.receive(version, facts, self.opening)
+        moved = self.receiver.receive(version, facts["digests"], self.opening)
         end = perf_counter()
         self.receiver.swap(version)
         return {"start": started, "end": end, "wire": moved.wire_s, "prove": moved.prove_s}

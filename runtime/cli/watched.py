@@ -14,7 +14,7 @@ from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.log import Mark, new_records
 from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.record.typed_json import Summary
-from penstock.runtime.schedule.events import Done, Event, Failed, Fire, Swapped
+from penstock.runtime.schedule.events import Done, Event, Failed, Fire, Publish, Published, Swapped
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -96,17 +96,19 @@ class Watched:
             self.ended = rest[0]
 
     def _step(self, scheduler: Scheduler, event: Event) -> None:
-        if isinstance(event, Done | Failed) and not getattr(event, "rank", 0):
-            self._work[event.replica].pop(str(event.firing), None)
-        elif isinstance(event, Swapped):
-            self._live[event.replica] = event.version
+        match event:
+            case Done(firing, replica, rank=0) | Failed(firing, replica, rank=0):
+                self._work[replica].pop(str(firing), None)
+            case Published(channel, version, replica, rank=0):
+                self._work[replica].pop(f"{channel}[{version}]", None)
+            case Swapped(_, version, replica):
+                self._live[replica] = version
         for command in scheduler.handle(event):
-            if isinstance(command, Fire) and not self._is_source(scheduler, command.firing.node):
-                self._work[command.replica][str(command.firing)] = None
-
-    def _is_source(self, scheduler: Scheduler, node: str) -> bool:
-        step = scheduler.tables.steps.get(node)
-        return step is not None and step.source
+            match command:
+                case Fire(firing, replica) if not scheduler.tables.steps[firing.node].source:
+                    self._work[replica][str(firing)] = None
+                case Publish(channel, version, replica):
+                    self._work[replica][f"{channel}[{version}]"] = None
 
     def _pools(self) -> dict[str, Any]:
         pools: dict[str, Any] = {}

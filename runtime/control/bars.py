@@ -10,7 +10,7 @@ from penstock.runtime.control.messages import Result
 from penstock.runtime.record.chrome import chrome_trace
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.timeline import Bar, Kind
-from penstock.runtime.schedule.events import Arrived, Send, Swapped
+from penstock.runtime.schedule.events import Arrived, Published, Send, Swapped
 
 MAX_BARS = 200_000
 """Bars kept for the trace: beyond them it holds the run's first part only, and says so."""
@@ -34,9 +34,9 @@ class Bars:
         version = self.live.get(replica)
         self._add(Bar(replica, firing.node, firing.index, result.began, result.ended, kind, version, detail))
 
-    def publishes(self, replica: str, firing: Firing, result: Result) -> None:
-        self.published[firing.node] = result.began
-        self.fired(replica, firing, result, "publish")
+    def publishes(self, event: Published, result: Result) -> None:
+        self.published[event.channel] = result.began
+        self.fired(event.replica, Firing(event.channel, event.version), result, "publish")
 
     def sends(self, send: Send, now: float) -> None:
         self.sent[send.channel, send.replica] = (now, self.published[send.channel])

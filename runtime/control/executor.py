@@ -17,7 +17,7 @@ from penstock.graph.ir import Firing, Input, Node
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control import part
 from penstock.runtime.control.holdings import Held, Holdings
-from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.messages import Manifest, Order, Result
 from penstock.runtime.control.raised import told
 from penstock.runtime.control.resting import Resting
 from penstock.runtime.control.setup import Setup
@@ -30,6 +30,8 @@ from penstock.runtime.schedule.events import (
     Failed,
     Fire,
     Free,
+    Publish,
+    Published,
     Save,
     Saved,
     Send,
@@ -70,6 +72,7 @@ class Executor:
         self.submitted: dict[Firing, float] = {}
         self.doing = ""
         self._checkpoint = ""
+        self._manifests: dict[tuple[str, int], Manifest] = {}
         self.restored: list[tuple[Firing, str, Handle]] = []
         if setup.restore is not None:
             self.restored = part.restore(setup.restore, self.held, self.values)
@@ -79,8 +82,15 @@ class Executor:
         """Carry out one command after the other; the answers to each that are there at once."""
         handles = {(firing, output): handle for firing, output, handle in order.handles}
         self._checkpoint = order.checkpoint
+        self._manifests = {(one.channel, one.version): one for one in order.manifests}
         for command in order.commands:
-            self.doing = str(command.firing) if isinstance(command, Fire) else type(command).__name__
+            match command:
+                case Fire(firing):
+                    self.doing = str(firing)
+                case Publish(channel, version):
+                    self.doing = f"{channel}[{version}]"
+                case _:
+                    self.doing = type(command).__name__
             yield self.do(command, handles)
         self.doing = ""
 
@@ -90,8 +100,10 @@ class Executor:
         match command:
             case Fire():
                 return self._fire(command, handles)
-            case Send():
-                self.ways.send(command, handles)
+            case Publish(channel, version):
+                return [self._publish(channel, version)]
+            case Send(channel, version):
+                self.ways.send(command, self._manifests.get((channel, version)))
                 return []
             case Swap(channel, version, _):
                 self.ways.swap(channel, version)
@@ -140,11 +152,6 @@ class Executor:
     def _fire(self, command: Fire, handles: Mapping[Key, Handle]) -> list[Result]:
         firing, began = command.firing, monotonic()
         try:
-            if firing.node in self.ways.published_here:
-                facts = self.ways.publish(firing.node, firing.index, self.held.carried)
-                self.resting.settle()
-                handle = Handle("", 0, 0, facts, self.setup.replica)
-                return [self._done(firing, began, {"out": handle}, {})]
             if firing.node in self.held.sources:
                 value = self.held.sources[firing.node].read(firing.index)
                 return [self._done(firing, began, self.values.keep(firing, {"out": value}), {})]
@@ -165,6 +172,15 @@ class Executor:
         answer = self._answer(held, firing, result, began, inputs)
         self.resting.fired(firing)
         return [answer]
+
+    def _publish(self, channel: str, version: int) -> Result:
+        replica, rank, began = self.setup.replica, self.setup.rank, monotonic()
+        try:
+            manifest = self.ways.publish(channel, version, self.held.carried)
+            self.resting.settle()
+        except _RAISED as error:
+            return Result(Abort(f"{channel}[{version}] on {replica} rank {rank}:\n{told(error)}"))
+        return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
 
     def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, Handle]) -> dict[str, Any]:
         """Carried values as they are or were; anything else as a value that some firing made."""

@@ -21,7 +21,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.handle import Handle
 
-PROTOCOL: Literal[4] = 4
+PROTOCOL: Literal[5] = 5
 MAX_TEXT = 16 << 10
 """Characters of a text for the user: the middle of a longer one is left out."""
 
@@ -72,9 +72,21 @@ class Ready(Packable, frozen=True):
     restored: tuple[tuple[Firing, str, Handle], ...] = ()
 
 
+class Manifest(Packable, frozen=True):
+    """What the receivers of a version of weights have to know: the digests of its tensors, by name. `layout` is JSON,
+    what `Publisher.description` says of all versions of the channel; "" for a reader that has been told before.
+    """
+
+    channel: str
+    version: int
+    digests: dict[str, int]
+    layout: str = ""
+
+
 class Result(Packable, frozen=True):
     """A rank's answer to a command. `outputs` are for other ranks; `began` and `ended` are seconds of
-    `time.monotonic` on the rank's host.
+    `time.monotonic` on the rank's host. `manifest` comes with `Published`, from the first rank of the replica: all its
+    ranks have made the same.
     """
 
     event: Event
@@ -82,6 +94,7 @@ class Result(Packable, frozen=True):
     metrics: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
     ended: float = 0.0
+    manifest: Manifest | None = None
 
 
 class Results(Packable, frozen=True):
@@ -168,12 +181,14 @@ class Setup(Packable, frozen=True):
 
 class Order(Packable, frozen=True):
     """What to do, in order, and where the values are that it needs: (firing, output, handle). `checkpoint` names the
-    folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes.
+    folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes. `manifests` are those of
+    the versions that the replica receives.
     """
 
     commands: tuple[Command, ...]
     handles: tuple[tuple[Firing, str, Handle], ...] = ()
     checkpoint: str = ""
+    manifests: tuple[Manifest, ...] = ()
 
 
 class Found(Packable, frozen=True):
@@ -224,7 +239,7 @@ TO_CONTROLLER: tuple[type, ...] = get_args(ToController)
 TOLD = 3
 """The exit status of a rank that has said in a `Note` why it ends."""
 
-_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[4], int, Message], "frame")
+_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[5], int, Message], "frame")
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:

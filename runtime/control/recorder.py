@@ -20,7 +20,19 @@ from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import LOST, MetricsFile, Row, Rows, keep_rows, prefixes
 from penstock.runtime.record.tensorboard import Board, open_board
 from penstock.runtime.record.timeline import Idle
-from penstock.runtime.schedule.events import Arrived, Command, Commit, Done, Event, Failed, Fire, Send, Swapped
+from penstock.runtime.schedule.events import (
+    Arrived,
+    Command,
+    Commit,
+    Done,
+    Event,
+    Failed,
+    Fire,
+    Publish,
+    Published,
+    Send,
+    Swapped,
+)
 from penstock.runtime.schedule.ledger import Ledger
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.tables import compile_tables
@@ -108,6 +120,8 @@ class RunRecorder:
                     self.status.doing[replica] = str(firing)
                     if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
+                case Publish(channel, version, replica):
+                    self.status.doing[replica] = f"{channel}[{version}]"
                 case Send():
                     self.bars.sends(command, now)
         if self.status.due(now):
@@ -115,7 +129,7 @@ class RunRecorder:
 
     def result(self, now: float, result: Result) -> None:
         """What a rank has answered. The ranks of a replica do the same at the same time: the first speaks for them."""
-        if isinstance(result.event, Done | Arrived | Swapped) and result.event.rank > 0:
+        if isinstance(result.event, Done | Published | Arrived | Swapped) and result.event.rank > 0:
             return
         match result.event:
             case Done():
@@ -123,6 +137,8 @@ class RunRecorder:
             case Failed(firing, replica, _, error):
                 self.raised = error if len(error) <= TOLD else f"{error[: TOLD // 8]}\n…\n{error[-TOLD:]}"
                 self.bars.fired(replica, firing, result, "group", error)
+            case Published():
+                self.bars.publishes(result.event, result)
             case Arrived():
                 self.bars.arrived(result.event, now)
             case Swapped():
@@ -132,10 +148,9 @@ class RunRecorder:
         firing, before = event.firing, self.prefixes.get(event.firing.node, ("",))
         metrics = {prefix + name: value for prefix in before for name, value in result.metrics.items()}
         node = self._node(firing.node)
-        if node is None:
-            if ">" in firing.node:
-                self.bars.publishes(event.replica, firing, result)
-        elif firing.node.startswith(EVALUATION):
+        if node is None:  # a source
+            return
+        if firing.node.startswith(EVALUATION):
             if node == "update" and metrics:
                 self._evaluated.append(metrics)
         elif node == "group":
@@ -256,7 +271,7 @@ class RunRecorder:
         self.say({"kind": "note", "text": text})
 
     def _node(self, name: str) -> str | None:
-        """The clock of a node of either graph; None for a source or a channel."""
+        """The clock of a node of either graph; None for a source."""
         for graph in self.config.graphs:
             if name in graph:
                 return graph[name].clock

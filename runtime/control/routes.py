@@ -9,8 +9,8 @@ A replica gets a version from the one before it in the chain if both are sent it
 otherwise, so that nobody waits for a replica whose shadow is not free yet.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.runtime.plan.plan import Replica
 from penstock.runtime.schedule.tables import Channel
@@ -34,12 +34,12 @@ class Routes:
         self._sources: dict[str, str] = {}
         self._settled = len(self._replicas) < 2
 
-    def settle(self, facts: str) -> None:
-        """`facts` are those of any version, as JSON."""
+    def settle(self, description: Mapping[str, Any]) -> None:
+        """`description` is the sender's of its weights (`Publisher.description`)."""
         if self._settled:
             return
         first, names = self._replicas[0], [replica.name for replica in self._replicas]
-        plan = plan_of(json.loads(facts), mesh_of(first.mesh or None, len(first.ranks)))
+        plan = plan_of(description, mesh_of(first.mesh or None, len(first.ranks)))
         for source, destination in chain(plan, len(names)):
             if source is not None:
                 self._sources[names[destination]] = names[source]

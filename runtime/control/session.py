@@ -11,7 +11,7 @@ from typing import Any
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.stage import Orders, Recorder, Stage
+from penstock.runtime.control.stage import Manifests, Orders, Recorder, Stage
 from penstock.runtime.schedule.events import Abort, Begin, Checkpoint
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.state import UnawaitedError
@@ -39,6 +39,7 @@ class Session:
         self._stages = self._plan_stages()
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], Handle] = {}
+        self._manifests = Manifests()
         self._saved_at = self.start
         self._saved_time: float | None = None
         self._states: dict[str, str] = {}
@@ -139,7 +140,8 @@ class Session:
         complete = (self.cut or {}) if name == "train" or self.stage is None else self.stage.scheduler.complete
         origin = Origin(name, graph, self.config.plan, rules, cut, self._live, complete)
         self.recorder.open_stage(origin, now)
-        self.stage = Stage(origin, self.recorder, self.config.flags, self._handles if name == "train" else {})
+        handles = self._handles if name == "train" else {}
+        self.stage = Stage(origin, self.recorder, self.config.flags, handles, self._manifests)
         if name == "train":
             self.recorder.follow(self.stage.scheduler.ledger)
         first = Checkpoint(final=True) if name == "save" else Begin()
@@ -179,6 +181,9 @@ def _merge(first: Orders, second: Orders) -> Orders:
     for replica, order in second.items():
         earlier = merged.get(replica, Order((), ()))
         merged[replica] = Order(
-            earlier.commands + order.commands, earlier.handles + order.handles, earlier.checkpoint or order.checkpoint
+            earlier.commands + order.commands,
+            earlier.handles + order.handles,
+            earlier.checkpoint or order.checkpoint,
+            earlier.manifests + order.manifests,
         )
     return merged

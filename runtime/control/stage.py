@@ -4,12 +4,15 @@ A driver feeds results and gets orders for replicas; the stage keeps the handles
 which answers were asked for, and tells the recorder what happened. Time is passed in.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from penstock.graph.ir import Firing
-from penstock.runtime.control.messages import Order, Result, rank_peer
+from penstock.runtime.control.messages import Manifest, Order, Result, rank_peer
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.events import (
     Command,
@@ -19,6 +22,8 @@ from penstock.runtime.schedule.events import (
     Finish,
     Fire,
     Free,
+    Publish,
+    Published,
     Save,
     Send,
     Settle,
@@ -48,6 +53,30 @@ class Recorder(Protocol):
     def finish(self, now: float, status: str, error: str) -> None: ...
 
 
+class Manifests:
+    """The newest manifest of each channel, with the layout for replicas that have not been told it.
+
+    One object for all stages of a run: the processes stay, and remember the layouts that they were told.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: dict[str, str] = {}
+        self._newest: dict[str, Manifest] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    def note(self, manifest: Manifest) -> None:
+        """A version is published; only the newest one of a channel is ever sent."""
+        if manifest.layout:
+            self.layouts[manifest.channel] = manifest.layout
+        self._newest[manifest.channel] = manifest
+
+    def tell(self, channel: str, replica: str) -> Manifest:
+        """What `replica` has to know of the newest version, which it is about to receive."""
+        known = (channel, replica) in self._told
+        self._told.add((channel, replica))
+        return structs.replace(self._newest[channel], layout="" if known else self.layouts[channel])
+
+
 class Stage:
     def __init__(
         self,
@@ -55,6 +84,7 @@ class Stage:
         recorder: Recorder,
         flags: RunOptions,
         handles: Mapping[tuple[Firing, str], Handle] | None = None,
+        manifests: Manifests | None = None,
     ) -> None:
         self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
         self.recorder, self.flags = recorder, flags
@@ -66,6 +96,7 @@ class Stage:
         self.handles: dict[Firing, dict[str, Handle]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
+        self.manifests = manifests or Manifests()
 
     def feed(self, event: Event, now: float) -> Orders:
         """An event of the driver's own: begin, checkpoint, abort."""
@@ -77,10 +108,10 @@ class Stage:
         """A rank's answer. Raises UnawaitedError, and changes nothing, for one that was not asked for."""
         event = result.event
         commands = self.scheduler.handle(event)
-        if isinstance(event, Done) and event.firing.node in self.tables.channels:
-            self._forget_older(event.firing)
         if isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
+        if isinstance(event, Published) and result.manifest is not None:
+            self.manifests.note(result.manifest)
         self.recorder.result(now, result)
         self.recorder.step(now, event, commands)
         return self._route(commands, now)
@@ -132,13 +163,13 @@ class Stage:
         from penstock.runtime.control.routes import Routes  # numpy, for what goes wrong alone
 
         routes = Routes(self.tables.channels[send.channel], self.flags.transport, self.flags.delta)
-        for _, _, facts in self._published(send):
-            routes.settle(facts.meta)
+        routes.settle(json.loads(self.manifests.layouts[send.channel]))
         return routes.source(send.replica, send.together) or send.source
 
     def _route(self, commands: list[Command], now: float) -> Orders:
         batches: dict[str, list[Command]] = defaultdict(list)
         handles: dict[str, list[tuple[Firing, str, Handle]]] = defaultdict(list)
+        manifests: dict[str, list[Manifest]] = defaultdict(list)
         # All parts of a cut are asked for at once, and go into one folder.
         cut = next((self.recorder.open_cut(c.update) for c in commands if isinstance(c, Save)), "")
         for command in commands:
@@ -152,9 +183,7 @@ class Stage:
                 case Fire():
                     handles[command.replica] += self._inputs(command)
                 case Send():
-                    published = self._published(command)
-                    for replica in (command.source, command.replica):
-                        handles[replica] += published
+                    manifests[command.replica].append(self.manifests.tell(command.channel, command.replica))
                     if command.source != command.replica:
                         batches[command.source].append(command)
                 case Free():
@@ -166,7 +195,10 @@ class Stage:
             batches[command.replica].append(command)
             if (key := _key(command)) is not None:
                 self.asked[key] = command, now
-        return {replica: Order(tuple(items), tuple(handles[replica]), cut) for replica, items in batches.items()}
+        return {
+            replica: Order(tuple(items), tuple(handles[replica]), cut, tuple(manifests[replica]))
+            for replica, items in batches.items()
+        }
 
     def _inputs(self, fire: Fire) -> list[tuple[Firing, str, Handle]]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
@@ -186,22 +218,14 @@ class Stage:
                     found.append((firing, item.ref.output, handle))
         return found
 
-    def _forget_older(self, published: Firing) -> None:
-        """Only the newest version of a channel is ever sent: the facts of those before it would pile up."""
-        node, index = published.node, published.index
-        for firing in [f for f in self.handles if f.node == node and f.index < index]:
-            del self.handles[firing]
-
-    def _published(self, send: Send) -> list[tuple[Firing, str, Handle]]:
-        firing = Firing(send.channel, send.version)
-        return [(firing, output, handle) for output, handle in self.handles[firing].items()]
-
 
 def _key(command: Command) -> tuple[Any, ...] | None:
     """The scheduler's name for the answers to a command; None for one that nobody answers."""
     match command:
         case Fire(firing, replica):
             return ("fire", firing, replica)
+        case Publish(channel, version, replica):
+            return ("publish", channel, version, replica)
         case Send(channel, version, _, replica):
             return ("send", channel, version, replica)
         case Swap(channel, version, replica):

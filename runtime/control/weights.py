@@ -12,25 +12,23 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Weights
 from penstock.runtime.control.bridges import Bridges, Span
 from penstock.runtime.control.ground import Ground
+from penstock.runtime.control.messages import Manifest
 from penstock.runtime.control.routes import Routes
 from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.schedule.tables import Channel
 from penstock.runtime.tensor.adder import Adder
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.digest import ProofError
-from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.memory import Exported, SharedMemory
 from penstock.runtime.tensor.relay import Leg, Relay
 from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, hand_over
 from penstock.runtime.tensor.transport import Receiving, TransportError
 
 T = TypeVar("T")
-Handles = Mapping[tuple[Firing, str], Handle]
 
 
 class Ways(ABC):
@@ -38,7 +36,6 @@ class Ways(ABC):
 
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, wire: str) -> None:
         self.replica, self.rank, self.device, self.wire = replica, rank, device, wire
-        self.published_here = {n for n, c in channels.items() if c.source.name == replica}
         self.channels = channels
         self.publishers: dict[str, Publisher] = {}
         self.receivers: dict[str, Receiver] = {}
@@ -48,16 +45,19 @@ class Ways(ABC):
         """What the nodes here read; one object for ever."""
         return self._receiver(channel).weights
 
-    def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> str:
-        """Copy the weights aside; the facts that receivers need, as JSON."""
-        value = carried[self.channels[channel].carried]
+    def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> Manifest | None:
+        """Copy the weights aside. The first rank's manifest stands for all; the first version's has the layout."""
+        value, layout = carried[self.channels[channel].carried], ""
         if channel not in self.publishers:
             self.publishers[channel] = self._publisher(channel, value)
-        return json.dumps(self.publishers[channel].publish(version, value), separators=(",", ":"))
+            layout = json.dumps(self.publishers[channel].description, separators=(",", ":"))
+        digests = self.publishers[channel].publish(version, value)
+        return None if self.rank else Manifest(channel, version, digests, layout)
 
     @abstractmethod
-    def send(self, command: Send, handles: Handles) -> None:
-        """Begin this rank's part of moving a published version: as sender, as receiver, or both."""
+    def send(self, command: Send, manifest: Manifest | None) -> None:
+        """Begin this rank's part of moving a published version: as sender, as receiver, or both. `manifest` is the
+        version's for a receiver, and None for a sender."""
 
     def swap(self, channel: str, version: int) -> None:
         self.receivers[channel].swap(version)
@@ -68,6 +68,14 @@ class Ways(ABC):
 
     def close(self) -> None:  # noqa: B027 - a process has none to give up
         """Give up all connections."""
+
+    def _told(self, manifest: Manifest | None) -> tuple[Receiver, Mapping[str, int]]:
+        """The receiver of a version, which knows its layout from now on, and the version's digests."""
+        assert manifest is not None
+        receiver = self._receiver(manifest.channel)
+        if manifest.layout:
+            receiver.describe(json.loads(manifest.layout))
+        return receiver, manifest.digests
 
     def _receiver(self, channel: str) -> Receiver:
         if channel not in self.receivers:
@@ -109,17 +117,19 @@ class BridgeWays(Ways):
         passed_on = sum(relay.passed_on for relay in self.relays.values())
         return self.bridges.counts() + Counter({"passed on": passed_on})  # a sum of counters has no zeros
 
-    def send(self, command: Send, handles: Handles) -> None:
+    def send(self, command: Send, manifest: Manifest | None) -> None:
         channel, version, routes = command.channel, command.version, self.routes[command.channel]
-        facts = handles[Firing(channel, version), "out"].meta
-        routes.settle(facts)
-        if command.source == self.replica and not routes.source(command.replica, command.together):
-            target = self.channels[channel].replica(command.replica)
-            way = self.bridges.lazy(Span(channel, command.source, command.replica, "source"))
-            self.publishers[channel].start(version, way, len(target.ranks), self._sent, target.mesh or None)
+        if command.source == self.replica:
+            publisher = self.publishers[channel]
+            routes.settle(publisher.description)
+            if not routes.source(command.replica, command.together):
+                target = self.channels[channel].replica(command.replica)
+                way = self.bridges.lazy(Span(channel, command.source, command.replica, "source"))
+                publisher.start(version, way, len(target.ranks), self._sent, target.mesh or None)
         if command.replica == self.replica:
-            way_here, done = self._way_here(command), partial(self._received, command)
-            self._receiver(channel).start(version, json.loads(facts), way_here, done)
+            receiver, digests = self._told(manifest)
+            routes.settle(receiver.description)
+            receiver.start(version, digests, self._way_here(command), partial(self._received, command))
 
     def close(self) -> None:
         self.bridges.close()
@@ -216,13 +226,13 @@ class LocalWays(Ways):
         self.peers = peers
         peers[replica] = self
 
-    def send(self, command: Send, handles: Handles) -> None:
+    def send(self, command: Send, manifest: Manifest | None) -> None:
         if command.replica != self.replica:
             return
-        facts = json.loads(handles[Firing(command.channel, command.version), "out"].meta)
+        receiver, digests = self._told(manifest)
         publisher = self.peers[command.source].publishers[command.channel]
         try:
-            moved: Moved | Exception = hand_over(publisher, self._receiver(command.channel), command.version, facts)
+            moved: Moved | Exception = hand_over(publisher, receiver, command.version, digests)
         except (ProofError, TransportError) as error:
             moved = error
         self._tell(command, moved)

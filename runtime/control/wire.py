@@ -48,7 +48,7 @@ from penstock.runtime.control.messages import (
     unpack_frame,
 )
 from penstock.runtime.control.tracker import Tracker
-from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Saved, Swapped
+from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Published, Saved, Swapped
 from penstock.runtime.tensor.handle import Handle, owner_of
 
 SILENCE = 15.0
@@ -341,7 +341,7 @@ def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, st
         case Results(results):
             claimed = set()
             for event in (result.event for result in results):
-                if isinstance(event, Done | Failed | Arrived | Swapped | Saved):
+                if isinstance(event, Done | Failed | Published | Arrived | Swapped | Saved):
                     claimed.add(rank_peer(event.replica, event.rank))
                 elif not isinstance(event, Abort):
                     return f"a {type(event).__name__}"  # the controller's own
@@ -357,8 +357,7 @@ def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, st
         return f"{type(message).__name__} of {', '.join(sorted(others))}"
     name, _, index = peer.rpartition(":")
     for handle in handles:
-        # Facts about weights have no block: their maker is the replica, and no rank reads them from it.
-        if handle.host not in ("", connection.host) or handle.owner not in (name, owner_of(name, int(index))):
+        if handle.host not in ("", connection.host) or handle.owner != owner_of(name, int(index)):
             return f"a value of {handle.owner} on host {handle.host}"
     return ""
 

@@ -25,7 +25,8 @@ from penstock.runtime.record.faults import RecordError, disk_fault
 from penstock.runtime.record.folder import open_append, read_file
 from penstock.runtime.record.typed_json import parse_record
 
-MAGIC = b"penstock events 1\n"
+FORMAT = 2
+MAGIC = b"penstock events %d\n" % FORMAT
 CHAIN, CHECK = 16, 4
 LENGTH = Struct("<I")
 HEAD = LENGTH.size + CHECK
@@ -243,7 +244,7 @@ def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):
-        raise LogError(f"{path}: given {_kind(data)}, needed an event log of format 1")
+        raise LogError(f"{path}: given {_kind(data)}, needed an event log of format {FORMAT}")
     number, at, chain = mark or Mark(0, len(MAGIC), _first())
     while at + HEAD <= len(data):
         (length,) = LENGTH.unpack_from(data, at)

@@ -12,7 +12,7 @@ from penstock.runtime.control.records import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import MAGIC, LogError, Segment, StageLog, read_whole
+from penstock.runtime.record.log import FORMAT, MAGIC, LogError, Segment, StageLog, read_whole
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.record.typed_json import ConfigFile, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, Lane, lanes, streams
@@ -232,7 +232,7 @@ def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> S
         begin = zero + round(log.steps[0].time * NS)
         watch = _Watch(origin, tables, begin, end)
     except ValueError as error:
-        raise ReportError(f"events.log: given a stage of another format ({error}); needed format 1") from None
+        raise ReportError(f"events.log: given a stage of another format ({error}); needed format {FORMAT}") from None
     for step in log.steps:
         try:
             watch.step(zero + round(step.time * NS), cast(Event, read_record(step.event)))

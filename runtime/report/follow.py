@@ -19,6 +19,8 @@ from penstock.runtime.schedule.events import (
     Event,
     Failed,
     Fire,
+    Publish,
+    Published,
     Save,
     Saved,
     Send,
@@ -102,6 +104,8 @@ class Follow:
             match command:
                 case Fire():
                     self._fire(time, command, cause)
+                case Publish(channel, version, replica):
+                    self._ask(time, replica, channel, version, "publish", cause)
                 case Send(channel, version, _, replica):
                     self._ask(time, replica, channel, version, "send", cause)
                 case Swap(channel, version, replica):
@@ -130,6 +134,8 @@ class Follow:
                     self.found.dropped.add(firing)
             case Failed(firing, replica, rank):
                 self._over(time, ("fire", firing, replica, rank), "failed")
+            case Published(channel, version, replica, rank):
+                self._over(time, ("publish", channel, version, replica, rank), "")
             case Arrived(channel, version, replica, rank):
                 self._over(time, ("send", channel, version, replica, rank), "")
             case Swapped(channel, version, replica, rank):
@@ -161,16 +167,16 @@ class Follow:
     # What was asked ---------------------------------------------------------------------------------------
 
     def _fire(self, time: int, fire: Fire, cause: Cause) -> None:
-        firing, step = fire.firing, self.tables.steps.get(fire.firing.node)
-        if step is not None and step.source:
+        firing, step = fire.firing, self.tables.steps[fire.firing.node]
+        if step.source:
             return
         version: int | None = firing.index
-        if step is not None and not step.per_update:
+        if not step.per_update:
             version = self._version(step, firing, fire.replica)
-        elif step is not None and fire.groups and firing.index not in self.found.batches:
+        elif fire.groups and firing.index not in self.found.batches:
             self.found.batches[firing.index] = len(fire.groups)
             self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
-        kind: Kind = "publish" if step is None else "update" if step.per_update else "group"
+        kind: Kind = "update" if step.per_update else "group"
         for rank in range(len(self.tables.replicas[fire.replica].ranks)):
             lane = (fire.replica, rank)
             work = Work(lane, firing.node, firing.index, firing.turn, time, time, kind, version, cause)
@@ -189,15 +195,17 @@ class Follow:
         for rank in range(len(self.tables.replicas[replica].ranks)):
             work = Work((replica, rank), name, version, 0, time, time, kind, version, cause)
             self._open[kind, name, version, replica, rank] = work
+            self.in_work[work.lane] += kind == "publish"
 
 
 def cause_of(event: Event) -> Cause:
     match event:
         case Done(firing, _):
-            channel = ">" in firing.node
-            return (f"version # of {firing.node} was published" if channel else f"{firing.node}[#] was done"), firing[1]
+            return f"{firing.node}[#] was done", firing[1]
         case Failed(firing, _):
             return f"{firing.node}[#] had failed", firing[1]
+        case Published(channel, version, _):
+            return f"version # of {channel} was published", version
         case Arrived(_, version, replica):
             return f"version # had arrived on {replica}", version
         case Swapped(_, version, replica):

@@ -45,5 +45,5 @@ def schedule_html(bars: Sequence[Bar], title: str) -> str:
 
 def _work(bar: Bar, lane: str, begin: float) -> Work:
     start, end = round((bar.start - begin) * NS), round((bar.end - begin) * NS)
-    name = bar.lane.rpartition("/")[0] if ">" in bar.lane else bar.name
+    name = bar.name if bar.lane == lane else bar.lane.rpartition("/")[0]  # a channel's, on a lane of its own
     return Work((lane, 0), name, bar.index, 0, start, end, bar.kind, bar.version, (bar.detail, 0))

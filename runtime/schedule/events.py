@@ -37,6 +37,15 @@ class Failed(Packable, frozen=True):
     error: str
 
 
+class Published(Packable, frozen=True):
+    """A rank of the sender has copied the weights of `channel` aside as `version`."""
+
+    channel: str
+    version: int
+    replica: str
+    rank: int = 0
+
+
 class Arrived(Packable, frozen=True):
     """A rank holds `version` in its shadow arena, proved."""
 
@@ -75,7 +84,7 @@ class Abort(Packable, frozen=True):
     error: str
 
 
-Event = Begin | Done | Failed | Arrived | Swapped | Checkpoint | Saved | Abort
+Event = Begin | Done | Failed | Published | Arrived | Swapped | Checkpoint | Saved | Abort
 
 
 # Commands -------------------------------------------------------------------------------------------------
@@ -91,6 +100,14 @@ class Fire(Packable, frozen=True):
     replica: str
     groups: tuple[int, ...] = ()
     update: int = 0
+
+
+class Publish(Packable, frozen=True):
+    """Copy the weights of `channel` aside as `version`, on every rank of `replica`, which holds them."""
+
+    channel: str
+    version: int
+    replica: str
 
 
 class Send(Packable, frozen=True):
@@ -151,4 +168,4 @@ class Finish(Packable, frozen=True):
     error: str = ""
 
 
-Command = Fire | Send | Swap | Free | Settle | Save | Commit | Finish
+Command = Fire | Publish | Send | Swap | Free | Settle | Save | Commit | Finish

@@ -47,6 +47,7 @@ from penstock.runtime.schedule.events import (
     Done,
     Event,
     Failed,
+    Published,
     Saved,
     Swapped,
 )
@@ -118,6 +119,10 @@ class Scheduler(State):
         match event:
             case Done():
                 return self._done(event)
+            case Published(channel, version, replica, rank):
+                if not self.answered(("publish", channel, version, replica), rank):
+                    return ()
+                weights.published(self, channel, version, replica)
             case Arrived() | Swapped():
                 return self._weights(event)
             case Failed():
@@ -145,8 +150,8 @@ class Scheduler(State):
         """Stop at once, or wait for the other ranks' answers and then try again or give the group up."""
         firing = event.firing
         last = self.answered(("fire", firing, event.replica), event.rank)
-        step = self.tables.steps.get(firing.node)
-        hopeless = step is None or step.per_update or step.stateful
+        step = self.tables.steps[firing.node]
+        hopeless = step.per_update or step.stateful
         if hopeless or (self.tries.get(firing, 0) >= self.rules.retries and self.rules.on_failure == "stop"):
             self.finish("failed", event.error)
             return None
@@ -158,12 +163,10 @@ class Scheduler(State):
         """All ranks have answered for a firing. Any of them may have failed, or dropped its group."""
         failed, dropped, again = (_take(of, firing) for of in (self.failed, self.dropped, self.again))
         del self.running[firing]
-        step = self.tables.steps.get(firing.node)
-        if step is None or not step.source:
+        step = self.tables.steps[firing.node]
+        if not step.source:
             self.weigh(replica, -1)
-        if step is None:
-            self.ways[firing.node].publish(firing.index)
-        elif step.per_update:
+        if step.per_update:
             fates.update_done(self, step, firing, replica)
         elif failed:
             fates.group_failed(self, firing, replica)

@@ -26,6 +26,8 @@ from penstock.runtime.schedule.events import (
     Event,
     Finish,
     Fire,
+    Publish,
+    Published,
     Save,
     Saved,
     Send,
@@ -115,7 +117,7 @@ class _Clock:
                 observe(self.now, event, commands)
             if self.scheduler.update > update:
                 self.result.ends.append(self.now)
-            if isinstance(event, Done | Swapped):
+            if isinstance(event, Done | Published | Swapped):
                 self.account.note(event.replica)
             for command in commands:
                 self._do(command)
@@ -156,6 +158,11 @@ class _Clock:
             case Fire():
                 self._fire(command)
                 self.account.note(command.replica)
+            case Publish(channel, version, replica):
+                seconds = self.durations.publish
+                self._take(seconds, "publish", replica, channel, version, version)
+                self._answer(seconds, replica, lambda rank: Published(channel, version, replica, rank))
+                self.account.note(replica)
             case Send(channel, version, _, replica):
                 self._take(self.durations.wire, "send", f"{channel}/{replica.rpartition('/')[2]}", channel, version)
                 self._answer(self.durations.wire, replica, lambda rank: Arrived(channel, version, replica, rank))
@@ -169,14 +176,13 @@ class _Clock:
 
     def _fire(self, command: Fire) -> None:
         firing, replica = command.firing, command.replica
-        step = self.tables.steps.get(firing.node)
-        seconds = self.durations.publish if step is None else self.durations.of(firing)
+        step = self.tables.steps[firing.node]
+        seconds = self.durations.of(firing)
         version: int | None = firing.index
-        kind: Kind = "publish" if step is None else "update" if step.per_update else "group"
-        if step is not None and not step.per_update:
-            kind = "source" if step.source else "group"
+        kind: Kind = "update" if step.per_update else "source" if step.source else "group"
+        if not step.per_update:
             version = self._version(step, firing.index, replica)
-        if step is not None and step.groups and step.per_update:
+        elif step.groups:
             self._consume(firing.index, command.groups)
         if isinstance(seconds, int | float):
             self._take(seconds, kind, replica, firing.node, firing.index, version)
@@ -211,9 +217,9 @@ class _Clock:
             heapq.heappush(self._answers, (engine.due, self._asked, alarm))
 
     def _done(self, firing: Firing, replica: str, seconds: float) -> None:
-        step = self.tables.steps.get(firing.node)
-        dropped = step is not None and step.filters and self.verdicts.dropped(firing)
-        again = step is not None and step.answers and self.verdicts.goes_on(firing)
+        step = self.tables.steps[firing.node]
+        dropped = step.filters and self.verdicts.dropped(firing)
+        again = step.answers and self.verdicts.goes_on(firing)
         self._answer(seconds, replica, lambda rank: Done(firing, replica, rank, dropped, again))
 
     def _take(self, seconds: float, kind: Kind, lane: str, name: str, index: int, version: int | None = None) -> None:

@@ -16,7 +16,8 @@ from penstock.runtime.schedule.line import Line
 from penstock.runtime.schedule.tables import Rules, Step, Tables
 
 Key = tuple[Any, ...]
-"""What a rank was asked: ("fire", firing, replica), ("send", channel, version, replica), ("swap", …), ("save", …)."""
+"""What a rank was asked: ("fire", firing, replica), ("save", update, replica), or with "publish", "send" or "swap"
+("publish", channel, version, replica)."""
 
 
 class UnawaitedError(ValueError):

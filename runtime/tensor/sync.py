@@ -2,14 +2,15 @@
 
 The sending rank's `Publisher` copies the carried value's weights aside (`publish`) and sends that copy to any number
 of replicas, while the optimizer goes on. Replicas may have several ranks, on each of which one of these runs: weights
-go from shard to shard. The facts that `publish` returns, equal on all ranks of the sender but for the seconds, travel
-by the control plane: the layout, from which both sides make the same plan, and the proof. The receiving rank's
-`Receiver` fills its shadow while its nodes read the live weights, proves what arrived, and swaps when it is told to,
-between two steps.
+go from shard to shard. Two things travel by the control plane, both equal on all ranks of the sender: once, the
+`description` of the weights, from which both sides make the same plan; and the digests of each version, which
+`publish` returns. The receiving rank's `Receiver` fills its shadow while its nodes read the live weights, proves what
+arrived, and swaps when it is told to, between two steps.
 
-    facts = publisher.publish(7)                                # sender, at the firing of broadcast
+    digests = publisher.publish(7)                              # sender, on Publish → Published
     publisher.start(7, transport, ranks, done, mesh)            # sender, on Send
-    receiver.start(7, facts, transport, done)                   # receiver, on Send; done → Arrived
+    receiver.describe(publisher.description)                    # receiver, once
+    receiver.start(7, digests, transport, done)                 # receiver, on Send; done → Arrived
     receiver.swap(7)                                            # receiver, on Swap → Swapped
 """
 
@@ -38,7 +39,9 @@ from penstock.runtime.tensor.source import source_layout
 from penstock.runtime.tensor.target import mesh_of, rules_from_json, rules_to_json, target_layout
 from penstock.runtime.tensor.transport import LocalTransport, Receiving, Transport
 
-Facts = dict[str, Any]
+Description = dict[str, Any]
+"""What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want
+them ("wanted"), and the mode of their "proof"."""
 
 
 class SyncError(RuntimeError):
@@ -95,25 +98,23 @@ class Publisher:
         # Without a sum over the ranks each has everything, and proves it by itself.
         self._prover = Prover(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
         self._names = tuple(t.name for t in self.layout.tensors)
-        described = {"layout": self._source.to_json(), "wire": wire, "wanted": rules_to_json(self._wanted)}
-        self._facts = {**described, "proof": proof}
+        wanted = rules_to_json(self._wanted)
+        self.description = {"layout": self._source.to_json(), "wire": wire, "wanted": wanted, "proof": proof}
         self._snapshots: list[Snapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
         self._copies: dict[Mesh, tuple[Copy, ...]] = {}
 
-    def publish(self, version: int, carried: Carried | None = None) -> Facts:
-        """Copy the weights aside as `version`, in the format of the wire, and hash the copy; blocks meanwhile. What
-        receivers need to know, JSON-able. `carried` is the value now: an update may return another object than it was
-        given. Raises `ConversionError` for what the format cannot hold.
+    def publish(self, version: int, carried: Carried | None = None) -> dict[str, int]:
+        """Copy the weights aside as `version`, in the format of the wire; blocks meanwhile. Returns the digests of the
+        copy by tensor, of those that the mode of the proof asks for. `carried` is the value now: an update may return
+        another object than it was given. Raises `ConversionError` for what the format cannot hold.
         """
         self._carried = self._carried if carried is None else carried
-        started = time.perf_counter()
         names = chosen(self._proof, version, self._names)
         snapshot = self._free_snapshot(version)
         hashed = partial(self._prover.digests, snapshot.parts, names)
-        digests = snapshot.take(version, self._carried.weights(), hashed, self._convert)
-        return {**self._facts, "version": version, "digest": digests, "publish_s": time.perf_counter() - started}
+        return snapshot.take(version, self._carried.weights(), hashed, self._convert)
 
     def send(self, version: int, transport: Transport, ranks: int = 1, mesh: Axes | None = None) -> Moved:
         """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
@@ -207,19 +208,27 @@ class Receiver:
         self._arena: Arena | None = None
         self._prover: Prover | None = None
         self._copies: tuple[Copy, ...] = ()
-        self._described: tuple[Any, ...] = ()
+        self.description: Description = {}
         self._arrived: int | None = None
         self._busy = False
 
-    def receive(self, version: int, facts: Mapping[str, Any], transport: Receiving) -> Moved:
-        """Fill the shadow with `version` and prove it; blocks. After an error the live weights are as they were."""
-        self._begin(version, facts)
-        return self._receive(version, facts, transport)
+    def describe(self, description: Description) -> None:
+        """Say what the sender's weights look like; before the first version. Raises `LayoutError` for another
+        description than before."""
+        if self.description and self.description != description:
+            raise LayoutError(f"{self.channel}: the weights' names, shapes, dtypes or layout changed during the run")
+        self.description = description
 
-    def start(self, version: int, facts: Mapping[str, Any], transport: Receiving, done: Done[Moved]) -> None:
+    def receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
+        """Fill the shadow with `version` and compare it with the sender's `digests`; blocks. After an error the live
+        weights are as they were."""
+        self._begin(version)
+        return self._receive(version, digests, transport)
+
+    def start(self, version: int, digests: Mapping[str, int], transport: Receiving, done: Done[Moved]) -> None:
         """`receive` in the background."""
-        self._begin(version, facts)
-        in_background(f"receive {self.channel} {version}", lambda: self._receive(version, facts, transport), done)
+        self._begin(version)
+        in_background(f"receive {self.channel} {version}", lambda: self._receive(version, digests, transport), done)
 
     def swap(self, version: int) -> None:
         """Make the version that arrived live; the caller is between two steps of whatever reads `weights`."""
@@ -232,21 +241,20 @@ class Receiver:
         self.weights.tensors = restored or {name: part.tensor for name, part in live.items()}
         self.weights.version = version
 
-    def _begin(self, version: int, facts: Mapping[str, Any]) -> None:
+    def _begin(self, version: int) -> None:
         """Nothing may be written into a shadow that is in use, or that is about to go live."""
-        if self._busy or self._arrived is not None or version <= self.weights.version:
+        if not self.description or self._busy or self._arrived is not None or version <= self.weights.version:
             raise SyncError(f"{self.channel}: receive version {version}: {self._state()}")
-        if facts["version"] != version:
-            raise ProofError(f"{self.channel}: given the proof of version {facts['version']}, needed {version}")
         self._busy = True
 
-    def _receive(self, version: int, facts: Mapping[str, Any], transport: Receiving) -> Moved:
+    def _receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
         try:
-            arena, prover = self._prepared(facts)
+            arena, prover = self._prepared()
+            self._require_digests(version, digests, arena.layout)
             started = time.perf_counter()
             nbytes = transport.receive(version, self._copies, arena.shadow)
             arrived = time.perf_counter()
-            prover.check(arena.shadow, self._sent(version, facts), version, self._sides())
+            prover.check(arena.shadow, digests, version, self._sides())
             proved = time.perf_counter()
             if self._restorer is not None:
                 self._restorer.fill(arena.shadow)
@@ -255,12 +263,11 @@ class Receiver:
         finally:
             self._busy = False
 
-    def _prepared(self, facts: Mapping[str, Any]) -> tuple[Arena, Prover]:
-        """The arena, made for the first layout that is sent; all later ones must be equal."""
-        described = facts["layout"], facts["wanted"], facts["wire"]
+    def _prepared(self) -> tuple[Arena, Prover]:
+        """The arena, and what checks it; made for the first version."""
         if self._arena is None or self._prover is None:
-            source, wire = Layout.from_json(facts["layout"]), facts["wire"]
-            read = target_layout(source, rules_from_json(facts["wanted"]), self.mesh)
+            source, wire = Layout.from_json(self.description["layout"]), self.description["wire"]
+            read = target_layout(source, rules_from_json(self.description["wanted"]), self.mesh)
             target = converted(read, wire)
             self._copies = reshard(converted(source, wire), target).receives(self._rank)
             if wire and self._restore:
@@ -268,20 +275,15 @@ class Receiver:
             self._arena = Arena(target, self._rank, self._device, self._allocate)
             own = target if self._add else target.replicated(1)
             self._prover = Prover(own, self._rank if self._add else 0, self._add or alone)
-            self._described = described
-        elif self._described != described:
-            raise LayoutError(f"{self.channel}: the weights' names, shapes, dtypes or layout changed during the run")
         return self._arena, self._prover
 
-    def _sent(self, version: int, facts: Mapping[str, Any]) -> Mapping[str, int]:
-        """The digests, which must be those that the mode of the proof asks for."""
-        assert self._arena is not None
-        needed = chosen(facts["proof"], version, [t.name for t in self._arena.layout.tensors])
-        sent: Mapping[str, int] = facts["digest"]
-        if sent.keys() != set(needed):
-            names = ", ".join(sorted(sent.keys() ^ set(needed)))
-            raise ProofError(f"{self.channel}: version {version}: a proof ({facts['proof']}) that differs in {names}")
-        return sent
+    def _require_digests(self, version: int, digests: Mapping[str, int], layout: Layout) -> None:
+        """Raises ProofError for other tensors' digests than the mode of the proof asks for in this version."""
+        mode = self.description["proof"]
+        needed = chosen(mode, version, [t.name for t in layout.tensors])
+        if digests.keys() != set(needed):
+            names = ", ".join(sorted(digests.keys() ^ set(needed)))
+            raise ProofError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
 
     def _sides(self) -> str:
         sources = sorted({copy.source for copy in self._copies})
@@ -290,11 +292,13 @@ class Receiver:
 
     def _state(self) -> str:
         doing = "a version is being received" if self._busy else f"arrived: {self._arrived}"
+        if not self.description:
+            doing = "the sender has not described its weights"
         return f"live: {self.weights.version}, {doing}"
 
 
-def hand_over(publisher: Publisher, receiver: Receiver, version: int, facts: Mapping[str, Any]) -> Moved:
+def hand_over(publisher: Publisher, receiver: Receiver, version: int, digests: Mapping[str, int]) -> Moved:
     """Send and receive in one process and one thread: the same plan, the same proof, one copy."""
     transport = LocalTransport(receiver.channel)
     publisher.send(version, transport, mesh=receiver.mesh.axes)
-    return receiver.receive(version, facts, transport)
+    return receiver.receive(version, digests, transport)

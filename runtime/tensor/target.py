@@ -28,10 +28,10 @@ def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Lay
     return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
 
 
-def plan_of(facts: Mapping[str, Any], mesh: Mesh) -> Plan:
-    """The plan from a sender, of whose publications these are the facts (`sync`), to a replica on `mesh`."""
-    source, wire = Layout.from_json(facts["layout"]), facts["wire"]
-    target = target_layout(source, rules_from_json(facts["wanted"]), mesh)
+def plan_of(description: Mapping[str, Any], mesh: Mesh) -> Plan:
+    """The plan from a sender, whose description of its weights this is (`sync`), to a replica on `mesh`."""
+    source, wire = Layout.from_json(description["layout"]), description["wire"]
+    target = target_layout(source, rules_from_json(description["wanted"]), mesh)
     return reshard(converted(source, wire), converted(target, wire))
 
 

@@ -6,7 +6,7 @@ way.
 """
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Send, Swap
+from penstock.runtime.schedule.events import Publish, Send, Swap
 from penstock.runtime.schedule.state import State
 from penstock.runtime.schedule.tables import Channel, Step
 
@@ -23,7 +23,15 @@ def publish(state: State, channels: tuple[Channel, ...]) -> None:
             continue
         if way.may_publish(version) and _is_read(state, channel, version):
             way.publishing = True
-            state.fire(Firing(channel.name, version), channel.source.name)
+            source = channel.source.name
+            state.weigh(source, 1)
+            state.ask(Publish(channel.name, version, source), ("publish", channel.name, version, source), source)
+
+
+def published(state: State, channel: str, version: int, replica: str) -> None:
+    """All ranks of `replica` have copied `version` aside."""
+    state.weigh(replica, -1)
+    state.ways[channel].publish(version)
 
 
 def _is_read(state: State, channel: Channel, version: int) -> bool:

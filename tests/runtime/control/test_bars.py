@@ -5,19 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from penstock.graph.ir import Firing
 from penstock.runtime.control import bars as module
 from penstock.runtime.control.bars import Bars
 from penstock.runtime.control.messages import Result
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Arrived, Done, Send, Swapped
+from penstock.runtime.schedule.events import Arrived, Published, Send, Swapped
 
 CHANNEL, REPLICAS = "policy>generator", ("generator/0", "generator/1")
 
 
 def publish(bars: Bars, version: int, began: float) -> None:
-    firing = Firing(CHANNEL, version)
-    bars.publishes("trainer/0", firing, Result(Done(firing, "trainer/0"), began=began, ended=began + 0.5))
+    event = Published(CHANNEL, version, "trainer/0")
+    bars.publishes(event, Result(event, began=began, ended=began + 0.5))
 
 
 def test_weights_on_their_way_are_remembered_once_per_channel_and_replica() -> None:

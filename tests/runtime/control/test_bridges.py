@@ -1,6 +1,5 @@
 """What the names of hosts decide: which way weights go, and where gloo listens."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +110,7 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
     replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(names, "bcd", strict=True))
     channel = Channel(CHANNEL, "policy", Replica(TRAINER, (Rank("a"),)), "broadcast", "generator", replicas)
     routes = Routes(channel, "auto", 0)
-    routes.settle(json.dumps(Publisher(CHANNEL, Policy(4), proof="off").publish(0)))
+    routes.settle(Publisher(CHANNEL, Policy(4), proof="off").description)
     meet = partial(PrefixStore, store=HashStore())
     ground = Ground(RUN, meet, ADDRESS, 0.2, "full", "", 0, "auto", lambda: None, print)
     bridges = Bridges({CHANNEL: channel}, 0, "cpu", ground, {CHANNEL: routes}, {})
@@ -154,14 +153,15 @@ def test_a_version_goes_out_when_its_sender_is_through_with_the_one_before(
     sides, sent, policy = both_sides("b", memory, delta=9), SimpleQueue[Moved | Exception](), Policy(1000)
     ways = {side: sides[side].lazy(Span(CHANNEL, TRAINER, GENERATOR, side)) for side in SIDES}
     publisher, receiver = Publisher(CHANNEL, policy), Receiver(CHANNEL)
+    receiver.describe(publisher.description)
     for version in range(2):
         policy.advance(version)
-        facts = publisher.publish(version)
+        digests = publisher.publish(version)
         publisher.start(version, ways["source"], 1, sent.put)
         if version:
             assert not began.wait(0.2)
             taken_down.set()
-        receiver.receive(version, facts, ways["destination"])
+        receiver.receive(version, digests, ways["destination"])
         receiver.swap(version)
     assert [getattr(sent.get(timeout=20), "version", None) for _ in range(2)] == [0, 1]
     assert (sides["source"].counts()["full"], sides["source"].counts()["delta"]) == (1, 1)

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from penstock.graph.ir import Firing
 from penstock.runtime.control.ground import Ground
+from penstock.runtime.control.messages import Manifest
 from penstock.runtime.control.weights import BridgeWays
 from penstock.runtime.plan.plan import Rank, Replica
 from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.schedule.tables import Channel
-from penstock.runtime.tensor.handle import Handle
 from tests.runtime.tensor.peer import Policy
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,20 +31,22 @@ class Run:
         channels = {CHANNEL: Channel(CHANNEL, "policy", source, "broadcast", "generator", replicas)}
         meet = partial(PrefixStore, store=HashStore())
         ground = Ground(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, "full", "", 0, "auto", lambda: None, print)
-        self.policy = Policy(1_000_000)
+        self.policy, self.layout = Policy(1_000_000), ""
         self.ways = {name: BridgeWays(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
 
     def sync(self, version: int, *groups: Sequence[str]) -> None:
         """Send a version to each group of replicas at once, the groups one after the other, and swap it in."""
         self.policy.advance(version)
-        facts = self.ways[TRAINER].publish(CHANNEL, version, {"policy": self.policy})
-        handles = {(Firing(CHANNEL, version), "out"): Handle("", 0, 0, facts, TRAINER)}
+        manifest = self.ways[TRAINER].publish(CHANNEL, version, {"policy": self.policy})
+        assert manifest is not None
+        self.layout = manifest.layout or self.layout
+        assert bool(manifest.layout) == (version == 0)
         for group in groups:
             together = tuple(group) if len(group) > 1 else ()
             for name in group:
                 command = Send(CHANNEL, version, TRAINER, name, together)
-                self.ways[TRAINER].send(command, handles)
-                self.ways[name].send(command, handles)
+                self.ways[TRAINER].send(command, None)
+                self.ways[name].send(command, Manifest(CHANNEL, version, manifest.digests, self.layout))
             for name in group:
                 assert self.told(name) == [Arrived(CHANNEL, version, name)]
                 self.ways[name].swap(CHANNEL, version)

@@ -1,14 +1,12 @@
 """Who passes weights on to whom in a run: a chain where they are messages, and everybody else as without one."""
 
-import json
-
 import pytest
 import torch
 
 from penstock.runtime.control.routes import GRACE, Routes
 from penstock.runtime.plan.plan import Rank, Replica
 from penstock.runtime.schedule.tables import Channel
-from penstock.runtime.tensor.sync import Publisher
+from penstock.runtime.tensor.sync import Description, Publisher
 from tests.runtime.tensor.peer import Policy
 
 
@@ -19,16 +17,16 @@ def channel(trainers: int, *hosts: str, ranks: int = 1) -> Channel:
     return Channel("policy>generator", "policy", source, "broadcast", "generator", replicas)
 
 
-def facts(ranks: int = 1) -> str:
+def description(ranks: int = 1) -> Description:
     """Of six equal tensors, which each rank holds, so that each sends an equal share of them."""
     policy = Policy(1)
     policy.tensors = {f"t{k}": torch.zeros(100) for k in range(6)}
-    return json.dumps(Publisher("policy>generator", policy, ranks=ranks, proof="off").publish(0))
+    return Publisher("policy>generator", policy, ranks=ranks, proof="off").description
 
 
 def settled(way: Channel, transport: str = "auto", delta: int = 0) -> Routes:
     routes = Routes(way, transport, delta)
-    routes.settle(facts(len(way.source.ranks)))
+    routes.settle(description(len(way.source.ranks)))
     return routes
 
 

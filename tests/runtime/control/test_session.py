@@ -1,6 +1,7 @@
 """A session driven in this process: what a stop finds in work, and what piles up."""
 
 import io
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace as replace_fields
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from penstock.graph import trace
 from penstock.graph.ir import Firing
 from penstock.runtime.control.inprocess import InProcess, run_in_process
-from penstock.runtime.control.messages import Result
+from penstock.runtime.control.messages import Order, Result, pack
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.session import Session, _merge
@@ -25,7 +26,7 @@ from penstock.runtime.plan.place import place
 from penstock.runtime.record.checkpoint import latest_checkpoint
 from penstock.runtime.record.faults import RecordError
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Done
+from penstock.runtime.schedule.events import Done, Published
 from penstock.runtime.tensor.checkpoint import read_part
 from penstock.runtime.tensor.handle import Handle
 
@@ -35,18 +36,23 @@ HANDLE = Handle("segment", 0, 8, "{}", "worker/0")
 
 
 class Watched(Session):
-    """Asks itself to stop when `stop_when` says so, or while the last checkpoint is being written, if `stop_at_save`;
-    counts channels' handles.
+    """Asks itself to stop when `stop_when` says so, or while the last checkpoint is being written, if `stop_at_save`.
 
     With `handles`, the answers have those of values, as the answers of processes have. `left` are the firings that
-    a stage still has handles of when it is over, `held` is how many it had at most.
+    a stage still has handles of when it is over, `held` is how many it had at most. `results` and `orders` are all that
+    was said.
     """
 
     stop_at_save = False
     stop_when: Callable[["Watched", Result], bool] | None = None
     handles = False
-    most = held = 0
+    held = 0
     left: Iterable[Firing] = ()
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.results: list[Result] = []
+        self.orders: list[Orders] = []
 
     def answer(self, result: Result, now: float) -> Orders:
         stage = self.stage
@@ -54,10 +60,10 @@ class Watched(Session):
         if self.handles and isinstance(result.event, Done) and result.event.firing.node in VALUES:
             result = replace(result, outputs={"out": HANDLE})
         orders = super().answer(result, now)
+        self.results.append(result)
+        self.orders.append(orders)
         if stage.name == "train":
             self.left, self.held = list(stage.handles), max(self.held, len(stage.handles))
-        if self.stage is not None:
-            self.most = max(self.most, sum(">" in firing.node for firing in self.stage.handles))
         if self.stop_at_save and self.stage is not None and self.stage.name == "save":
             assert self.stop(now) == {}
         if self.stop_when is not None and self.stopping is None and self.stop_when(self, result):
@@ -186,16 +192,27 @@ def test_a_stop_while_the_last_checkpoint_is_written_leaves_it_whole(folder: Run
     assert saved.update == UPDATES
 
 
-def test_only_the_newest_version_of_a_channel_is_remembered(folder: RunFolder) -> None:
-    session = run(folder)
+def test_the_layout_of_weights_crosses_once_and_digests_with_each_version(folder: RunFolder) -> None:
+    session = run(folder, updates=6)
     assert session.status == "done"
-    assert session.most == 1
+    said = [result.manifest for result in session.results if isinstance(result.event, Published)]
+    told = [one for orders in session.orders for order in orders.values() for one in order.manifests]
+    assert said == told  # there is one replica on either side
+    assert len(said) > 3
+    first, *others = said
+    assert first is not None
+    assert json.loads(first.layout).keys() == {"layout", "wire", "wanted", "proof"}
+    for manifest in others:
+        assert manifest is not None
+        assert (manifest.layout, manifest.digests.keys()) == ("", first.digests.keys())
+        assert manifest.digests != first.digests
+        assert len(pack(Order((), manifests=(manifest,)))) < len(pack(Order((), manifests=(first,)))) / 2
 
 
 def test_no_handle_of_a_groups_value_outlives_its_last_reader(folder: RunFolder) -> None:
     session = run(folder, handles=True, updates=200)
     assert session.status == "done"
-    assert [firing for firing in session.left if ">" not in firing.node] == []  # but for a channel's newest version
+    assert session.left == []
     assert len(VALUES) < session.held < 40  # of 400 groups, those that are under way
 
 

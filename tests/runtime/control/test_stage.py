@@ -7,18 +7,16 @@ from typing import Literal
 import pytest
 
 from penstock.graph import trace
-from penstock.graph.ir import Firing
 from penstock.programs.toy import toy
-from penstock.runtime.control.messages import Result
+from penstock.runtime.control.messages import Manifest, Result
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.stage import Stage
+from penstock.runtime.control.stage import Manifests, Stage
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Arrived, Begin, Done, Send
+from penstock.runtime.schedule.events import Arrived, Begin, Done, Published, Send
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.tensor.handle import Handle
 from penstock.runtime.tensor.sync import Publisher
 from tests.runtime.tensor.peer import Policy
 
@@ -41,11 +39,21 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     made.feed(Begin(), 0.0)
     while prompts := [what for kind, what, *_ in made.scheduler.awaited() if kind == "fire" and what.node == "prompts"]:
         made.answer(Result(Done(prompts[0], "generator/0")), 1.0)
-    facts = json.dumps(Publisher(CHANNEL, Policy(4), proof="off").publish(0))
-    published = Result(Done(Firing(CHANNEL, 0), "trainer/0"), {"out": Handle("", 0, 0, facts, "trainer/0")})
+    layout = json.dumps(Publisher(CHANNEL, Policy(4), proof="off").description)
+    published = Result(Published(CHANNEL, 0, "trainer/0"), manifest=Manifest(CHANNEL, 0, {}, layout))
     sends = [one for order in made.answer(published, 1.0).values() for one in order.commands if isinstance(one, Send)]
     assert {send.replica for send in sends} == {*GENERATORS}
     return made
+
+
+def test_a_replica_is_told_the_layout_with_its_first_version_alone() -> None:
+    manifests, first, second = Manifests(), Manifest(CHANNEL, 0, {"w": 5}, "the layout"), Manifest(CHANNEL, 1, {"w": 6})
+    manifests.note(first)
+    assert manifests.tell(CHANNEL, "generator/0") == first
+    manifests.note(second)
+    assert manifests.tell(CHANNEL, "generator/0") == second
+    assert manifests.tell(CHANNEL, "generator/1") == Manifest(CHANNEL, 1, {"w": 6}, "the layout")
+    assert manifests.tell(CHANNEL, "generator/1") == second
 
 
 def senders(stage: Stage) -> list[str]:

@@ -43,7 +43,7 @@ from penstock.runtime.control.messages import (
     pack,
 )
 from penstock.runtime.control.wire import MAX_DRAIN_BYTES, MAX_NOTES, Server
-from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Saved, Swapped
+from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
 from penstock.runtime.tensor.handle import Handle
 from tests.halt import halt
 
@@ -154,6 +154,7 @@ OTHERS: list[tuple[str, Message]] = [
     ("rank", RESULTS),
     ("rank", Results((Result(Saved(3, "trainer/0")),))),
     ("rank", Results((Result(Swapped("policy>generator", 1, "generator/1")),))),
+    ("rank", Results((Result(Published("policy>generator", 1, "trainer/0")),))),
     ("rank", Results((Result(Failed(Firing("generate", 3), "generator/7", 1, "my other rank")),))),
     ("rank", Results((Result(Checkpoint(final=True)),))),
     ("rank", Results((Result(Begin()),))),

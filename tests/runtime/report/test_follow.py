@@ -3,7 +3,7 @@
 from penstock.graph.ir import Firing
 from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.follow import NS, cause_of
-from penstock.runtime.schedule.events import Done, Failed, Swapped
+from penstock.runtime.schedule.events import Done, Failed, Published, Swapped
 
 from .runs import Made
 
@@ -50,7 +50,6 @@ def test_lags_and_swaps_are_those_of_the_run(made: Made) -> None:
 
 def test_a_cause_names_what_happened() -> None:
     assert cause_of(Done(Firing("score", 7), "scorer/0")) == ("score[#] was done", 7)
-    assert cause_of(Done(Firing("policy>generator", 3), "trainer/0")) == (
-        "version # of policy>generator was published", 3)  # fmt: skip
+    assert cause_of(Published("policy>generator", 3, "trainer/0")) == ("version # of policy>generator was published", 3)
     assert cause_of(Swapped("policy>generator", 4, "generator/1"))[0] == "version # went live on generator/1"
     assert cause_of(Failed(Firing("score", 2), "scorer/0", 0, "no")) == ("score[#] had failed", 2)

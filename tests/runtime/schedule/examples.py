@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.schedule.events import Begin, Command, Finish, Fire
+from penstock.runtime.schedule.events import Begin, Command, Finish, Fire, Publish
 from penstock.runtime.schedule.tables import Rules
 
 from .graphs import place
@@ -52,6 +52,11 @@ def finish(world: World) -> Finish:
 
 def fired(world: World, node: str) -> list[Fire]:
     return [c for told in world.told for c in told if isinstance(c, Fire) and c.firing.node == node]
+
+
+def published(world: World, channel: str) -> list[int]:
+    """The versions that a channel was told to publish."""
+    return [c.version for told in world.told for c in told if isinstance(c, Publish) and c.channel == channel]
 
 
 def is_fire(node: str, index: int) -> Callable[[Command], bool]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Abort, Arrived, Checkpoint, Done, Event, Failed, Saved, Swapped
+from penstock.runtime.schedule.events import Abort, Arrived, Checkpoint, Done, Event, Failed, Published, Saved, Swapped
 
 from .books import Books, Work
 from .facts import Facts
@@ -24,6 +24,10 @@ class History(Books):
                 self._answer(("fire", firing, replica), rank)
                 self.running[firing].failed = True
                 self._settle_work(firing)
+            case Published(channel, version, replica, rank):
+                if self._answer(("publish", (channel, version), replica), rank):
+                    del self.running[Firing(channel, version)]
+                    self.published[channel] = version
             case Arrived(channel, version, replica, rank):
                 if self._answer(("send", (channel, version), replica), rank):
                     arenas = self.arenas[channel][replica]
@@ -56,19 +60,17 @@ class History(Books):
         if ("fire", firing, work.replica) in self.awaited:
             return
         del self.running[firing]
-        facts = self.facts.get(firing.node)
-        if facts is None:
-            self.published[firing.node] = firing.index
-        elif facts.per_update:
+        facts = self.facts[firing.node]
+        if facts.per_update:
             self._update_done(facts, firing, work)
         else:
             self._group_done(firing, work)
 
     def _hopeless(self, firing: Firing) -> bool:
         """Must the run end because of a failure?"""
-        facts = self.facts.get(firing.node)
+        facts = self.facts[firing.node]
         exhausted = self.attempts[firing] >= self.rules.retries and self.rules.on_failure == "stop"
-        return facts is None or facts.per_update or facts.stateful or exhausted
+        return facts.per_update or facts.stateful or exhausted
 
     def _group_done(self, firing: Firing, work: Work) -> None:
         alive = self.books.fates[firing.index] == "pending"

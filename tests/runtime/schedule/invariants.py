@@ -9,7 +9,19 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Command, Commit, Event, Finish, Fire, Free, Save, Send, Settle, Swap
+from penstock.runtime.schedule.events import (
+    Command,
+    Commit,
+    Event,
+    Finish,
+    Fire,
+    Free,
+    Publish,
+    Save,
+    Send,
+    Settle,
+    Swap,
+)
 
 from .books import Work
 from .facts import Facts
@@ -30,18 +42,20 @@ class Checker(Rest):
 
     def _fire(self, command: Fire) -> None:
         firing, replica = command.firing, command.replica
-        facts = self.facts.get(firing.node)
+        facts = self.facts[firing.node]
         self._ask(("fire", firing, replica))
         self._true(firing not in self.running, 1, f"{firing} is in work already")
         self._true((firing, replica) not in self.debris, 7, f"{firing} is tried again before its debris is freed")
-        if facts is None:
-            self._publish(firing, replica)
-        elif facts.trails:
+        if facts.trails:
             self._trail(facts, command)
         elif facts.per_update:
             self._update(facts, command)
         else:
             self._group(facts, command)
+        self._work(firing, replica)
+
+    def _work(self, firing: Firing, replica: str) -> None:
+        """A replica has one thing more to do."""
         self.running[firing] = Work(replica)
         self._true(self._load(replica) <= self.replicas[replica].capacity, 2, f"{replica} is over its capacity")
 
@@ -157,7 +171,10 @@ class Checker(Rest):
             version = self.applied[makers[0]]
             self._true(version == firing.index, 5, f"{firing} reads version {version} of {carried}")
 
-    def _publish(self, firing: Firing, replica: str) -> None:
+    def _publish(self, command: Publish) -> None:
+        """It takes the sender's time, so that it is noted as a firing of the channel."""
+        firing, replica = Firing(command.channel, command.version), command.replica
+        self._ask(("publish", (command.channel, command.version), replica))
         maker, version = self._maker(firing.node), self._version(firing.node)
         self._true(firing.index == version, 5, f"{firing} is published while version {version} is there")
         on_the_beat = version % self.beats[firing.node] == 0 or version == self.start
@@ -171,6 +188,7 @@ class Checker(Rest):
         )
         self._true(not unsent, 5, f"{firing} is published over a snapshot that is still to be sent")
         self._true(self.cut is None, 5, f"{firing} is published while the cut is being written")
+        self._work(firing, replica)
 
     def _is_read(self, channel: str, version: int) -> bool:
         """May some node still fire with a version of what a channel carries?"""

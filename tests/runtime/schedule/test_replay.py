@@ -76,7 +76,7 @@ def test_other_commands_than_recorded_are_refused_by_record() -> None:
     origin, log = recorded(finished())
     log[5] = log[5]._replace(digest=b"other")
     with pytest.raises(
-        ReplayError, match=r"record 5, at 0\.500000 s in stage 'train', after Done.*computed [0-9a-f]+ for"
+        ReplayError, match=r"record 5, at 0\.500000 s in stage 'train', after Arrived.*computed [0-9a-f]+ for"
     ):
         replay(origin, log, digest)
 

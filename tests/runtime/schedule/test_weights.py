@@ -3,10 +3,10 @@
 from random import Random
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Begin, Finish, Fire, Send, Swap
+from penstock.runtime.schedule.events import Begin, Finish, Fire, Publish, Send, Swap
 from penstock.runtime.schedule.tables import Rules
 
-from .examples import begun, exhaust, finish, fired, is_fire, run_until, world
+from .examples import begun, exhaust, finish, fired, is_fire, published, run_until, world
 from .graphs import actor_critic, aipo, broadcast, call, evaluate, graph, place
 from .world import Setting, World
 
@@ -14,10 +14,10 @@ from .world import Setting, World
 def test_a_version_is_published_before_the_update_that_donates_it() -> None:
     made = world(aipo(lag=1), Rules(batch=1, end=4))
     finish(made)
-    order = [c.firing for told in made.told for c in told if isinstance(c, Fire)]
+    order = [c for told in made.told for c in told]
+    updates = [order.index(c) for c in fired(made, "update")]
     for version in range(4):
-        published = order.index(Firing("policy>generator", version))
-        assert published < order.index(Firing("update", version))
+        assert order.index(Publish("policy>generator", version, "trainer/0")) < updates[version]
 
 
 def test_a_broadcast_is_skipped_while_the_one_before_is_under_way() -> None:
@@ -25,22 +25,22 @@ def test_a_broadcast_is_skipped_while_the_one_before_is_under_way() -> None:
     run_until(made, lambda c: isinstance(c, Send) and c.version == 1)
     run_until(made, is_fire("update", 3), but=["Arrived"])
     finish(made)
-    published = [c.firing.index for c in fired(made, "policy>generator")]
-    assert 2 not in published
-    assert 3 not in published
-    assert published == sorted(published)
+    versions = published(made, "policy>generator")
+    assert 2 not in versions
+    assert 3 not in versions
+    assert versions == sorted(versions)
 
 
 def test_pinned_versions_skip_no_broadcast() -> None:
     made = world(aipo(lag=2), Rules(batch=1, end=6, versions="pinned"))
     finish(made)
-    assert [c.firing.index for c in fired(made, "policy>generator")][:4] == [0, 1, 2, 3]
+    assert published(made, "policy>generator")[:4] == [0, 1, 2, 3]
 
 
 def test_the_last_version_is_not_published_for_training() -> None:
     made = world(aipo(lag=0), Rules(batch=1, end=3))
     finish(made)
-    assert [c.firing.index for c in fired(made, "policy>generator")] == [0, 1, 2]
+    assert published(made, "policy>generator") == [0, 1, 2]
 
 
 def test_each_replica_receives_and_swaps_and_waits_for_all_its_ranks() -> None:
@@ -57,11 +57,11 @@ def test_each_replica_receives_and_swaps_and_waits_for_all_its_ranks() -> None:
 def test_an_evaluation_publishes_the_policy_that_its_replicas_lack() -> None:
     rules = Rules(batch=3, end=8, start=7)
     channel = ("policy>generator", "generator/0")
-    for live, published in (({}, [7]), ({channel: 5}, [7]), ({channel: 7}, [])):
+    for live, versions in (({}, [7]), ({channel: 5}, [7]), ({channel: 7}, [])):
         setting = Setting(evaluate(), place(evaluate()), rules, {}, {})
         made = World(setting, live=live)
         finish(made)
-        assert [c.firing.index for c in fired(made, "policy>generator")] == published
+        assert published(made, "policy>generator") == versions
         assert [c.groups for c in fired(made, "evaluate.accuracy")] == [(0, 1, 2)]
 
 
@@ -74,7 +74,7 @@ def test_a_value_that_never_changes_is_sent_once() -> None:
     referred = graph("referred", {"policy": "update", "reference": "reference"}, ["texts"], nodes)
     made = world(referred, Rules(batch=1, end=4))
     assert finish(made).status == "done"
-    assert [c.firing.index for c in fired(made, "reference>scorer")] == [0]
+    assert published(made, "reference>scorer") == [0]
 
 
 def test_a_value_is_read_before_the_update_that_donates_it() -> None:

@@ -20,6 +20,8 @@ from penstock.runtime.schedule.events import (
     Failed,
     Finish,
     Fire,
+    Publish,
+    Published,
     Save,
     Saved,
     Send,
@@ -88,7 +90,7 @@ class World:
                     self.finish = command
                 case Commit():
                     self.commit = command
-                case Fire() | Send() | Swap() | Save():
+                case Fire() | Publish() | Send() | Swap() | Save():
                     ranks = range(len(self.tables.replicas[command.replica].ranks))
                     self.pending += [_answer(command, rank) for rank in ranks]
         return commands
@@ -155,10 +157,12 @@ class World:
         return World(self.setting, json.loads(self.commit.cut), self.checker.committed)
 
 
-def _answer(command: Fire | Send | Swap | Save, rank: int) -> Event:
+def _answer(command: Fire | Publish | Send | Swap | Save, rank: int) -> Event:
     match command:
         case Fire(firing, replica):
             return Done(firing, replica, rank)
+        case Publish(channel, version, replica):
+            return Published(channel, version, replica, rank)
         case Send(channel, version, _, replica):
             return Arrived(channel, version, replica, rank)
         case Swap(channel, version, replica):

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.sync import Publisher, Receiver
+from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.transport import Receiving
 
 CHANNEL = "policy>generator"
 
@@ -68,6 +69,20 @@ def answer(**facts: Any) -> None:
     sys.stdout.flush()
 
 
+def published(publisher: Publisher, version: int) -> dict[str, Any]:
+    """Publish a version; the facts that its receivers need, as they travel."""
+    digests = publisher.publish(version)
+    facts = {"version": version, "digests": digests, "description": publisher.description}
+    read: dict[str, Any] = json.loads(json.dumps(facts))
+    return read
+
+
+def receive(receiver: Receiver, facts: Mapping[str, Any], transport: Receiving) -> Moved:
+    """Receive the version of which these are the facts."""
+    receiver.describe(facts["description"])
+    return receiver.receive(facts["version"], facts["digests"], transport)
+
+
 def main(side: str, path: str, timeout: str) -> None:
     torch.set_num_threads(1)
     bridge = Bridge(CHANNEL, FileStore(path), timeout=float(timeout))
@@ -81,10 +96,10 @@ def main(side: str, path: str, timeout: str) -> None:
         try:
             if side == "source":
                 policy.advance(order["version"])
-                answer(facts=publisher.publish(order["version"]))
+                answer(facts=published(publisher, order["version"]))
                 publisher.send(order["version"], transport)
             else:
-                moved = receiver.receive(order["version"], order, transport)
+                moved = receive(receiver, order, transport)
                 receiver.swap(order["version"])
                 answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
         except RuntimeError as error:

@@ -23,7 +23,7 @@ from penstock.runtime.tensor.digest import digest
 from penstock.runtime.tensor.memory import Exported, SharedMemory
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport
-from tests.runtime.tensor.peer import CHANNEL, Policy, answer
+from tests.runtime.tensor.peer import CHANNEL, Policy, answer, published, receive
 
 
 class Opening:
@@ -70,14 +70,14 @@ def main(side: Any, folder: str, timeout: str, device: str) -> None:
         try:
             if "publish" in order:
                 policy.advance(order["publish"])
-                answer(**publisher.publish(order["publish"]))
+                answer(**published(publisher, order["publish"]))
             elif "send" in order:
                 publisher.send(order["send"], transport)
                 answer(sent=order["send"], way=type(transport.transport).__name__)
             elif "die" in order:
                 memories.copy_elements = die_after_one_piece
             else:
-                receiver.receive(order["version"], order, transport)
+                receive(receiver, order, transport)
                 receiver.swap(order["version"])
                 answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors))
         except RuntimeError as error:

@@ -20,7 +20,7 @@ from penstock.runtime.tensor.messages import MessageTransport
 from penstock.runtime.tensor.relay import Leg, Relay
 from penstock.runtime.tensor.sync import Receiver
 
-from .peer import CHANNEL, answer, hurry
+from .peer import CHANNEL, answer, hurry, receive
 
 
 def link(folder: Path, source: int) -> Bridge:
@@ -49,7 +49,7 @@ def main(folder: Path, index: int, replicas: int) -> None:
             hurry(opened(facts["hurry"]), facts["seconds"])
             continue
         try:
-            moved = receiver.receive(facts["version"], facts, leg)
+            moved = receive(receiver, facts, leg)
             receiver.swap(facts["version"])
             answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
         except RuntimeError as error:

@@ -24,6 +24,8 @@ from penstock.runtime.tensor.parallel import sharded
 from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport
 
+from .peer import published, receive
+
 CHANNEL = "policy>generator"
 RUN = f"replicas{os.getpid()}"
 """Of this process alone: tests that run beside it take away what is theirs."""
@@ -108,7 +110,7 @@ class SourceRank:
 
     def publish(self, version: int) -> dict[str, Any]:
         self.policy.advance(version)
-        return self.publisher.publish(version)
+        return published(self.publisher, version)
 
     def send(self, version: int) -> None:
         if self.transport is None:
@@ -141,7 +143,7 @@ class DestinationRank:
         return moved
 
     def sync(self, version: int, facts: Mapping[str, Any]) -> None:
-        self.receiver.receive(version, facts, self)
+        receive(self.receiver, facts, self)
         self.receiver.swap(version)
 
 
@@ -185,8 +187,8 @@ class Both:
 
     def publish(self, version: int) -> dict[str, Any]:
         facts = sound(together(*(partial(s.publish, version) for s in self.sources)))
-        assert len({json.dumps(f["digest"]) for f in facts}) == 1
-        found: dict[str, Any] = json.loads(json.dumps(facts[0]))
+        assert len({json.dumps(f["digests"]) for f in facts}) == 1
+        found: dict[str, Any] = facts[0]
         return found
 
     def move(self, version: int, facts: dict[str, Any]) -> list[Any]:

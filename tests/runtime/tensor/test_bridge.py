@@ -20,7 +20,7 @@ from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
 from penstock.runtime.tensor.transport import Transport, TransportError
 from tests.halt import halt
 
-from .peer import CHANNEL, Policy, hurry
+from .peer import CHANNEL, Policy, hurry, published, receive
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -77,7 +77,7 @@ def test_each_version_arrives_equal_whatever_the_optimizer_does_meanwhile(peers:
     publisher = Publisher(CHANNEL, policy, wire="bfloat16")
     for version in (0, 1, 2, 5):
         policy.advance(version)
-        facts = publisher.publish(version)
+        facts = published(publisher, version)
         expected = {k: (v.bfloat16() if v.is_floating_point() else v).clone() for k, v in policy.tensors.items()}
         live = {k: expected[k].to(v.dtype) for k, v in policy.tensors.items()}
         peer.tell(**facts)
@@ -106,8 +106,9 @@ def test_the_main_thread_computes_while_a_version_arrives(peers: Any) -> None:
     results: queue.Queue[Moved | Exception] = queue.Queue()
     policy = Policy()
     policy.advance(3)
-    facts = Publisher(CHANNEL, policy).publish(3)
-    receiver.start(3, facts, transport, results.put)
+    publisher = Publisher(CHANNEL, policy)
+    receiver.describe(publisher.description)
+    receiver.start(3, publisher.publish(3), transport, results.put)
     assert sum(range(100_000)) == 4_999_950_000  # the source has not been told yet: a wait with the lock would hang
     assert receiver.weights.version == -1
     peer.tell(version=3)
@@ -121,13 +122,13 @@ def test_a_stale_version_on_the_wire_is_named_and_breaks_the_bridge(peers: Any) 
     peer, transport = peers("source")
     policy = Policy()
     policy.advance(2)
-    facts = Publisher(CHANNEL, policy).publish(2)
+    facts = published(Publisher(CHANNEL, policy), 2)
     peer.tell(version=1)
     receiver = Receiver(CHANNEL)
     with pytest.raises(ProofError, match=r"source rank 0 sent \{'version': 1, .*needed \{'version': 2"):
-        receiver.receive(2, facts, transport)
+        receive(receiver, facts, transport)
     with pytest.raises(TransportError, match="the bridge is broken: source rank 0 sent"):
-        receiver.receive(2, facts, transport)
+        receive(receiver, facts, transport)
 
 
 def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
@@ -162,7 +163,7 @@ def kill_after_the_header(monkeypatch: Any, transport: Any, peer: Peer) -> None:
 def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monkeypatch: Any) -> None:
     peer, transport = peers("destination")
     publisher = Publisher(CHANNEL, Policy(large=40_000_000))
-    peer.tell(**publisher.publish(0))
+    peer.tell(**published(publisher, 0))
     kill_after_the_header(monkeypatch, transport, peer)
     with pytest.raises(TransportError, match=r"version 0: embed \[\d+:\d+\] to destination rank 0 failed"):
         publisher.send(0, transport)
@@ -172,13 +173,13 @@ def test_a_sender_that_dies_fails_the_receive_and_the_live_version_stays(peers: 
     peer, transport = peers("source")
     receiver = Receiver(CHANNEL)
     peer.tell(version=0)
-    receiver.receive(0, peer.read()["facts"], transport)
+    receive(receiver, peer.read()["facts"], transport)
     receiver.swap(0)
     live = digest(receiver.weights.tensors)
     policy = Policy()
     policy.advance(1)
     results: queue.Queue[Moved | Exception] = queue.Queue()
-    receiver.start(1, Publisher(CHANNEL, policy).publish(1), transport, results.put)
+    receiver.start(1, published(Publisher(CHANNEL, policy), 1)["digests"], transport, results.put)
     peer.process.send_signal(signal.SIGKILL)
     error = results.get(timeout=60)
     assert isinstance(error, TransportError)
@@ -202,10 +203,10 @@ def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on
 ) -> None:
     (first, broken), (second, sound) = peers("destination"), peers("destination")
     publisher = Publisher(CHANNEL, Policy(large=40_000_000))
-    first.tell(**publisher.publish(0))
+    first.tell(**published(publisher, 0))
     publisher.send(0, broken)
     assert first.read()["version"] == 0
-    facts = publisher.publish(1)
+    facts = published(publisher, 1)
     first.tell(**facts)
     kill_after_the_header(monkeypatch, broken, first)
     with pytest.raises(TransportError, match=r"version 1: embed \[\d+:\d+\] to destination rank 0 failed"):

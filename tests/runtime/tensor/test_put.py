@@ -1,6 +1,5 @@
 """Weights put into another process's memory: equal, nothing left behind, and never a hang."""
 
-import json
 import secrets
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from penstock.runtime.tensor.sync import Publisher, Receiver, SyncError
 from penstock.runtime.tensor.transport import TransportError
 from tests.halt import halt
 
-from .peer import CHANNEL, Policy, hurry
+from .peer import CHANNEL, Policy, hurry, published, receive
 from .put_peer import Opening, exported
 from .test_bridge import Peer
 
@@ -86,7 +85,7 @@ def test_each_version_arrives_equal_and_both_halves_are_used(run: Path, other: A
     policy, publisher, transport = source(run, device=device)
     for version in (0, 1, 2, 5):
         policy.advance(version)
-        facts = publisher.publish(version)
+        facts = published(publisher, version)
         expected = digest(policy.tensors)
         peer.tell(**facts)
         policy.advance(99)
@@ -101,7 +100,7 @@ def test_a_sender_that_dies_while_it_writes_leaves_the_live_version_as_it_was(ru
     receiver, transport = destination(run)
     facts = peer.ask(publish=0)
     peer.tell(send=0)
-    receiver.receive(0, facts, transport)
+    receive(receiver, facts, transport)
     receiver.swap(0)
     assert peer.read() == {"sent": 0, "way": "PutTransport"}
     live = digest(receiver.weights.tensors)
@@ -109,7 +108,7 @@ def test_a_sender_that_dies_while_it_writes_leaves_the_live_version_as_it_was(ru
     facts = peer.ask(publish=1)
     peer.tell(send=1)
     with pytest.raises(TransportError, match=r"version 1: the word that all is written from source rank 0 failed"):
-        receiver.receive(1, facts, transport)
+        receive(receiver, facts, transport)
     assert (receiver.weights.version, digest(receiver.weights.tensors)) == (0, live)
     with pytest.raises(SyncError, match="swap to version 1"):
         receiver.swap(1)
@@ -118,7 +117,7 @@ def test_a_sender_that_dies_while_it_writes_leaves_the_live_version_as_it_was(ru
 def test_a_receiver_that_dies_while_it_is_written_fails_the_send(run: Path, other: Any, monkeypatch: Any) -> None:
     peer = other("destination")
     _, publisher, transport = source(run)
-    peer.tell(**publisher.publish(0))
+    peer.tell(**published(publisher, 0))
 
     def kill_then_copy(target: torch.Tensor, piece: torch.Tensor) -> None:
         if peer.process.poll() is None:
@@ -137,7 +136,7 @@ def test_a_receiver_that_dies_while_it_is_written_fails_the_send(run: Path, othe
 def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, other: Any, device: str) -> None:
     peer = other("destination", device=device)
     policy, publisher, transport = source(run, device=device)
-    peer.tell(**publisher.publish(0))
+    peer.tell(**published(publisher, 0))
     publisher.send(0, transport)
     assert peer.read()["version"] == 0
     policy.advance(1)
@@ -157,7 +156,7 @@ def test_another_version_than_is_awaited_is_an_error_on_both_sides(run: Path, ot
     facts = peer.ask(publish=1)
     peer.tell(send=0)
     with pytest.raises(ProofError, match=r"source rank 0 sent \{'version': 0, .*needed \{'version': 1"):
-        receiver.receive(1, facts, transport)
+        receive(receiver, facts, transport)
     answer = peer.read()
     assert answer["error"] == "ProofError"
     assert "destination rank 0 sent {'version': 1" in answer["text"]
@@ -167,14 +166,14 @@ def test_another_version_than_is_awaited_is_an_error_on_both_sides(run: Path, ot
 def test_a_version_that_comes_twice_is_refused(run: Path, other: Any) -> None:
     peer = other("source")
     receiver, transport = destination(run)
-    facts = json.loads(json.dumps(peer.ask(publish=3)))
+    facts = peer.ask(publish=3)
     peer.tell(send=3)
-    receiver.receive(3, facts, transport)
+    receive(receiver, facts, transport)
     with pytest.raises(SyncError, match="receive version 3: live: -1, arrived: 3"):
-        receiver.receive(3, facts, transport)
+        receive(receiver, facts, transport)
     receiver.swap(3)
     with pytest.raises(SyncError, match="receive version 3: live: 3"):
-        receiver.receive(3, facts, transport)
+        receive(receiver, facts, transport)
 
 
 LATE = "cuda:0 is not through with the work of this process after 1 s"
@@ -190,10 +189,10 @@ def test_a_gpu_that_is_late_is_named_with_the_version(run: Path, monkeypatch: An
     (_, publisher, sending), (receiver, receiving) = source(run), destination(run)
 
     def sync(version: int) -> tuple[Future[Any], Future[Any]]:
-        facts = publisher.publish(version)
+        facts = published(publisher, version)
         with ThreadPoolExecutor(2) as threads:
             sent = threads.submit(publisher.send, version, sending)
-            return sent, threads.submit(receiver.receive, version, facts, receiving)
+            return sent, threads.submit(receive, receiver, facts, receiving)
 
     for end in sync(0):
         end.result()

@@ -26,7 +26,7 @@ from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import TransportError
 from tests.halt import halt
 
-from .peer import CHANNEL, Policy, hurry
+from .peer import CHANNEL, Policy, hurry, published, receive
 from .relay_peer import link
 from .replicas import DestinationRank, SourceRank, size, sound, together, wholes
 
@@ -61,7 +61,7 @@ class Chain:
     def publish(self, version: int) -> dict[str, Any]:
         """The facts, told to all replicas."""
         self.policy.advance(version)
-        facts = self.publisher.publish(version)
+        facts = published(self.publisher, version)
         for index in range(len(self.replicas)):
             self.tell(index, **facts)
         return facts
@@ -246,7 +246,6 @@ class Several:
 
     def move(self, version: int) -> list[Any]:
         facts = sound(together(*(partial(s.publish, version) for s in self.sources)))[0]
-        facts = json.loads(json.dumps(facts))
         ranks = [rank for replica in self.chain for rank in replica]
         sends = [partial(s.send, version) for s in self.sources]
         return together(*sends, *(partial(rank.sync, version, facts) for rank in ranks))
@@ -375,10 +374,10 @@ def test_a_replica_that_does_not_get_a_version_itself_blames_nobody_after_it() -
     def gone() -> MessageTransport:
         raise TransportError("the trainer is gone")
 
-    facts = Publisher(CHANNEL, policy).publish(0)
+    facts = published(Publisher(CHANNEL, policy), 0)
     downstreams: tuple[Open | None, ...] = (lambda: onward, None)
     for downstream in downstreams:  # the second one begins when the first one is over, on both sides
         with pytest.raises(TransportError, match="the trainer is gone"):
-            receiver.receive(0, facts, Leg(relay, gone, downstream, linked=False))
+            receive(receiver, facts, Leg(relay, gone, downstream, linked=False))
     assert blamed == []
     after.close()

@@ -19,6 +19,7 @@ from penstock.runtime.tensor.sync import Publisher, Receiver
 from penstock.runtime.tensor.transport import LocalTransport
 from tests.runtime.control.sockets import until
 
+from .peer import published, receive
 from .replicas import CHANNEL, RULES, RUN, SHAPES, Both, ShardedPolicy, sound
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,8 +56,8 @@ def test_every_rank_gets_its_part_of_each_version(tmp_path: Path, source: Axes, 
 def test_other_proofs_move_the_same(tmp_path: Path, proof: str, shared: bool) -> None:
     both = Both(tmp_path, *MESHES[0], shared, proof=proof)
     facts = both.publish(0)
-    assert facts["proof"] == proof
-    assert len(facts["digest"]) in ({0} if proof == "off" else range(1, len(SHAPES)))
+    assert facts["description"]["proof"] == proof
+    assert len(facts["digests"]) in ({0} if proof == "off" else range(1, len(SHAPES)))
     sound(both.move(0, facts))
     both.check(0)
 
@@ -121,7 +122,7 @@ def test_swapped_shards_are_caught(tmp_path: Path) -> None:
 def test_a_proof_that_leaves_tensors_out_is_refused(tmp_path: Path) -> None:
     both = Both(tmp_path, *MESHES[6], False)
     facts = both.publish(0)
-    del facts["digest"]["q.weight"]
+    del facts["digests"]["q.weight"]
     results = both.move(0, facts)
     assert "a proof (full) that differs in q.weight" in str(results[1])
 
@@ -134,12 +135,12 @@ def test_layouts_that_do_not_fit_are_refused_before_anything_moves() -> None:
 
     policy = Other((("fsdp", 1),), 0)
     publisher = Publisher(CHANNEL, policy)
-    facts = publisher.publish(0)
+    facts = published(publisher, 0)
     transport = LocalTransport(CHANNEL)
     with pytest.raises(LayoutError, match=r"q.weight: 3 units"):
         publisher.send(0, transport, mesh=(("tp", 2),))
     with pytest.raises(LayoutError, match=r"q.weight: 3 units"):
-        Receiver(CHANNEL, mesh=(("tp", 2),), add=lambda t: t).receive(0, facts, transport)
+        receive(Receiver(CHANNEL, mesh=(("tp", 2),), add=lambda t: t), facts, transport)
     assert not transport._sent
 
 

@@ -1,6 +1,5 @@
 """The whole of a sync in one process: order, proof, swap, and every fault that the proof is there for."""
 
-import json
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -25,13 +24,14 @@ pytestmark = pytest.mark.timeout(300)
 def sides(**options: Any) -> tuple[Policy, Publisher, Receiver]:
     policy = Policy(large=1000)
     assert isinstance(policy, Carried)
-    return policy, Publisher(CHANNEL, policy, **options), Receiver(CHANNEL)
+    publisher, receiver = Publisher(CHANNEL, policy, **options), Receiver(CHANNEL)
+    receiver.describe(publisher.description)
+    return policy, publisher, receiver
 
 
 def sync(policy: Policy, publisher: Publisher, receiver: Receiver, version: int) -> None:
     policy.advance(version)
-    facts = json.loads(json.dumps(publisher.publish(version)))
-    hand_over(publisher, receiver, version, facts)
+    hand_over(publisher, receiver, version, publisher.publish(version))
     receiver.swap(version)
 
 
@@ -69,6 +69,7 @@ def test_the_wire_dtype_converts_floating_point_only() -> None:
     assert torch.equal(got["matrix"], policy.tensors["matrix"].bfloat16().float())
     assert got["step"].dtype == torch.int64
     as_sent = Receiver(CHANNEL, restore=False)
+    as_sent.describe(publisher.description)
     sync(policy, publisher, as_sent, 1)
     assert torch.equal(as_sent.weights.tensors["matrix"], policy.tensors["matrix"].bfloat16())
     assert as_sent.weights.tensors["matrix"].dtype == torch.bfloat16
@@ -85,10 +86,9 @@ def test_dtypes_that_do_not_travel_are_named_before_anything_moves() -> None:
 
 def test_bytes_and_seconds_are_reported() -> None:
     policy, publisher, receiver = sides()
-    facts = publisher.publish(0)
-    moved = hand_over(publisher, receiver, 0, facts)
+    moved = hand_over(publisher, receiver, 0, publisher.publish(0))
     assert moved.nbytes == sum(t.nbytes for t in policy.tensors.values())
-    assert min(moved.wire_s, moved.prove_s, facts["publish_s"]) >= 0
+    assert min(moved.wire_s, moved.prove_s) >= 0
 
 
 class Damaged(LocalTransport):
@@ -137,22 +137,23 @@ def nothing(parts: Parts) -> None:
 def test_what_goes_wrong_on_the_way_is_caught_and_never_live(
     damage: Callable[[Parts], None], skip: str, named: list[str]
 ) -> None:
-    policy, _, receiver = sides()
+    policy, receiver = Policy(large=1000), Receiver(CHANNEL)
     policy.tensors["other"] = torch.ones(7)
     publisher = Publisher(CHANNEL, policy)
+    receiver.describe(publisher.description)
     sync(policy, publisher, receiver, 0)
     before = live(receiver)
     policy.advance(1)
-    facts = publisher.publish(1)
+    digests = publisher.publish(1)
     transport = Damaged(damage, skip)
     publisher.send(1, transport)
     with pytest.raises(ProofError, match=rf"version 1 \({CHANNEL}, destination rank 0\)") as caught:
-        receiver.receive(1, facts, transport)
+        receiver.receive(1, digests, transport)
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == named
     assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in before.items())
     with pytest.raises(SyncError, match="swap to version 1: live: 0, arrived: None"):
         receiver.swap(1)
-    hand_over(publisher, receiver, 1, facts)
+    hand_over(publisher, receiver, 1, digests)
     receiver.swap(1)
 
 
@@ -162,25 +163,26 @@ def test_stale_weights_under_a_new_label_are_caught() -> None:
     publisher.publish(0)
     stale = publisher._snapshots[0]
     policy.advance(1)
-    facts = publisher.publish(1)
+    digests = publisher.publish(1)
     transport = LocalTransport(CHANNEL)
     publisher.send(1, transport)
     transport._sent = [(1, copies, stale.parts) for _, copies, _ in transport._sent]
     with pytest.raises(ProofError, match=r"version 1 .*5 of 5 tensors differ"):
-        receiver.receive(1, facts, transport)
+        receiver.receive(1, digests, transport)
 
 
 def test_a_stale_version_or_proof_is_refused() -> None:
     policy, publisher, receiver = sides()
+    policy.advance(5)
     old = publisher.publish(0)
     policy.advance(1)
-    facts = publisher.publish(1)
-    with pytest.raises(ProofError, match="given the proof of version 0, needed 1"):
-        receiver.receive(1, old, LocalTransport(CHANNEL))
+    digests = publisher.publish(1)
+    with pytest.raises(ProofError, match=r"version 1 .*4 of 5 tensors differ"):  # the flags are true in both
+        hand_over(publisher, receiver, 1, old)
     transport = LocalTransport(CHANNEL)
     publisher.send(0, transport)
     with pytest.raises(TransportError, match=r"version 1: embed \[0:1000\] was not sent"):
-        receiver.receive(1, facts, transport)
+        receiver.receive(1, digests, transport)
 
 
 def test_only_the_version_that_arrived_goes_live_and_only_once() -> None:
@@ -211,13 +213,13 @@ def test_versions_come_once_and_in_order() -> None:
     sync(policy, publisher, receiver, 3)
     with pytest.raises(SyncError, match="publish version 3"):
         publisher.publish(3)
-    facts = publisher.publish(4)
-    hand_over(publisher, receiver, 4, facts)
+    digests = publisher.publish(4)
+    hand_over(publisher, receiver, 4, digests)
     with pytest.raises(SyncError, match="receive version 4: live: 3, arrived: 4"):
-        hand_over(publisher, receiver, 4, facts)
+        hand_over(publisher, receiver, 4, digests)
     receiver.swap(4)
     with pytest.raises(SyncError, match="receive version 4: live: 4"):
-        hand_over(publisher, receiver, 4, facts)
+        hand_over(publisher, receiver, 4, digests)
     with pytest.raises(SyncError, match="swap to version 5"):
         receiver.swap(5)
 
@@ -233,7 +235,7 @@ def test_old_versions_are_let_go_but_not_while_they_are_sent() -> None:
             return super().send(version, copies, parts)
 
     policy.advance(0)
-    facts = publisher.publish(0)
+    digests = publisher.publish(0)
     expected = {name: tensor.clone() for name, tensor in policy.tensors.items()}
     results: queue.Queue[Moved | Exception] = queue.Queue()
     transport = Slow(CHANNEL)
@@ -244,7 +246,7 @@ def test_old_versions_are_let_go_but_not_while_they_are_sent() -> None:
         publisher.publish(version)
     go.set()
     assert isinstance(results.get(timeout=30), Moved)
-    receiver.receive(0, facts, transport)
+    receiver.receive(0, digests, transport)
     receiver.swap(0)
     assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in expected.items())
     with pytest.raises(SyncError, match=r"send version 2: only \[0, 3, 4\] are held \(keep=2\)"):
@@ -265,11 +267,11 @@ def test_the_last_versions_published_can_be_sent(keep: int) -> None:
 def test_an_error_in_the_background_is_the_result() -> None:
     policy, publisher, receiver = sides()
     policy.advance(0)
-    facts = publisher.publish(0)
+    digests = publisher.publish(0)
     results: queue.Queue[Moved | Exception] = queue.Queue()
-    receiver.start(0, facts, LocalTransport(CHANNEL), results.put)
+    receiver.start(0, digests, LocalTransport(CHANNEL), results.put)
     assert isinstance(results.get(timeout=30), TransportError)
-    hand_over(publisher, receiver, 0, facts)
+    hand_over(publisher, receiver, 0, digests)
 
 
 def test_weights_that_change_shape_or_name_are_refused() -> None:
@@ -279,23 +281,28 @@ def test_weights_that_change_shape_or_name_are_refused() -> None:
     del policy.tensors["step"]
     with pytest.raises(LayoutError, match=r"(?s)norm: given torch.Size\(\[8\]\), needed .*step: given nothing"):
         publisher.publish(1)
-    other = Publisher(CHANNEL, policy)
-    facts = other.publish(1)
     with pytest.raises(LayoutError, match="changed during the run"):
-        hand_over(other, receiver, 1, facts)
+        receiver.describe(Publisher(CHANNEL, policy).description)
+
+
+def test_nothing_is_received_before_the_weights_are_described() -> None:
+    _, publisher, _ = sides()
+    with pytest.raises(SyncError, match="receive version 0: live: -1, the sender has not described its weights"):
+        hand_over(publisher, Receiver(CHANNEL), 0, publisher.publish(0))
 
 
 def test_several_ranks_share_the_sending_and_each_receiver_has_all() -> None:
     policy = Policy(large=1000)
     policy.advance(0)
     publishers = [Publisher(CHANNEL, policy, rank=rank, ranks=2) for rank in range(2)]
-    facts = [publisher.publish(0) for publisher in publishers]
-    assert facts[0]["digest"] == facts[1]["digest"]
+    digests = [publisher.publish(0) for publisher in publishers]
+    assert digests[0] == digests[1]
     for rank in range(3):
         transport = LocalTransport(CHANNEL)
         sent = [publisher.send(0, transport, 3).nbytes for publisher in publishers]
         assert all(sent)
         receiver = Receiver(CHANNEL, rank=rank, ranks=3)
-        receiver.receive(0, facts[0], transport)
+        receiver.describe(publishers[0].description)
+        receiver.receive(0, digests[0], transport)
         receiver.swap(0)
         assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in policy.tensors.items())
