@@ -20,9 +20,8 @@ from penstock.runtime.plan.gpus import GPUS
 from penstock.runtime.plan.lengths import Lognormal
 from penstock.runtime.plan.parallel import Parallel
 from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.simulated import Scene
+from penstock.runtime.plan.simulated import Scene, Simulated
 from penstock.runtime.plan.simulated_plan import Costed
-from penstock.runtime.plan.simulated_scene import Simulated
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.workload import Workload
 

@@ -15,13 +15,16 @@ from penstock.runtime.cli.checks import Finding, examine
 from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.measuring import measure, profile_path
 from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.plan.gpus import Gpu
+from penstock.runtime.plan.spec import THIS
 from penstock.runtime.record.faults import visible
 
 DESCRIPTION = """Say what this machine has and lacks for running Penstock, and what follows from it.
 
 Exit status 1 if something is lacking that a run needs.
 
-With --measure: how fast its cores and devices are, for plans. That takes about a minute; let nothing else run.
+With --measure: how fast its GPUs, memory and links are; plans take what it finds of GPUs. That takes less than a
+minute; let nothing else run.
 
 Examples:
   penstock doctor
@@ -70,17 +73,17 @@ def main(argv: Sequence[str]) -> int:
 
 def measured_text(facts: dict[str, Any], path: Path) -> str:
     """The main figures of what was measured, for people."""
-    cpu = facts["cpus"]["this"]
+    cpu = facts["cpus"][THIS]
     lines = [f"measured in {facts['seconds']:.0f} s, kept in {path}", ""]
-    for way, words in (("turns", "all cores"), ("beside", "beside a trainer"), ("training", "training")):
-        for name, found in cpu[way].items():
-            best = max(rate for _, _, rate in found["products"]) / 1e9
-            thin = min(found["products"])[2] / 1e9
-            lines.append(f"{words:<17} {name}  products {thin:.0f} to {best:.0f} GFLOP/s, ")
-            lines[-1] += f"{found['launch_us']:.1f} us a launch, {found['element_gb_s']:.1f} GB/s between products"
     lines.append(f"memory            read {cpu['read_gb_s']:.1f}, copy {cpu['copy_gb_s']:.1f} GB/s")
     links = f"shared memory {cpu['shared_gb_s']:.1f}, loopback {cpu['gloo_gb_s']:.1f} GB/s, {cpu['latency_us']:.0f} us"
-    return "\n".join([*lines, f"links             {links}"])
+    lines.append(f"links             {links}")
+    for figures in facts.get("gpus", {}).values():
+        gpu = Gpu.model_validate(figures)
+        host_gb_s = gpu.pcie_gb_s * gpu.efficiency.link
+        rates = f"products {gpu.flops('bf16') / 1e12:.0f} TFLOP/s in bf16, memory {gpu.bandwidth / 1e9:.0f} GB/s"
+        lines.append(f"GPUs              {gpu.memory_gib:.0f} GiB, {rates}, from and to the host {host_gb_s:.0f} GB/s")
+    return "\n".join(lines)
 
 
 def _line(finding: Finding) -> Text:

@@ -221,8 +221,8 @@ class Planning:
     """Flags of what is planned for"""
 
     cluster: Annotated[str, _text("SPEC", "needed for a plan")] = ""
-    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file; or "this", the machine that
-    `penstock doctor --measure` has measured."""
+    """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file; or "this", the machine whose
+    GPUs `penstock doctor --measure` has measured."""
     model: Annotated[str, _text("NAME", "needed for a plan")] = ""
     """A shape such as llama-8b, llama-70b, qwen3-0.6b, or a model directory with its config.json."""
     lengths: Annotated[str, _text("MEAN,SIGMA|FILE|RUN", "1000,0.7, or less where --max-tokens is below 4,000")] = ""
@@ -241,8 +241,6 @@ class Planning:
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: int = 256
     """Most responses that a generator decodes at once."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the model that computes, on a machine without GPUs; on GPUs it is bfloat16."""
     mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="")] = ()
     """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
     time_limit: float = 120.0

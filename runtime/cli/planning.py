@@ -6,9 +6,7 @@ from penstock.runtime.cli.measuring import profile_path
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.collection import uncollected
 from penstock.runtime.plan.cluster import Cluster, ClusterError
-from penstock.runtime.plan.gpus import Precision
 from penstock.runtime.plan.lengths import LengthError
-from penstock.runtime.plan.local_plan import MICRO_TOKENS, LocalPlan, local_plan
 from penstock.runtime.plan.meshes import read_meshes
 from penstock.runtime.plan.planner import Planned, plan
 from penstock.runtime.plan.roles import Roles
@@ -41,21 +39,13 @@ def asked(graph: Graph, flags: Planning, batch: int) -> tuple[Cluster, Workload]
     if not flags.time_limit > 0:
         raise CommandError(f"--time-limit: given {flags.time_limit:g}, needed more than 0 seconds", 2)
     try:
-        return read_cluster(flags.cluster, profile_path()), workload(graph, flags, batch)
+        cluster, work = read_cluster(flags.cluster, profile_path()), workload(graph, flags, batch)
     except (ClusterError, LengthError, ShapeError) as error:
         raise CommandError(str(error), 2) from None
-
-
-def local(graph: Graph, flags: Planning, batch: int) -> LocalPlan | None:
-    """The plan on one machine's cores; None where the cluster has GPUs."""
-    cluster, work = asked(graph, flags, batch)
-    if any(host.accelerators or host.gpu for host in cluster.hosts):
-        return None
-    if flags.mesh:
-        raise CommandError(f"--mesh: given {' '.join(flags.mesh)} on a machine without GPUs, needed none", 2)
-    precision: Precision = "bf16" if flags.dtype == "bfloat16" else "fp32"
-    micro_tokens = min(flags.micro_tokens, MICRO_TOKENS)
-    return local_plan(graph, cluster, work, slots=flags.slots, micro_tokens=micro_tokens, precision=precision)
+    if not any(host.accelerators or host.gpu for host in cluster.hosts):
+        needed = "needed GPUs; on cores run it, then `penstock simulate --from RUN` tells of other lags and replicas"
+        raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
+    return cluster, work
 
 
 def workload(graph: Graph, flags: Planning, batch: int) -> Workload:

@@ -132,7 +132,8 @@ def timing(graph: Graph, words: Sequence[str]) -> Timing:
             nodes[name], means[name] = Lognormal(mean, sigma) if sigma else mean, mean
     if missing := [node.name for node in calls if node.name not in nodes]:
         example = " ".join(f"{name.partition(':')[0]}=0.05" for name in missing)
-        raise CommandError(f"no duration of {_labels(missing)}; needed all, such as --duration {example}", 2)
+        others = "or a plan (--cluster and --model), or a run that has ended (penstock simulate --from RUN)"
+        raise CommandError(f"no duration of {_labels(missing)}; needed all, such as --duration {example}, {others}", 2)
     means |= {node.name: sum(sync.values()) for node in graph.nodes if node.construct == "broadcast"}
     return Timing(Durations(nodes, **sync), means)
 

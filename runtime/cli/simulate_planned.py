@@ -9,16 +9,14 @@ from penstock.graph.ir import Graph
 from penstock.runtime.cli.figures import figure, many, percent, seconds
 from penstock.runtime.cli.flags import PlanFlags, Planning, SimulateFlags
 from penstock.runtime.cli.labelled import assumed, labelled
-from penstock.runtime.cli.planning import local, search
+from penstock.runtime.cli.planning import search
 from penstock.runtime.cli.simulate_given import duration
 from penstock.runtime.cli.simulate_text import depth_lines, lag_lines, pool_lines
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.assumptions import assumptions
 from penstock.runtime.plan.roles_of import roles_of
-from penstock.runtime.plan.simulated import Scene
-from penstock.runtime.plan.simulated_local import LocalScene
+from penstock.runtime.plan.simulated import Scene, Simulated
 from penstock.runtime.plan.simulated_plan import Costed, read_costed
-from penstock.runtime.plan.simulated_scene import Schedulable, Simulated
 from penstock.runtime.schedule.durations import Duration, Lognormal
 from penstock.runtime.schedule.simulation import Simulation
 
@@ -44,12 +42,12 @@ class Planned:
 
     @property
     def title(self) -> str:
-        plan = self.found.scene.outline
-        what = f"{self.found.scene.graph.name} with {plan.work.shape.name} on {plan.machines}"
+        plan = self.found.scene.plan
+        what = f"{self.found.scene.graph.name} with {plan.work.shape.name} on {plan.gpus} GPUs"
         return f"{what}: {len(self.result.ends)} updates of {plan.work.prompts} groups"
 
     def facts(self) -> Mapping[str, object]:
-        plan, full = self.found.scene.outline, self.found.filling
+        plan, full = self.found.scene.plan, self.found.filling
         return {
             "program": self.found.scene.graph.name,
             "model": plan.work.shape.name,
@@ -63,7 +61,7 @@ class Planned:
             "planned_lag": plan.lag,
             "planned_bound": plan.bound,
             "tokens_per_s": self.found.tokens_per_s,
-            "tokens_per_s_per_gpu": self.found.tokens_per_s / plan.gpus if plan.gpus else None,
+            "tokens_per_s_per_gpu": self.found.tokens_per_s / plan.gpus,
             "groups_per_s": self.found.groups_per_s,
             "assumptions": list(assumptions(self.found.scene.roles, plan.work)),
             "slots": {field.name: getattr(full, field.name) for field in fields(full)},
@@ -75,9 +73,9 @@ class Planned:
         }  # fmt: skip
 
     def lines(self, width: int) -> list[str]:
-        found, plan, full = self.found, self.found.scene.outline, self.found.filling
+        found, plan, full = self.found, self.found.scene.plan, self.found.filling
         rates = f"{many(found.tokens_per_s)} tokens and {figure(found.groups_per_s)} groups per second"
-        each = f", {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU" if plan.gpus else ""
+        each = f", {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU"
         occupied = f"{percent(full.occupancy)} of {full.slots} in use"
         tails = f"{percent(full.tail_occupancy)} in tails, which take {seconds(full.tail_s)}"
         return [
@@ -101,7 +99,7 @@ class Planned:
 
     def _against(self) -> str:
         """What the planner says, where it speaks of the same lag."""
-        plan, scene = self.found.scene.outline, self.found.scene
+        plan, scene = self.found.scene.plan, self.found.scene
         if not plan.shared and plan.lag != scene.lag:
             return f"the plan is for lag {plan.lag}"
         above = 1 - plan.period_s / self.result.steady_s
@@ -141,19 +139,15 @@ def planned(graph: Graph, flags: SimulateFlags) -> Planned | None:
         why = OTHERWISE.get(contrary[0], "plans do not cover it")
         raise CommandError(f"{_flag(contrary[0])}: given with a plan; needed none, since {why}", 2)
     scene = _scene(graph, flags)
-    effect = {} if scene.outline.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
+    effect = {} if scene.plan.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
     return Planned(scene.run(flags.updates), effect)
 
 
-def _scene(graph: Graph, flags: SimulateFlags) -> Schedulable:
+def _scene(graph: Graph, flags: SimulateFlags) -> Scene:
     small = _small(graph, flags.duration)
     if flags.plan:
         return Scene(graph, _read(graph, flags.plan), flags.seed, small)
-    batch = flags.batch or _batch()
-    cores = local(graph, flags, batch)
-    if cores is not None:
-        return LocalScene(graph, cores, flags.seed, small)
-    return Scene(graph, search(graph, flags, batch).costed, flags.seed, small)
+    return Scene(graph, search(graph, flags, flags.batch or PlanFlags().batch).costed, flags.seed, small)
 
 
 def _read(graph: Graph, file: str) -> Costed:
@@ -185,10 +179,6 @@ def _said(flags: SimulateFlags) -> list[str]:
 
 def _default(name: str) -> Any:
     return getattr(SimulateFlags(), name)
-
-
-def _batch() -> int:
-    return PlanFlags().batch
 
 
 def _flag(name: str) -> str:

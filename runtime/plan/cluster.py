@@ -1,7 +1,7 @@
 """The machines of a run, as a user's TOML file says it, or as this machine is.
 
 `docs/clusters.md` has examples and all keys. `penstock doctor --measure` writes such a file of this machine, with what
-its CPU does in [cpus.this].
+its memory and links do in [cpus.this].
 """
 
 import ipaddress
@@ -26,7 +26,6 @@ from pydantic import (
 
 from penstock.runtime.control.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.plan.gpus import GPUS, Gpu
-from penstock.runtime.plan.machine import Cpu
 from penstock.runtime.plan.names import explain, nearest
 
 
@@ -63,6 +62,23 @@ def _hosts(given: object) -> object:
 
 class ClusterError(ValueError):
     """A cluster file that cannot be used: the user's fault. One line for each thing that is wrong."""
+
+
+class Cpu(BaseModel):
+    """What was measured of a host. GB are 10^9 bytes. `read`, `copy` and `cached` are of its memory, the last of a
+    tensor that the nearest caches keep; `shared` and `gloo` of links between two processes, `latency_us` of a message
+    between them; `call_us` is that of one operation on next to nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    memory_gib: float = Field(gt=0)
+    read_gb_s: float = Field(gt=0)
+    copy_gb_s: float = Field(gt=0)
+    cached_gb_s: float = Field(gt=0)
+    shared_gb_s: float = Field(gt=0)
+    gloo_gb_s: float = Field(gt=0)
+    latency_us: float = Field(ge=0)
+    call_us: float = Field(ge=0)
 
 
 class Host(BaseModel):

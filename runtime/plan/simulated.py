@@ -14,8 +14,11 @@ longest response is done. So that slots do not run dry meanwhile, a replica has 
 slots: by the mean of the longest response of a group over the mean of all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
+from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -23,18 +26,25 @@ from penstock.graph.ir import Graph
 from penstock.runtime.plan.cluster import Cluster, Host
 from penstock.runtime.plan.place import GROUPS_AHEAD, place
 from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
-from penstock.runtime.plan.simulated_decoding import Decoding
+from penstock.runtime.plan.roles import Roles
+from penstock.runtime.plan.roles_of import roles_of
+from penstock.runtime.plan.simulated_decoding import Decoding, Responses
 from penstock.runtime.plan.simulated_plan import Costed, Reader
-from penstock.runtime.plan.simulated_scene import Outline, Schedulable, relagged
+from penstock.runtime.plan.simulated_slots import Filling, filling
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.schedule.durations import Duration, Durations
+from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.schedule.simulator import simulate
+from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.verdicts import Verdicts
 
 ONE = Cluster(hosts=(Host(name="local", cores=1),))
 
 
 @dataclass(frozen=True)
-class Scene(Schedulable):
-    """A plan of GPUs. `given` are seconds of nodes that the cost model has none for."""
+class Scene:
+    """A program, a plan for it, and how long everything takes. `seed` draws the lengths of responses (None: the
+    planner's in each batch). `given` are seconds of nodes that the cost model has none for."""
 
     graph: Graph
     plan: Costed
@@ -42,14 +52,54 @@ class Scene(Schedulable):
     given: Mapping[str, Duration] = field(default_factory=dict)
 
     @property
-    def outline(self) -> Outline:
-        plan = self.plan
-        slots = plan.generator.slots * plan.replicas
-        return Outline(
-            plan.work, f"{plan.gpus} GPUs", plan.gpus, slots, plan.period_s, plan.lag, plan.bound, plan.shared
-        )
+    def slots(self) -> int:
+        """Rows that all replicas decode at once."""
+        return self.plan.generator.slots * self.plan.replicas
+
+    @cached_property
+    def roles(self) -> Roles:
+        return roles_of(self.graph)
+
+    @cached_property
+    def responses(self) -> Responses:
+        roles = self.roles
+        return Responses(self.plan.work, self.seed, {}, roles.turns, roles.filters, self.verdicts)
+
+    @cached_property
+    def verdicts(self) -> Verdicts:
+        """Each of several filters drops the same share of what it sees."""
+        filters = self.roles.filters
+        dropped = 1 - self.plan.work.kept ** (1 / max(1, len(filters)))
+        return Verdicts(dict.fromkeys(filters, dropped), seed=self.seed or 0)
+
+    @cached_property
+    def decoded(self) -> Mapping[str, tuple[int, int]]:
+        """Of a group's rows, those of each node that decodes: the first, and the first one after them."""
+        nodes = ((self.roles.cycle[2], self.plan.work.samples), *self.roles.baselines)
+        ends = list(accumulate(samples for _, samples in nodes))
+        return {node: (end - samples, end) for (node, samples), end in zip(nodes, ends, strict=True)}
+
+    @property
+    def lag(self) -> int:
+        """What the schedule has of it."""
+        return 0 if self.plan.shared else self.roles.lag
+
+    def run(self, updates: int) -> "Simulated":
+        graph = relagged(self.graph, self.roles, self.lag)
+        tables = compile_tables(graph, self.places(graph))
+        rules = Rules(self.plan.work.prompts, updates)
+        return Simulated(self, simulate(tables, rules, self.durations(), verdicts=self.verdicts))
+
+    def effect_of_lag(self, updates: int, lags: range = range(5)) -> Iterator[tuple[int, Simulation]]:
+        """Each lag, with a run of so many updates. The plan stays. A lag that is too small for how seldom weights are
+        sent is left out."""
+        beat = self.graph[self.roles.cycle[1]].every
+        for lag in lags:
+            if lag >= beat - 1:
+                yield lag, self.at(lag).run(updates).result
 
     def at(self, lag: int) -> "Scene":
+        """The same with another lag."""
         return replace(self, graph=relagged(self.graph, self.roles, lag))
 
     @property
@@ -148,6 +198,44 @@ class Scene(Schedulable):
             return batch(node, update) * own / float(self.responses.sequences(update).sum())
 
         return seconds
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A schedule of a plan. Rates are of its steady updates (`Simulation.steady`), of all where there are none."""
+
+    scene: Scene
+    result: Simulation
+
+    @cached_property
+    def filling(self) -> Filling:
+        """How full the generator's slots are."""
+        spans = next(self.result.spans[node] for node in self.scene.decoded if node in self.result.spans)
+        return filling(spans, self.scene.slots, self.scene.responses.drawn, self.result)
+
+    @property
+    def groups_per_s(self) -> float:
+        return self.scene.plan.work.prompts / self.result.steady_s
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Tokens of responses that updates learn from, each once."""
+        first, last = self.result.steady or (-1, len(self.result.ends) - 1)
+        tokens = sum(int(self.scene.responses.fresh(update).sum()) for update in range(first + 1, last + 1))
+        return tokens / (last - first) / self.result.steady_s
+
+    def _repr_html_(self) -> str:
+        """The schedule as a picture, for notebooks."""
+        plan = self.scene.plan
+        what = f"{self.scene.graph.name}, {plan.work.shape.name}, {plan.gpus} GPUs"
+        what = f"{what}: {self.result.steady_s:.4g} s per update"
+        return f"<p>{escape(what)}</p>{self.result._repr_html_()}"
+
+
+def relagged(graph: Graph, roles: Roles, lag: int) -> Graph:
+    """A graph whose generator's weights may be `lag` updates old."""
+    nodes = tuple(replace(node, lag=lag) if node.name == roles.cycle[1] else node for node in graph.nodes)
+    return graph.replace(nodes=nodes)
 
 
 class _Beside(NamedTuple):

@@ -14,9 +14,7 @@ from penstock.runtime.plan.workload import Workload
 from penstock.runtime.record.typed_json import parse_json
 
 KEY = "costed"
-"""Of the JSON of a plan of GPUs."""
-LOCAL = "parts"
-"""Of that of a plan of cores."""
+"""Of the JSON of a plan."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,9 @@ def read_costed(path: Path, program: str) -> Costed:
     given = f"--plan {path}: given"
     try:
         data = parse_json(path.read_bytes(), str(path))
-        local = isinstance(data, dict) and LOCAL in data
-        found = None if local else _adapter().validate_python(data[KEY])
+        found = _adapter().validate_python(data[KEY])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"{given} {_fault(error)}, needed {needed}") from error
-    if found is None:
-        raise PlanError(f"{given} a plan of a machine's cores, needed --cluster and --model instead")
     if found.program != program:
         raise PlanError(f"{given} a plan of {found.program}, needed {needed}")
     return found

@@ -3,17 +3,15 @@
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from penstock.runtime.cli import plan, simulate
 from penstock.runtime.cli.traced import CommandError
 from penstock.runtime.plan.cluster import ClusterError
-from penstock.runtime.plan.measured import cluster_facts, toml
 from penstock.runtime.plan.roles import PlanError
-from penstock.runtime.plan.shape import SHAPES, Shape
 from penstock.runtime.record.faults import RecordError
-from tests.runtime.plan.machines import cpu
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]
@@ -107,36 +105,15 @@ def test_what_has_no_plan_is_refused_with_the_numbers(words: tuple[str, ...], fa
         simulate.main(["aipo", *words])
 
 
-CORES = ("--model", "small", "--batch", "8", "--lengths", "40,0.5", "--max-tokens", "64", "--updates", "8")
-
-
-@pytest.fixture
-def this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that was measured, and a small model."""
+@pytest.mark.parametrize("verb", [plan, simulate])
+def test_a_machine_without_gpus_has_no_plan_and_is_told_of_simulations_from_a_run(
+    verb: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    (tmp_path / "machine.toml").write_text(toml(cluster_facts({}, cpu())))
-    monkeypatch.setitem(SHAPES, "small", Shape("small", 128, 256, 4, 4, 4, 64, 672, tied=True))
-    return tmp_path
-
-
-@pytest.mark.usefixtures("this")
-def test_this_machine_is_simulated_with_its_own_costs(capsys: Output) -> None:
-    words = ("aipo", "--lag", "0", "--cluster", "this", *CORES)
-    assert simulate.main([*words, "--width", "100"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("aipo with small on 2 cores: 8 updates of 8 groups")
-    assert "and GPU" not in shown
-    simulate.main([*words, "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert (said["gpus"], said["tokens_per_s_per_gpu"]) == (0, None)
-    assert said["period_s"] == pytest.approx(said["planned_s"], rel=0.2)
-
-
-def test_a_plan_of_cores_in_a_file_is_refused_with_what_to_type(this: Path, capsys: Output) -> None:
-    plan.main(["aipo", "--cluster", "this", *CORES[:-2], "--json"])
-    (this / "plan.json").write_text(capsys.readouterr().out)
-    with pytest.raises(PlanError, match="given a plan of a machine's cores, needed --cluster and --model instead"):
-        simulate.main(["aipo", "--plan", str(this / "plan.json")])
+    (tmp_path / "machine.toml").write_text('[[hosts]]\nname = "local"\ncores = 2\n')
+    with pytest.raises(CommandError, match=r"given hosts without GPUs, needed GPUs; .*simulate --from RUN") as error:
+        verb.main(["aipo", "--cluster", "this", "--model", "llama-8b"])
+    assert error.value.status == 2
 
 
 def test_a_machine_that_was_not_measured_is_refused_with_what_to_type(

@@ -186,7 +186,10 @@ def test_shares_that_cannot_work_are_a_usage_error(words: list[str], said: str) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], r"no duration of generate, score, group_advantage, aipo_update; needed all, such as --duration generate="),
+        (
+            [],
+            r"no duration of generate, score, .*; needed all, such as --duration generate=.*simulate --from RUN",
+        ),
         (["--duration", "generat=1"], "needed one of generate, score"),
         (["--duration", "generate=fast"], "needed seconds and sigma"),
         (["--duration", "generate=-1"], "needed seconds and sigma"),

@@ -27,8 +27,7 @@ from penstock.runtime.plan.refilling import rollout_s
 from penstock.runtime.plan.roles import Models, PlanError, Roles
 from penstock.runtime.plan.roles_of import roles_of
 from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.simulated import Scene
-from penstock.runtime.plan.simulated_scene import Simulated
+from penstock.runtime.plan.simulated import Scene, Simulated
 from penstock.runtime.plan.spec import read_cluster
 from penstock.runtime.plan.training import Trainer
 from penstock.runtime.plan.workload import Workload
@@ -72,7 +71,7 @@ def test_every_program_that_generates_has_a_plan(name: str) -> None:
 @pytest.mark.parametrize("name", ["dapo", "remax", "replay", "curriculum", "ema", "moving_reference", "guessing"])
 def test_a_program_is_simulated_with_about_the_planners_period(name: str) -> None:
     found = _simulated(name)
-    assert 0.7 < found.result.steady_s / found.scene.outline.period_s < 1.4
+    assert 0.7 < found.result.steady_s / found.scene.plan.period_s < 1.4
 
 
 def test_what_a_program_does_not_say_of_its_work_is_said_with_its_plan() -> None:

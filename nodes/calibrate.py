@@ -1,0 +1,203 @@
+"""What this machine's memory, links and GPUs do in a second, for `penstock doctor --measure`.
+
+`python -m penstock.nodes.calibrate DEVICE` measures, and prints what was found as one line of JSON. For the links it
+starts itself with `--answer`, as the other end of them.
+
+A GPU's products are those of decoders: square weights of many layers, one after the other, so that what of them stays
+in a cache does so here as well.
+
+Shapes: R rows, W width.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.nodes.model.linear import linear
+
+ANSWER = "--answer"
+"""The first argument of the process at the other end of a link; the second is the folder where both meet."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ROWS, WIDTHS = (16, 1024, 8192), (1024, 2048, 4096, 8192)
+"""Of the products on a GPU."""
+WEIGHTS = 56
+"""Different weights of a product, in turn: 7 for each of 8 layers."""
+MOST_BYTES, MOST_FLOPS = 128 << 20, 8e9
+"""Of one product's weights and of one figure: more than a cache keeps; with many rows fewer weights will do, since
+reading them is hidden."""
+LEAST_S = 0.03
+"""A figure is from rounds that take this long together at least, whatever the clock's grain."""
+ROUNDS, FEWEST = 5, 2
+"""Of a figure, and of one whose single call is long."""
+LARGE, SMALL = 256 << 20, 256 << 10
+"""Bytes of a tensor that no cache keeps, and of one that the nearest caches keep."""
+DEADLINE = timedelta(seconds=30)
+
+
+def main() -> None:
+    if sys.argv[1] == ANSWER:
+        _gloo(Path(sys.argv[2]), 1)
+    else:
+        print(json.dumps(cpu() if sys.argv[1] == "cpu" else cuda(sys.argv[1])))
+
+
+def cpu() -> dict[str, Any]:
+    """The host: its memory, and its links between two processes."""
+    began = time.monotonic()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    found = {"memory": bandwidths("cpu"), "launch_us": launch_us("cpu"), "links": links()}
+    return {**found, "torch": torch.__version__, "seconds": time.monotonic() - began}
+
+
+def cuda(device: str) -> dict[str, Any]:
+    """One GPU. Its other links are those of its data sheet."""
+    began = time.monotonic()
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory_gib": properties.total_memory / 2**30,
+        "memory": bandwidths(device),
+        "launch_us": launch_us(device),
+        "host_gb_s": host_gb_s(device),
+        "products": {name: forward_rates(dtype, device) for name, dtype in DTYPES.items()},
+        "torch": torch.__version__,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def forward_rates(dtype: torch.dtype, device: str) -> list[tuple[int, int, float]]:
+    """(rows, width, FLOP/s) of products of each shape."""
+    found = []
+    for width, rows in product(WIDTHS, ROWS):
+        count = max(2, min(WEIGHTS, MOST_BYTES // (width**2 * dtype.itemsize), int(MOST_FLOPS / (2 * rows * width**2))))
+        weights = [torch.randn(width, width, device=device).mul_(width**-0.5).to(dtype) for _ in range(count)]
+        x_RW = torch.randn(rows, width, device=device).to(dtype)
+
+        def work(x_RW: Tensor = x_RW, weights: list[Tensor] = weights) -> None:
+            for weight in weights:
+                linear(x_RW, weight)
+
+        with torch.inference_mode():
+            found.append((rows, width, 2.0 * rows * width**2 * count / seconds(work)))
+    return found
+
+
+def bandwidths(device: str) -> dict[str, float]:
+    """GB/s: `read` of a sum over a large tensor, `copy` bytes read and written by a copy of it, `cached` the same of a
+    small one."""
+    large = torch.ones(LARGE // 4, device=device)
+    other, small = torch.empty_like(large), torch.ones(SMALL // 4, device=device)
+    near = torch.empty_like(small)
+    found = {
+        "read": LARGE / seconds(large.sum),
+        "copy": 2 * LARGE / seconds(lambda: other.copy_(large)),
+        "cached": 2 * SMALL / seconds(lambda: near.copy_(small)),
+    }
+    return {name: value / 1e9 for name, value in found.items()}
+
+
+def launch_us(device: str) -> float:
+    """Microseconds of an operation on a few elements, its call from Python included."""
+    a, b = (torch.ones(16, device=device) for _ in range(2))
+
+    def work() -> None:
+        for _ in range(100):
+            torch.add(a, b)
+
+    with torch.inference_mode():
+        return seconds(work) / 100 * 1e6
+
+
+def host_gb_s(device: str) -> float:
+    """Between a GPU and its host's pinned memory."""
+    there = torch.empty(LARGE // 4, device=device)
+    here = torch.empty(LARGE // 4, pin_memory=True)
+    return LARGE / seconds(lambda: there.copy_(here, non_blocking=True)) / 1e9
+
+
+def links() -> dict[str, float]:
+    """GB/s and microseconds one way between two processes: over gloo on loopback, and by shared memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "penstock.nodes.calibrate", ANSWER, folder]
+        with subprocess.Popen(command) as other:
+            try:
+                return {**_gloo(Path(folder), 0), **_shared()}
+            finally:
+                other.kill()
+
+
+def _gloo(folder: Path, rank: int) -> dict[str, float]:
+    from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface="lo")]
+    options._timeout = DEADLINE
+    group = gloo(FileStore(str(folder / "store"), 2), rank, 2, options)
+    found = {}
+    for name, size, rounds in (("latency", 8, 200), ("gloo", 32 << 20, 6)):
+        payload = torch.zeros(size, dtype=torch.uint8)
+        began = 0.0
+        for number in range(rounds + 2):
+            began = time.perf_counter() if number == 2 else began
+            _ping(group, payload, rank)
+        found[name] = (time.perf_counter() - began) / (2 * rounds)
+    return {"gloo_gb_s": (32 << 20) / found["gloo"] / 1e9, "latency_us": found["latency"] * 1e6}
+
+
+def _ping(group: Any, payload: Tensor, rank: int) -> None:
+    """There and back."""
+    for sender in (0, 1):
+        work = group.send([payload], 1 - rank, 0) if rank == sender else group.recv([payload], 1 - rank, 0)
+        work.wait()
+
+
+def _shared() -> dict[str, float]:
+    """What another process reads needs no second copy: the rate is that of writing into the mapping."""
+    path = Path("/dev/shm") / f"penstock-measure-{os.getpid()}-{secrets.token_hex(4)}"
+    size = 64 << 20
+    try:
+        there = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        here = torch.ones(size, dtype=torch.uint8)
+        return {"shared_gb_s": size / seconds(lambda: there.copy_(here)) / 1e9}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def seconds(work: Callable[[], object], least: float = LEAST_S) -> float:
+    """The median of several rounds of the seconds of one call; a first call, which takes its memory, is left out."""
+    began = _now()
+    work()
+    once = max(_now() - began, 1e-7)
+    calls = max(1, round(least / once / ROUNDS))
+    found: list[float] = []
+    while len(found) < ROUNDS and (len(found) < FEWEST or sum(found) * calls < ROUNDS * least):
+        began = _now()
+        for _ in range(calls):
+            work()
+        found.append((_now() - began) / calls)
+    return median(found)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()
