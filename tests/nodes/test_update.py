@@ -1,5 +1,6 @@
 """An update is AdamW steps on the loss's gradient, however its tokens are packed and its batch is cut."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -190,10 +191,13 @@ def test_kl_pulls_only_a_policy_that_has_left_the_reference() -> None:
     rollouts, advantage = batch()
     reference = reference_logprobs.fn(make_reference(CONTEXT), rollouts)
     plain, same, far = policy(), policy(), policy()
-    policy_update.fn(plain, rollouts, advantage, loss=ppo, clip_norm=FREE)
+    _, before = policy_update.fn(plain, rollouts, advantage, loss=ppo, clip_norm=FREE)
     policy_update.fn(same, rollouts, advantage, reference, loss=ppo, kl=0.5, clip_norm=FREE)
     assert_same(gradients(same), gradients(plain))
-    policy_update.fn(far, rollouts, advantage, Logprobs(reference.logprobs_NT - 1), loss=ppo, kl=0.5, clip_norm=FREE)
+    lower = Logprobs(reference.logprobs_NT - 1)
+    _, after = policy_update.fn(far, rollouts, advantage, lower, loss=ppo, kl=0.5, clip_norm=FREE)
+    # Each token's estimate is 1 / e: q − 1 − log q at log q = −1.
+    assert after["loss"] - before["loss"] == pytest.approx(0.5 / math.e, rel=1e-4)
     assert any(not torch.allclose(g, gradients(plain)[name], rtol=1e-2) for name, g in gradients(far).items())
 
 
