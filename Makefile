@@ -7,7 +7,7 @@ BIN := .venv/bin
 # many tests come first; but not of the slow ones, where a single one takes longest, and would be left to the end.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --durations 20 --durations-min 10
 
-.PHONY: help demo test slow lint format clean
+.PHONY: help demo test slow lint docs format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST)
@@ -19,6 +19,10 @@ help:  ## this list
 .venv/developing: pyproject.toml scripts/install.sh
 	PYTHON=$(PYTHON) sh scripts/install.sh '.[dev]'
 	@touch .venv/installed $@
+
+.venv/documenting: .venv/installed pyproject.toml
+	PYTHON=$(PYTHON) sh scripts/install.sh '.[docs]'
+	@touch $@
 
 demo: .venv/installed  ## a small model learns arithmetic by asynchronous RL, on this machine
 	$(BIN)/penstock run aipo
@@ -33,6 +37,9 @@ lint: .venv/developing  ## linter, formatter and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/documenting  ## the site of the documentation, in build/site; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: .venv/developing  ## let the formatter write
 	$(BIN)/ruff check --fix .

@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py [--rows] [--keep]
 
-Which rows count and what is compared is said in docs/accuracy.md, which was written before the first prediction.
+Which rows count and what is compared is said in docs/measurements.md, which was written before the first prediction.
 """
 
 import argparse

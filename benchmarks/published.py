@@ -1,4 +1,4 @@
-"""The published rows as set-ups that the cost model can predict, by the rule of docs/accuracy.md."""
+"""The published rows as set-ups that the cost model can predict, by the rule of docs/measurements.md."""
 
 import csv
 import re
@@ -72,7 +72,7 @@ class Row:
 
 
 def unusable(cells: dict[str, str]) -> str:
-    """Why a row is not usable, as docs/accuracy.md says it; empty if it is."""
+    """Why a row is not usable, as docs/measurements.md says it; empty if it is."""
     system, mode = cells["system"], cells["mode"]
     if system in ("LlamaRL", "NeMo-Aligner"):
         return "no batch, lengths or split"

@@ -1,4 +1,4 @@
-"""The period of a lagged graph by its lag, simulated and as the bound says, as a picture for docs/theory.md.
+"""The period of a lagged graph by its lag, simulated and as the bound says, as a picture for docs/staleness.md.
 
     python benchmarks/theory.py [--keep]
 

@@ -1,30 +1,35 @@
 """Writes what the documentation shows of the project itself, so that it stays true.
 
-    python docs/make.py            write the picture and every marked region
+    python docs/make.py            write the picture and the regions of README.md
     python docs/make.py --check    exit status 1, naming them, if some are not as they would be written
 
-A region stands between `<!-- begin WHAT -->` and `<!-- end WHAT -->` in README.md or a page of docs/. WHAT is one of
+In README.md a region stands between `<!-- begin WHAT -->` and `<!-- end WHAT -->` and is kept in the file. In a page of
+docs/ it is one line, `<!-- write WHAT -->`, which is filled when the site is built (site_hooks.py). PROGRAM is a
+built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
 
-    source NAME            a built-in program's function, as it is written
-    show NAME              what `penstock show NAME` prints
-    help                   what `penstock --help` prints
-    schedule NAME FLAG …   the period and the drawing that `penstock simulate NAME` prints
-    tree FOLDER …          the files of these folders, with the first sentence of each one's docstring
-    algorithms             the table of the algorithms (see algorithms.py)
-    graphs                 a section for each of them: its options, and what `penstock show NAME` prints
-    names FOLDER           links to the algorithms, FOLDER/NAME.py, and to the other programs
-    figures NAME           benchmarks/results/NAME.json as a table, with date, commit and machine
-    excerpt NAME           benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
+    source NAME               a built-in program's function, as it is written
+    show PROGRAM              what `penstock show PROGRAM` prints
+    check PROGRAM             what `penstock check PROGRAM` prints
+    schedule PROGRAM FLAG …   the period and the drawing that `penstock simulate PROGRAM` prints
+    help [VERB]               what `penstock VERB --help` prints
+    algorithms                the table of the algorithms (see algorithms.py)
+    graphs                    a section for each of them: its picture, its source, what `penstock show` prints
+    names FOLDER              links to the algorithms, FOLDER/NAME.py, and to the other programs
+    figures NAME [TABLE …]    benchmarks/results/NAME.json as tables, with date, commit and machine
+    excerpt NAME              benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
 """
 
 import argparse
 import inspect
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -32,19 +37,22 @@ from typing import Any
 
 from algorithms import Entry, algorithms, loss, others
 
-from penstock.graph import Graph, Program, load, trace
+from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.show import text
 from penstock.graph.svg import svg
-from penstock.runtime.cli.main import overview
+from penstock.runtime.cli.traced import faults_text
 
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+EXAMPLES = ROOT / "docs" / "examples"
 RESULTS = ROOT / "benchmarks" / "results"
+HOME = "/home/me"
+"""Where pages say that the examples are."""
 PICTURES = {"docs/img/aipo.svg": "aipo"}
 REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=what) -->$")
+LINE = re.compile(r"(?m)^<!-- write (?P<what>.+?) -->$")
 KEPT = 2
 """Lines of progress of an excerpt that are kept at each end of a row of them."""
-PHRASE = 100
-"""The longest phrase for a file; a longer first sentence ends at its last colon or semicolon, else at a comma."""
 
 
 def main() -> None:
@@ -60,35 +68,59 @@ def main() -> None:
     sys.exit(1 if check and stale else 0)
 
 
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
 @lru_cache
 def generated() -> dict[Path, str]:
-    """What each picture and page is to hold."""
-    pictures = {ROOT / name: svg(graph(program)).rstrip("\n") + "\n" for name, program in PICTURES.items()}
-    return pictures | {page: filled(page.read_text()) for page in pages()}
+    """What each picture and README.md is to hold."""
+    pictures = {ROOT / name: picture(program) for name, program in PICTURES.items()}
+    return pictures | {README: filled(README.read_text())}
 
 
 def filled(page: str) -> str:
-    """A page with all its regions written again."""
+    """README.md with all its regions written again."""
 
     def region(match: re.Match[str]) -> str:
-        what, *words = match["what"].split()
-        return f"<!-- begin {match['what']} -->\n{WRITERS[what](*words)}\n<!-- end {match['what']} -->"
+        return f"<!-- begin {match['what']} -->\n{_write(match['what'])}\n<!-- end {match['what']} -->"
 
     return REGION.sub(region, page)
 
 
+def written(page: str) -> str:
+    """A page of the site with its lines `<!-- write WHAT -->` filled."""
+    return LINE.sub(lambda match: _write(match["what"]), page)
+
+
+def _write(what: str) -> str:
+    writer, *words = shlex.split(what)
+    return WRITERS[writer](*words)
+
+
 def program(name: str) -> Program[..., Any]:
-    found = load(name)
+    """A built-in program, or FILE.py:FUNCTION of docs/examples."""
+    with _in_examples():
+        found = load(name)
     assert isinstance(found, Program)
     return found
 
 
+@contextmanager
+def _in_examples() -> Iterator[None]:
+    """The folder of the examples as the current one, where they import each other."""
+    before = os.getcwd()
+    os.chdir(EXAMPLES)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        os.chdir(before)
+
+
 def graph(name: str) -> Graph:
     return trace(program(name))
+
+
+def picture(name: str) -> str:
+    return svg(graph(name)).rstrip("\n") + "\n"
 
 
 # Regions -----------------------------------------------------------------------------------------------------
@@ -102,47 +134,38 @@ def show(name: str) -> str:
     return fenced(f"$ penstock show {name}\n{text(graph(name))}", "console")
 
 
-def help_text() -> str:
-    return fenced(f"$ penstock --help\n{overview().rstrip()}", "console")
+def checked(name: str) -> str:
+    """What `penstock check` says, with the folder of the examples as /home/me."""
+    try:
+        faults = check(graph(name), batch=8)
+    except GraphError as error:
+        faults = list(error.faults)
+    assert faults, f"{name} is shown for its faults, and has none"
+    return fenced(f"$ penstock check {name}\n{faults_text(faults)}".replace(str(EXAMPLES), HOME), "console")
+
+
+def help_text(*verb: str) -> str:
+    command = ["penstock", *verb, "--help"]
+    printed = _printed(command).rstrip()
+    if "\nPROGRAM is package" in printed:  # each verb lists the built-in programs, which have a page
+        printed = re.sub(r"(?ms)^PROGRAM is package.*?(?=^Its keyword)", "", printed)
+    return fenced(f"$ {' '.join(command)}\n{printed}", "console")
 
 
 def schedule(*words: str) -> str:
+    """A simulation from the folder of the examples."""
     command = ["penstock", "simulate", *words, "--width", "90"]
-    run = [sys.executable, "-m", "penstock.runtime.cli.main", *command[1:]]
-    printed = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
-    kept = [line for line in printed if re.match(r"period|\w+/\d+ ", line)]
+    kept = [line for line in _printed(command).splitlines() if re.match(r"period|groups|\w+/\d+ ", line)]
     return fenced("\n".join([f"$ {' '.join(command)}", *kept]), "console")
 
 
-def tree(*folders: str) -> str:
-    """Files in alphabetical order within their folder, sub-folders after them; `__init__.py` speaks for its folder."""
-    rows: list[tuple[str, str]] = []
-    for folder in folders:
-        _walk(ROOT / folder, 0, rows)
-    width = max(len(name) for name, _ in rows)
-    return fenced("\n".join(f"{name:<{width}}  {phrase}".rstrip() for name, phrase in rows), "text")
-
-
-def _walk(folder: Path, depth: int, rows: list[tuple[str, str]]) -> None:
-    pad = "  " * depth
-    rows.append((f"{pad}{folder.name}/", _phrase(folder / "__init__.py")))
-    files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
-    rows += [(f"{pad}  {path.name}", _phrase(path)) for path in files]
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and any(path.glob("*.py")):
-            _walk(path, depth + 1, rows)
-
-
-def _phrase(path: Path) -> str:
-    found = re.match(r'\s*"""(.*?)"""', path.read_text(), re.DOTALL) if path.exists() else None
-    if found is None:
-        return ""
-    first = " ".join(found[1].strip().split("\n\n")[0].split())
-    sentence = re.split(r"\.(?:$|\s(?=[A-Z`]))", first)[0]
-    for mark in (r"(?<!`)[:;] ", r", "):
-        while len(sentence) > PHRASE and (marks := list(re.finditer(mark, sentence))):
-            sentence = sentence[: marks[-1].start()]
-    return sentence
+def _printed(command: list[str]) -> str:
+    """What a command of ours prints, 100 columns wide."""
+    run = [sys.executable, "-m", "penstock.runtime.cli.main", *command[1:]]
+    place = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=EXAMPLES, env=place)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
 
 
 def algorithm_table() -> str:
@@ -165,9 +188,19 @@ def algorithm_table() -> str:
 def algorithm_graphs() -> str:
     parts = []
     for one in algorithms():
-        parts += [f"### {one.name}", f"{one.summary}: [programs/{one.name}.py](../programs/{one.name}.py)."]
-        parts.append(show(one.name))
+        code = f"programs/{one.name}.py"
+        parts += [
+            f"### {one.name}",
+            f"{one.summary}.",
+            f"![The graph of {one.name}](img/graphs/{one.name}.svg){{ .graph }}",
+        ]
+        parts += [_folded(f"Source: {code}", fenced((ROOT / code).read_text().rstrip(), "python"))]
+        parts += [_folded(f"As text: penstock show {one.name}", show(one.name))]
     return "\n\n".join(parts)
+
+
+def _folded(title: str, content: str) -> str:
+    return f'??? quote "{title}"\n\n{textwrap.indent(content, "    ")}'
 
 
 def program_names(folder: str) -> str:
@@ -177,7 +210,8 @@ def program_names(folder: str) -> str:
     return f"{links(algorithms())}.\nOther programs: {links(others())}."
 
 
-def figures(name: str) -> str:
+def figures(name: str, *tables: str) -> str:
+    """`tables` names those that are shown; without any, all and the single figures are."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return f"*Not measured yet: `benchmarks/results/{name}.json` is missing.*"
@@ -188,12 +222,12 @@ def figures(name: str) -> str:
     record.pop("benchmark")
     parts = [about]
     plain = {key: value for key, value in record.items() if not _is_table(value)}
-    if plain:
+    if plain and not tables:
         parts.append(_table(["figure", "value"], [[key, _cell(value)] for key, value in plain.items()]))
     for key, rows in record.items():
-        if _is_table(rows):
+        if _is_table(rows) and (key in tables or not tables):
             columns = list(dict.fromkeys(column for row in rows for column in row))
-            parts.append(f"{key}:\n\n" if len(record) - len(plain) > 1 else "")
+            parts.append(f"{key.replace('_', ' ')}:\n\n" if len(record) - len(plain) > 1 else "")
             parts.append(_table(columns, [[_cell(row.get(column)) for column in columns] for row in rows]))
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
@@ -237,9 +271,9 @@ def fenced(content: str, language: str) -> str:
 WRITERS: dict[str, Callable[..., str]] = {
     "source": source,
     "show": show,
+    "check": checked,
     "help": help_text,
     "schedule": schedule,
-    "tree": tree,
     "algorithms": algorithm_table,
     "graphs": algorithm_graphs,
     "names": program_names,

@@ -1,9 +1,9 @@
-"""The pages of the documentation as a user has them: their Python blocks as files in one folder, their programs run."""
+"""What the pages show, as a user has it: the examples and README.md's files in one folder, their programs run."""
 
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph import GraphError, Program, check, load, trace
+from penstock.graph import Fault, GraphError, Program, check, load, trace
 from penstock.graph.build import trace_evaluation
-from penstock.runtime.cli.traced import faults_text
 from penstock.runtime.control.inprocess import InProcess
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
@@ -31,10 +30,13 @@ HOME = "/home/me"
 """Where the pages say that their files are."""
 
 
-def files(page: Path) -> dict[str, str]:
-    """The page's Python blocks that begin with a file's name."""
-    blocks = re.findall(r"(?ms)^```python\n(# (\w+\.py)\n.*?)^```$", page.read_text())
-    return {name: text for text, name in blocks}
+def files() -> dict[str, str]:
+    """The examples of docs/examples, and README.md's Python blocks that begin with a file's name; by name."""
+    blocks = re.findall(r"(?ms)^```python\n(# (\w+\.py)\n.*?)^```$", (ROOT / "README.md").read_text())
+    shown = {name: text for text, name in blocks}
+    examples = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "examples").glob("*.py"))}
+    assert not shown.keys() & examples.keys(), "two files of one name"
+    return {**shown, **examples}
 
 
 def consoles(page: Path) -> dict[str, str]:
@@ -42,34 +44,38 @@ def consoles(page: Path) -> dict[str, str]:
     return dict(re.findall(r"(?ms)^```console\n\$ ([^\n]*)\n(.*?)\n```$", page.read_text()))
 
 
+def commands(verb: str) -> set[str]:
+    """The programs whose output of `penstock VERB` is written into a page when the site is built."""
+    pages = (page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
+    return {name for page in pages for name in re.findall(rf"(?m)^<!-- write {verb} (\S+\.py:\S+)", page)}
+
+
 @dataclass(frozen=True)
 class Folder:
-    """All files of some pages as a user has them, and their programs by name."""
+    """All files of the pages as a user has them, and their programs by name."""
 
     path: Path
     programs: dict[str, Program[..., Any]] = field(default_factory=dict)
 
-    def checked(self, path: str) -> str:
-        """What `penstock check PATH` says of faults."""
+    def faults(self, path: str) -> list[Fault]:
+        """What `penstock check PATH` finds."""
         found = load(path)
         assert isinstance(found, Program)
         try:
-            faults = check(trace(found), batch=8)
+            return check(trace(found), batch=8)
         except GraphError as error:
-            faults = list(error.faults)
-        return faults_text(faults).replace(str(self.path), HOME)
+            return list(error.faults)
 
 
 @contextmanager
-def written(pages: Sequence[Path], path: Path) -> Iterator[Folder]:
-    """The pages' files in the folder `path`, which is the current one, with one thread for torch."""
+def written(path: Path) -> Iterator[Folder]:
+    """The files in the folder `path`, which is the current one, with one thread for torch."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         patch.syspath_prepend(str(path))
         found = Folder(path)
-        texts = {name: text for page in pages for name, text in files(page).items()}
-        assert len(texts) == sum(len(files(page)) for page in pages), "two files of one name"
+        texts = files()
         for name, text in texts.items():
             (path / name).write_text(text)
         for name, text in texts.items():

@@ -1,5 +1,9 @@
-"""The pages of the documentation: links lead somewhere, named tests exist, generated parts are as generated."""
+"""README.md and the pages: links, tests and files that are named exist, generated parts are current, sizes.
 
+`make docs` builds the site in strict mode: it fails for a broken link, anchor or reference of a page.
+"""
+
+import ast
 import re
 import subprocess
 import sys
@@ -8,48 +12,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PROMISES = ROOT / "docs" / "promises.md"
+ERRORS = ROOT / "docs" / "check-errors.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
 
 
-def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the page's headings."""
-    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text())
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+def written(page: Path) -> str:
+    """The page without what is generated into it."""
+    return re.sub(r"(?ms)<!-- begin .*?<!-- end .*?-->", "", page.read_text())
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", README.read_text())
+    local = [link.partition("#")[0] for link in links if not link.startswith(("http://", "https://"))]
+    assert local
+    assert [link for link in local if not (ROOT / link).exists()] == []
+
+
+def test_tests_that_are_promised_exist() -> None:
+    """By their name alone, so that a test may move to another file."""
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    defined = {name for text in files.values() for name in re.findall(r"(?m)^def (test_\w+)\(", text)}
+    named = re.findall(r"`(test_\w+(?:\.py)?)`", PROMISES.read_text())
+    assert len(named) > 100
+    assert [name for name in named if name not in defined and name not in files] == []
 
 
 @pages
-def test_links_lead_somewhere(page: Path) -> None:
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path) if path else page
-        if link.startswith(("http://", "https://")):
-            continue
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert not broken
-
-
-@pages
-def test_tests_that_are_named_exist(page: Path) -> None:
-    missing = []
-    for name in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", page.read_text()):
-        path, _, test = name.partition("::")
-        file = ROOT / path
-        if not file.exists() or (test and not re.search(rf"(?m)^def {test}\(", file.read_text())):
-            missing.append(name)
-    assert not missing
+def test_only_the_promises_name_tests(page: Path) -> None:
+    if page != PROMISES:
+        prose = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+        assert re.findall(r"`(?:tests/\S*)?test_\w+[^`]*`", prose) == []
 
 
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
-    """A path in code type. What a row of the promises calls open, and what has not been measured, may be missing."""
-    written = re.sub(r"(?ms)<!-- begin .*?<!-- end .*?-->", "", page.read_text())
-    text = "\n".join(line for line in written.splitlines() if "**open**" not in line)
-    folders = "graph|nodes|runtime|programs|docs"
-    names = re.findall(rf"`(?:python )?((?:{folders})/[\w/]+\.\w+)`", text)
+    """A path in code type, but for what the promises call open."""
+    text = "\n".join(line for line in written(page).splitlines() if "**open**" not in line)
+    folders = "graph|nodes|runtime|programs|docs|benchmarks|scripts|tests"
+    names = re.findall(rf"`(?:python |sh )?((?:{folders})/[\w/]+\.\w+)`", text)
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
@@ -59,9 +63,32 @@ def test_generated_parts_are_as_generated() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_the_errors_that_are_listed_are_what_check_says() -> None:
+    """Each quoted part of a message is written so in the code; … stands for what a message fills in."""
+    paths = [path for folder in ("graph", "nodes", "runtime/cli") for path in (ROOT / folder).rglob("*.py")]
+    constants = [
+        node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+    ]
+    said = "\0".join(node.value for node in constants if isinstance(node.value, str))
+    quoted = [
+        part.strip().removeprefix("given ").removeprefix("needed ")
+        for row in re.findall(r"(?m)^\| (`.*?) \|", ERRORS.read_text())
+        for text in re.findall(r"`([^`]+)`", row)
+        for part in text.split("…")
+    ]
+    types = {"Weights", "Policy", "Rewards", "Advantages"}
+    assert len(quoted) > 50
+    assert [part for part in quoted if part and part not in types and part not in said] == []
+
+
+def test_the_documentation_stays_short() -> None:
+    assert len(README.read_text()) <= 16_000
+    assert sum(len(page.read_text()) for page in PAGES) <= 130_000
+
+
 @pages
 def test_lines_of_text_are_not_longer_than_the_editor(page: Path) -> None:
     """120 columns, but for tables, links, code and what is generated."""
-    text = re.sub(r"(?ms)^```.*?^```$|<!-- begin .*?<!-- end .*?-->", "", page.read_text())
+    text = re.sub(r"(?ms)^```.*?^```$|^<!-- write .*?-->$", "", written(page))
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "!["))]
     assert [line for line in prose if len(line) > 120] == []

@@ -15,7 +15,7 @@ DESCRIPTION = """Join the controller of a run on another machine, and start the 
 `penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
 RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by hand,
 or as srun, a container or a batch job would. Weights travel unencrypted: the hosts need a trusted network.
-docs/clusters.md has a cluster file of two hosts, and all of its keys.
+docs/cluster-file.md has a cluster file of two hosts, and all of its keys.
 
 Example:
   penstock agent b.json --folder /scratch/run"""

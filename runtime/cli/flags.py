@@ -160,7 +160,7 @@ class RunFlags:
     startup_deadline: float = 120.0
     """Seconds for all processes to start."""
     cluster: Annotated[str, _text("FILE", "this machine")] = ""
-    """Hosts with their cores and devices, in TOML: docs/clusters.md has examples and all keys."""
+    """Hosts with their cores and devices, in TOML: docs/cluster-file.md has examples and all keys."""
     out: Annotated[str, _text("DIR", "runs/PROGRAM-DATE-TIME")] = ""
     """The run folder: new or empty."""
     config: Annotated[str, _text("FILE", "none")] = ""

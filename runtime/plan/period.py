@@ -6,7 +6,7 @@ the sync, the batch's rollout (with its tail), the passes of models beside it an
 updates at a time. Models that read groups as they are finished are behind the rollout by one group only. Pools on the
 same GPUs take turns, whatever the lag is. What queueing between groups adds is left to the simulator.
 
-At a lag of k, k other batches are decoded beside a batch (docs/theory.md). Reading the weights costs a step the same
+At a lag of k, k other batches are decoded beside a batch. Reading the weights costs a step the same
 whoever is in it; what rows and contexts cost, `others` seconds of each batch, comes on top for each. A batch follows
 another one by an update's steps, t seconds or more, so that of each the share 1 - t / r falls into a rollout of r.
 """

@@ -11,7 +11,7 @@ beside W. η(b) is its seconds per sample, which fall as b grows.
 The maximum is least where its sides are equal, at θ* = m_t η_t / (m_t η_t + m_g η_g), and is then
 T_a = (B / G) (m_t η_t + m_g η_g). At the synchronous optimum both separate constraints are slack, so that some b can
 grow, and T_a < T_s while η falls. If it does not fall any more, T_a = T_s: overlap alone gains nothing. What is
-left out is named in docs/theory.md.
+left out is named in docs/staleness.md.
 """
 
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ from penstock.runtime.plan.cluster import Cluster, ClusterError, Host, cuda_devi
 from penstock.runtime.plan.gpus import GPUS, Efficiency, Gpu, Tflops
 from penstock.runtime.plan.place import place
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "clusters.md"
+PAGES = [Path(__file__).resolve().parents[3] / "docs" / name for name in ("hosts.md", "cluster-file.md")]
 
 GOOD = """
 bind = "10.0.0.1:5555"
@@ -141,9 +141,13 @@ def test_gpus_are_counted_in_proc_or_by_nvidia_smi(tmp_path: Path, monkeypatch: 
     assert module._count_gpus(tmp_path / "none") == 0
 
 
+def _pages() -> str:
+    return "\n".join(page.read_text() for page in PAGES)
+
+
 def _documented(folder: Path) -> list[Cluster]:
-    """The files of the page, in its order."""
-    return [_read(folder, text) for text in re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE.read_text())]
+    """The files of the pages, in their order."""
+    return [_read(folder, text) for text in re.findall(r"(?ms)^```toml[^\n]*\n(.*?)^```", _pages())]
 
 
 def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
@@ -162,8 +166,8 @@ def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
 
 def test_all_keys_are_documented() -> None:
     """Those of [cpus] are measured, and not for people."""
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in _pages().splitlines() if line.startswith("| ")]
     words = {word for row in rows for key in re.findall(r"`([^`]+)`", row) for word in re.findall(r"\w+", key)}
     models = (Cluster, Host, Gpu, Tflops, Efficiency)
     assert {key for model in models for key in model.model_fields} - words == set()
-    assert [kind for kind in GPUS if kind not in PAGE.read_text()] == []
+    assert [kind for kind in GPUS if kind not in _pages()] == []
