@@ -1,7 +1,7 @@
 """The machines of a run, as a user's TOML file says it, or as this machine is.
 
-`docs/cluster-file.md` has all keys. `penstock doctor --measure` writes such a file of this machine, with what its memory
-and links do in [cpus.this].
+`docs/cluster-file.md` has all keys. `penstock doctor --measure` writes such a file of this machine, with what its
+memory and links do in [cpus.this].
 """
 
 import ipaddress
