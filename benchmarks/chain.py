@@ -27,13 +27,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Work
 from weights import Weights
 
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.broadcast_chain import Leg, Relay
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.group import Group
-from penstock.runtime.tensor.messages import MessageTransport
-from penstock.runtime.tensor.plan import BUCKET
-from penstock.runtime.tensor.relay import Leg, Relay
-from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Group
+from penstock.runtime.tensor.reshard import BUCKET
+from penstock.runtime.tensor.send_recv import MessageTransport
+from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
 
 WAYS = ("direct", "chain")
 TENSORS = 16

@@ -22,13 +22,12 @@ from report import publish, spread
 
 from penstock.graph import trace
 from penstock.programs.aipo import aipo
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.place import place
-from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import place
+from penstock.runtime.schedule.compile import Rules, Tables, compile_tables
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, Tables, compile_tables
+from penstock.runtime.schedule.simulator import Durations, simulate
 
 BATCH = 32
 UPDATES = 300

@@ -12,15 +12,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
-from penstock.graph.sharding import Sharding, rule_of
+from penstock.graph.protocols import Sharding, rule_of
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, tensor_parallel
-from penstock.runtime.tensor.adder import Adder
-from penstock.runtime.tensor.bridge import Bridge
-from penstock.runtime.tensor.group import open_group
-from penstock.runtime.tensor.memory import SharedMemory
-from penstock.runtime.tensor.sync import Publisher, Receiver
-from penstock.runtime.tensor.transport import Transport
+from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Adder, Transport, open_group
+from penstock.runtime.tensor.shm_transport import SharedMemory
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver
 
 MODEL = ModelConfig(9216, 2048, 8192, 3, 32, 8, 64, tie_word_embeddings=True)
 RANKS = 2

@@ -23,7 +23,7 @@ from report import publish, spread
 from torch import Tensor
 
 from penstock.runtime.tensor.delta import (
-    HEADER,
+    DELTA_HEADER,
     NONE,
     break_even,
     buckets,
@@ -85,7 +85,7 @@ def receive(end: socket.socket, elements: int) -> None:
             if kind == b"f":
                 link.receive(view(bucket))
                 continue
-            header = link.receive_bytes(HEADER)
+            header = link.receive_bytes(DELTA_HEADER)
             payload = staging[: payload_bytes(header, len(bucket))]
             link.receive(view(payload))
             decode(parse(header, payload), bucket, held)

@@ -32,13 +32,10 @@ from gpu_ranks import MODEL, shapes
 from report import publish
 from torch import Tensor
 
-from penstock.runtime.tensor.arena import allocate
-from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.convert import FORMATS, converted
-from penstock.runtime.tensor.layout import Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.buffers import allocate
+from penstock.runtime.tensor.layout import Box, Layout, Mesh, sharded
 from penstock.runtime.tensor.quantise import Converter
+from penstock.runtime.tensor.wire_format import FORMATS, converted
 
 Figures = dict[str, Any]
 WARM, REPEATS = 2, 9

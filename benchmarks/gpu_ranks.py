@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.nodes.model.tensor_parallel import parameter_shapes
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
-from penstock.runtime.tensor.memory import Exported, SharedMemory
-from penstock.runtime.tensor.sync import Publisher, Receiver
-from penstock.runtime.tensor.transport import Transport
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Transport
+from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver
 
 MODEL = ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True)
 """Llama 3.2 1B."""

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph import Program, trace
-from penstock.graph.build import trace_evaluation
-from penstock.runtime.cli.base import base_model
+from penstock.graph.program import trace_evaluation
+from penstock.runtime.cli.base_model import base_model
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.record.metrics import read_rows
 
 Job = dict[str, Any]

@@ -1,10 +1,8 @@
 """Llama 3.1, as it lies on trainers and generators: for the benchmarks of resharding."""
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, pipeline_stages, tensor_parallel
-from penstock.runtime.tensor.layout import Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
+from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 
 MODELS = {
     "8B": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128),

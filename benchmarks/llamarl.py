@@ -18,14 +18,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.memory import Memory, slots_that_fit, trainer_memory
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.shape import SHAPES, Shape
-from penstock.runtime.plan.syncing import sync_cost, traffic
-from penstock.runtime.plan.training import Trainer
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
+from penstock.runtime.plan.sync_cost import sync_cost, traffic
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import Lognormal
 
 PUBLISHED = (("llama-8b", 256, 2.52), ("llama-70b", 256, 3.98), ("llama-405b", 1024, 10.7))
 PROMPTS, SAMPLES, PROMPT, MICRO, SLOTS, LAG = 256, 8, 128, 4096, 256, 1

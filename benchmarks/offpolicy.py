@@ -24,23 +24,23 @@ from report import RESULTS, ROOT, publish, spread
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn import objectives
-from penstock.nodes.learn.rescore import policy_logprobs
-from penstock.nodes.learn.sampled import Loss
+from penstock.nodes.learn import losses
+from penstock.nodes.learn.losses import Loss
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
-from penstock.runtime.cli.cache import cache_folder
+from penstock.runtime.cli.base_model import cache_folder
 from penstock.runtime.control.run_config import RunOptions
 
 METHODS: Mapping[str, Loss] = {
-    "AIPO": partial(objectives.aipo, rho=4.0),
-    "no correction": objectives.reinforce,
-    "PPO clip": partial(objectives.ppo, clip_low=0.2, clip_high=0.2),
-    "TIS": partial(objectives.tis, cap=2.0, clip_low=0.2, clip_high=0.2),
-    "sequence weights": partial(objectives.importance_weighted, level="sequence", bound="truncate", cap=2.0),
-    "decoupled PPO": partial(objectives.decoupled_ppo, clip_low=0.2, clip_high=0.2),
+    "AIPO": partial(losses.aipo, rho=4.0),
+    "no correction": losses.reinforce,
+    "PPO clip": partial(losses.ppo, clip_low=0.2, clip_high=0.2),
+    "TIS": partial(losses.tis, cap=2.0, clip_low=0.2, clip_high=0.2),
+    "sequence weights": partial(losses.importance_weighted, level="sequence", bound="truncate", cap=2.0),
+    "decoupled PPO": partial(losses.decoupled_ppo, clip_low=0.2, clip_high=0.2),
 }
 """Each with the bounds that its program in the library has by default."""
 AROUND_OLD = ("TIS", "decoupled PPO")

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from published import Row, mesh_of, nemo_layouts
 
-from penstock.runtime.plan.cost import Cost
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.plan.collectives import Cost
+from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.memory import slots_that_fit
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.syncing import switch_cost, sync_cost, traffic
-from penstock.runtime.plan.training import Trainer
-from penstock.runtime.plan.work import weights_per_rank
+from penstock.runtime.plan.model_shape import Parallel
+from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
+from penstock.runtime.plan.train_cost import Trainer, weights_per_rank
+from penstock.runtime.plan.workload import Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 256
 """NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once."""

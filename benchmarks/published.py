@@ -5,9 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.runtime.plan.gpus import GPUS, Gpu
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.shape import SHAPES, Shape
+from penstock.runtime.cluster.gpus import GPUS, Gpu
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "published_steps.csv"
 NAMES = {

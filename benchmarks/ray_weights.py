@@ -13,15 +13,16 @@ import sys
 from time import perf_counter
 from typing import Any
 
-# Read when Ray is imported. Its workers are niced by 15 otherwise, and would lose to whatever else runs.
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-
 import ray
 import torch
 from ddma_ranks import RANKS, RULES, SHAPES, Policy
 from torch import Tensor
 
-from penstock.graph.sharding import rule_of
+from penstock.graph.protocols import rule_of
+
+# Read when Ray is imported. Its workers are niced by 15 otherwise, and would lose to whatever else runs.
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+
 
 WARM = 3
 STORE_BYTES = 2 << 30

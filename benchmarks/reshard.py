@@ -17,11 +17,8 @@ from typing import Any, TypeVar
 from llama import layout
 from report import publish
 
-from penstock.runtime.tensor.chain import chain
-from penstock.runtime.tensor.layout import Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.plan import Plan
-from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.layout import Layout, Mesh
+from penstock.runtime.tensor.reshard import Plan, chain, reshard
 
 T = TypeVar("T")
 

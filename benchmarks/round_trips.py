@@ -25,21 +25,20 @@ from time import monotonic, perf_counter, sleep
 from typing import NoReturn
 
 from penstock.graph import node, program, trace
+from penstock.graph.imports import load
 from penstock.graph.ir import Firing
-from penstock.graph.paths import load
 from penstock.graph.types import Context, Policy
-from penstock.runtime.control.client import Client
-from penstock.runtime.control.endpoints import ipc_endpoint
-from penstock.runtime.control.heartbeat import Pulse
-from penstock.runtime.control.keys import Door, Join
+from penstock.runtime.cluster.endpoints import ipc_endpoint
+from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 from penstock.runtime.control.messages import Goodbye, Hello, Note, Order, Ready, Results, Setup, rank_peer
 from penstock.runtime.control.process import PARENT, die_with_parent, kill, start
+from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.wire import Server
+from penstock.runtime.control.security import Door, Join
+from penstock.runtime.control.sockets import Client, Server
 from penstock.runtime.control.worker import serve
-from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
 from penstock.runtime.schedule.events import Done, Fire, Free
-from penstock.runtime.tensor.segments import sweep
+from penstock.runtime.tensor.shm import sweep
 
 HERE = str(Path(__file__).resolve())
 START_S = 180.0

@@ -15,15 +15,12 @@ from typing import Any
 from report import publish, spread
 
 from penstock.graph import load, trace
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.lengths import Lognormal
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.simulated import Scene, Simulated
-from penstock.runtime.plan.simulated_plan import Costed
-from penstock.runtime.plan.training import Trainer
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import Generator
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.simulate import Costed, Scene, Simulated
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import Lognormal, Workload
 
 UPDATES, PROMPTS, SAMPLES, GPUS_IN_ALL, TRAINING = 200, 256, 8, 1024, 256
 TARGET_S = 20.0

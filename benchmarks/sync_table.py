@@ -2,7 +2,7 @@
 
     python benchmarks/sync_table.py [--keep]
 
-Nothing is measured here. The seconds are those that `penstock plan` counts (`runtime/plan/syncing.py`), with a NIC's
+Nothing is measured here. The seconds are those that `penstock plan` counts (`runtime/plan/sync_cost.py`), with a NIC's
 whole 50 GB/s, both ways at once: trainers and generators are on hosts of their own, with 10 µs for each peer, and
 nothing else takes time: neither packing nor proof nor waiting. So they are what the links allow, a bound that no
 implementation beats. What bounds a row is the busiest sender or the busiest receiver. Where few trainers feed many
@@ -15,10 +15,9 @@ from typing import Any
 
 from report import publish
 
-from penstock.runtime.plan.gpus import GPUS, Efficiency, Precision
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.syncing import sync_cost, traffic
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Precision
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.sync_cost import sync_cost, traffic
 
 GPU = GPUS["H100"].model_copy(update={"efficiency": Efficiency(link=1.0)})
 WIRES: dict[str, Precision] = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}

@@ -15,13 +15,11 @@ from chart import line_chart
 from report import ROOT, publish
 
 from penstock.graph import Graph, Program, load, trace
-from penstock.graph.passes import period_bound
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.plan import Plan
-from penstock.runtime.schedule.durations import Durations
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.graph.analysis import period_bound
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import Plan, place
+from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Durations, simulate
 
 PICTURE = ROOT / "docs" / "img" / "period.svg"
 LAGS = (0, 1, 2, 3, 4)

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock import programs
 from penstock.graph import Graph, Program, load, trace
-from penstock.graph.paths import resolve, short
+from penstock.graph.imports import resolve, short
 
 ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
 CITED = re.compile(r"[A-Z][\w-]+(?: et al\.| and [A-Z][\w-]+)? (?:19|20)\d\d\b|[A-Z][\w ]+ Lab (?:19|20)\d\d\b")

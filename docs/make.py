@@ -40,7 +40,7 @@ from algorithms import Entry, algorithms, loss, others
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.show import text
 from penstock.graph.svg import svg
-from penstock.runtime.cli.traced import faults_text
+from penstock.runtime.cli.tracing import faults_text
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -11,14 +11,13 @@
 `trace` makes a graph of it: a frozen value to print, check, plan, simulate and run. Nothing here imports torch.
 """
 
-from penstock.graph.build import Program, program, trace
 from penstock.graph.check import check
-from penstock.graph.constructs import alternate, broadcast, delay, keep
-from penstock.graph.definition import NodeDef, node
-from penstock.graph.faults import Fault, GraphError
+from penstock.graph.errors import Fault, GraphError
+from penstock.graph.imports import load
 from penstock.graph.ir import Firing, Graph
-from penstock.graph.paths import load
-from penstock.graph.requirement import opens, requires
+from penstock.graph.node import NodeDef, node
+from penstock.graph.program import Program, alternate, broadcast, delay, keep, program, trace
+from penstock.graph.requires import opens, requires
 from penstock.graph.types import (
     Advantages,
     Context,

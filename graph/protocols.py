@@ -1,9 +1,49 @@
-"""What the runtime asks of the values that nodes and makers keep in their workers."""
+"""What the runtime asks of the values that nodes and makers keep in their workers.
+
+How a carried value lies over the ranks that hold it together: plain data that the tensor plane turns into boxes.
+
+Arrays of whatever library the workers use, so that a graph needs none.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
-from penstock.graph.arrays import Array
+Array = Any
+"""A tensor of any library that has shapes, slices and arithmetic; torch in the workers."""
+
+
+class Vector(Protocol):
+    """One number per row, float [N], of any array library: arithmetic row by row, and what else the library has."""
+
+    def __add__(self, other: "Vector | float", /) -> "Vector": ...
+    def __sub__(self, other: "Vector | float", /) -> "Vector": ...
+    def __mul__(self, other: "Vector | float", /) -> "Vector": ...
+    def __truediv__(self, other: "Vector | float", /) -> "Vector": ...
+    def __radd__(self, other: float, /) -> "Vector": ...
+    def __rsub__(self, other: float, /) -> "Vector": ...
+    def __rmul__(self, other: float, /) -> "Vector": ...
+    def __rtruediv__(self, other: float, /) -> "Vector": ...
+    def __neg__(self) -> "Vector": ...
+    def __getattr__(self, name: str, /) -> Any: ...
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Arrays (first axis N) below each other, padded to a common width with zeros; or tuples after each other; or None
+    where all are."""
+    if all(value is None for value in values):
+        return None
+    if isinstance(values[0], tuple):
+        return tuple(item for value in values for item in value)
+    widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
+    row = 0
+    for value in values:
+        box = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
+        out[box] = value
+        row += value.shape[0]
+    return out
 
 
 @runtime_checkable
@@ -69,3 +109,55 @@ class Releasing(Protocol):
 
     def release(self) -> None:
         """Give it up; nothing is in work. What comes of later firings is the same."""
+
+
+Axes = tuple[tuple[str, int], ...]
+"""A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank."""
+
+STAGE, DATA, FSDP, TENSOR = "pp", "dp", "fsdp", "tp"
+"""The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, shares of each layer.
+All but "dp" cut; over any other axis tensors are replicated."""
+
+Rule = tuple[int, int] | None
+"""The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated."""
+
+
+def num_ranks(axes: Axes) -> int:
+    return prod(size for _, size in axes)
+
+
+def described(axes: Axes) -> str:
+    """For messages: "fsdp 2 × tp 2"."""
+    return " × ".join(f"{name} {size}" for name, size in axes) or "one rank"
+
+
+def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
+    """The rule of a tensor: that of the longest key its name ends with. Raises LookupError if there is none."""
+    ends = [end for end in rules if name.endswith(end)]
+    if not ends:
+        raise LookupError(f"{name}: no rule for tensor parallelism")
+    return rules[max(ends, key=len)]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The tensors that `Carried.weights` gives on each rank of a replica, as parts of logical ones.
+
+    `mesh` is the replica's; "tp" cuts by `rules` (see `rule_of`), then "fsdp" cuts dimension 0, "pp" keeps a tensor
+    to its `stages`. `shapes` are those of the whole tensors. `wanted` are the rules by which a receiving
+    replica with an axis "tp" cuts the same tensors.
+    """
+
+    mesh: Axes
+    shapes: Mapping[str, tuple[int, ...]]
+    rules: Mapping[str, Rule]
+    wanted: Mapping[str, Rule]
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A carried value that its ranks hold in parts. One without this is whole on each rank."""
+
+    def sharding(self) -> Sharding:
+        """The same on every rank."""

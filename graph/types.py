@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
-from penstock.graph.arrays import Array, Vector, joined
-from penstock.graph.sharding import Axes
+from penstock.graph.protocols import Array, Axes, Vector, joined
 
 Metrics = dict[str, float]
 """Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
@@ -125,14 +124,14 @@ class Reference(Policy):
 class Average(Reference):
     """A copy that follows the policy: its moving average, or what it was some updates ago (`nodes.average`)."""
 
-    maker: ClassVar[str] = "penstock.nodes.average:make_average"
+    maker: ClassVar[str] = "penstock.nodes.ema:make_average"
     pool: ClassVar[str] = "trainer"
 
 
 class Teacher(Reference):
     """A frozen model to learn from, read from the directory that the program's option `teacher_model` names."""
 
-    maker: ClassVar[str] = "penstock.nodes.distillation:open_teacher"
+    maker: ClassVar[str] = "penstock.nodes.distill:open_teacher"
     pool: ClassVar[str] = "teacher"
 
 

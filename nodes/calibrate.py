@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.nodes.model.linear import linear
+from penstock.nodes.model.kernels import linear
 
 ANSWER = "--answer"
 """The first argument of the process at the other end of a link; the second is the folder where both meet."""

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, dataclass_transform
 import torch
 from torch import Tensor
 
-from penstock.graph.faults import caller, fault
-from penstock.graph.paths import path_of
+from penstock.graph.errors import caller, fault
+from penstock.graph.imports import path_of
 
 T = TypeVar("T")
 TUPLE = "a tuple"

@@ -2,21 +2,118 @@
 
 Both are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
 `context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
+
+Arithmetic problems that cost nothing to make: sums and differences of two numbers, with a sloppy teacher.
+
+A problem reads "347+586=", its answer "933". The teacher first writes a draft, each digit worked out by itself: "823".
+The answer follows, with what is carried or borrowed: "823:0933". A sloppy teacher stops after the draft, so there
+is something left for reinforcement learning to find: going on pays.
+
+500 problems, the same for every seed, are held out: training never shows them.
+
+Where pairs of responses come from, one better than the other: made-up arithmetic, or a JSONL file.
+
+Both are pure functions of the ordinal. `context.data` is as in `data`; a file's fields are prompt, chosen and rejected.
+
+Sums and differences for a model that can call a calculator, and a teacher who seldom does.
+
+A problem reads "37+58=", its answer "95" (see `arithmetic`). The teacher mostly answers in the head, digit by digit and
+without carrying: "85", which is wrong half of the time. Its other demonstrations are conversations with `python_tool`:
+the call "<python>37+58</python>" and the end of the turn, the reply "<output>95</output>", and the answer that it
+holds: "95". So calling pays, and reinforcement learning can find that out.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from penstock.graph.protocols import Source
 from penstock.graph.types import Batchable, Context, Prompts
-from penstock.nodes.arithmetic import draw_problem, held_out, is_sloppy
 from penstock.nodes.score import FINAL, reference_number
+from penstock.nodes.tokenizer import EOS
+
+HELD_OUT = 500
+SLOPPY = 0.65
+"""The share of demonstrations that stop after the draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """a + b, or a − b with a ≥ b; both have `digits` digits."""
+
+    a: int
+    b: int
+    sign: str
+    digits: int
+
+    @staticmethod
+    def draw(key: int, digits: int) -> "Problem":
+        """The problem of a 63-bit key; every pair of operands and both signs are equally likely."""
+        low = 10 ** (digits - 1)
+        rest, a = divmod(key, 9 * low)
+        rest, b = divmod(rest, 9 * low)
+        a, b = a + low, b + low
+        return Problem(a, b, "+", digits) if rest % 2 else Problem(max(a, b), min(a, b), "-", digits)
+
+    @property
+    def text(self) -> str:
+        return f"{self.a}{self.sign}{self.b}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b if self.sign == "+" else self.a - self.b)
+
+    @property
+    def draft(self) -> str:
+        """Each digit's own sum or difference, modulo 10."""
+        pairs = zip(str(self.a), str(self.b), strict=True)
+        step = 1 if self.sign == "+" else -1
+        return "".join(str((int(x) + step * int(y)) % 10) for x, y in pairs)
+
+    def demonstration(self, sloppy: bool) -> str:
+        """What the teacher writes. Answers have one digit more than the operands, zeros in front."""
+        return self.draft if sloppy else f"{self.draft}:{self.answer.zfill(self.digits + 1)}"
+
+
+def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
+    """The training problem of this key: the first draw that is not held out."""
+    draws = (Problem.draw(context.key(*parts, attempt), digits) for attempt in count())
+    return next(p for p in draws if p not in _held_out_set(digits))
+
+
+def is_sloppy(context: Context, *parts: int) -> bool:
+    """Does the teacher stop this demonstration after the draft?"""
+    return context.key("sloppy", *parts) % 10_000 < SLOPPY * 10_000
+
+
+@lru_cache
+def held_out(digits: int) -> tuple[Problem, ...]:
+    """The problems of the evaluation, which depend on nothing but the number of digits."""
+    chosen: dict[Problem, None] = {}
+    for key in _fixed_keys():
+        chosen[Problem.draw(key, digits)] = None
+        if len(chosen) == HELD_OUT:
+            break
+    return tuple(chosen)
+
+
+@lru_cache
+def _held_out_set(digits: int) -> frozenset[Problem]:
+    return frozenset(held_out(digits))
+
+
+def _fixed_keys() -> Iterator[int]:
+    for index in count():
+        digest = hashlib.blake2b(f"held-out/{index}".encode(), digest_size=8).digest()
+        yield int.from_bytes(digest, "big") >> 1
+
 
 ROWS = 32
 """Demonstrations in one group, so that an update of 128 takes four groups."""
@@ -204,3 +301,114 @@ def _permutation(size: int, key: int) -> Sequence[int]:
     order = list(range(size))
     random.Random(key).shuffle(order)
     return order
+
+
+@dataclass
+class Pairs(Batchable):
+    """Prompts with a response that was preferred to another, one entry per row."""
+
+    texts: tuple[str, ...]
+    chosen: tuple[str, ...]
+    rejected: tuple[str, ...]
+
+    maker: ClassVar[str] = "penstock.nodes.data:open_pairs"
+    pool: ClassVar[str] = "trainer"
+
+
+def open_pairs(context: Context) -> Source:
+    """The pairs that `context.data` names, `ROWS` per ordinal."""
+    digits = arithmetic_digits(context.data)
+    if digits is None:
+        return FilePairs(context, read_rows(Path(context.data), ("prompt", "chosen", "rejected"), _pair))
+    return ArithmeticPairs(context, digits)
+
+
+class ArithmeticPairs:
+    """The right answer against a wrong one: the draft alone where that is wrong, or one with a wrong digit."""
+
+    def __init__(self, context: Context, digits: int) -> None:
+        self.context, self.digits = context, digits
+
+    def read(self, ordinal: int) -> Pairs:
+        problems = [draw_problem(self.context, self.digits, ordinal, row) for row in range(ROWS)]
+        wrong = [wrong_answer(p, self.context.key("wrong", ordinal, row)) for row, p in enumerate(problems)]
+        chosen = tuple(p.demonstration(sloppy=False) for p in problems)
+        return Pairs(tuple(p.text for p in problems), chosen, tuple(wrong))
+
+
+def wrong_answer(problem: Problem, key: int) -> str:
+    """A response whose final number is not the answer, drawn by a key: the draft, or the whole with another digit."""
+    key, draft_alone = divmod(key, 2)
+    if draft_alone and int(problem.draft) != int(problem.answer):
+        return problem.draft
+    right = problem.demonstration(sloppy=False)
+    key, back = divmod(key, problem.digits + 1)
+    place = len(right) - 1 - back
+    other = (int(right[place]) + 1 + key % 9) % 10
+    return f"{right[:place]}{other}{right[place + 1 :]}"
+
+
+class FilePairs(Epochs[tuple[str, str, str]]):
+    def read(self, ordinal: int) -> Pairs:
+        texts, chosen, rejected = zip(*(self.row(ordinal * ROWS + i) for i in range(ROWS)), strict=True)
+        return Pairs(texts, chosen, rejected)
+
+
+def _pair(row: Mapping[str, str], where: str) -> tuple[str, str, str]:
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{where}: given the same text as 'chosen' and 'rejected', needed two that differ")
+    return row["prompt"], row["chosen"], row["rejected"]
+
+
+DIGITS = 2
+CALLS = 0.3
+"""The share of demonstrations with a call."""
+
+
+class Calculations(Prompts):
+    """Problems of two digits for ever, or the held-out ones in turn."""
+
+    maker = "penstock.nodes.data:open_calculations"
+
+
+class ToolDemonstrations(Demonstrations):
+    """What the teacher wrote, the tool's replies included. It is for a model that reads bytes."""
+
+    maker = "penstock.nodes.data:open_tool_demonstrations"
+
+
+class _Calculations:
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def read(self, ordinal: int) -> Prompts:
+        if self.context.split == "evaluate":
+            problems = held_out(DIGITS)
+            problem = problems[ordinal % len(problems)]
+        else:
+            problem = draw_problem(self.context, DIGITS, ordinal)
+        return Calculations((ordinal,), (problem.text,), (problem.answer,))
+
+
+class _ToolDemonstrations:
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def read(self, ordinal: int) -> Demonstrations:
+        problems = [draw_problem(self.context, DIGITS, ordinal, row) for row in range(ROWS)]
+        responses = [self._response(problem, ordinal, row) for row, problem in enumerate(problems)]
+        return ToolDemonstrations(tuple(problem.text for problem in problems), tuple(responses))
+
+    def _response(self, problem: Problem, *parts: int) -> str:
+        if self.context.key("calls", *parts) % 10_000 >= CALLS * 10_000:
+            return problem.draft
+        call = problem.text.removesuffix("=")
+        return f"<python>{call}</python>{EOS}<output>{problem.answer}</output>{problem.answer}"
+
+
+def open_calculations(context: Context) -> Source:
+    return _Calculations(context)
+
+
+def open_tool_demonstrations(context: Context) -> Source:
+    return _ToolDemonstrations(context)

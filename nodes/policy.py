@@ -10,12 +10,11 @@ from torch import Tensor
 from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
-from penstock.nodes.base import ModelSpec, open_model, require_model, run_spec
+from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
-from penstock.nodes.learn.packing import Packed
-from penstock.nodes.learner import Learner, Step
 from penstock.nodes.model import Llama
-from penstock.nodes.sequence_model import Frozen, SequenceModel
+from penstock.nodes.open_model import ModelSpec, open_model, require_model, run_spec
+from penstock.nodes.trainable import Frozen, Learner, SequenceModel, Step
 
 __all__ = [
     "FrozenLanguageModel",

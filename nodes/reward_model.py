@@ -1,28 +1,108 @@
 """The reward model: a decoder whose number at a response's last token says how good the response is.
 
 Shapes: N responses (of pairs: the chosen, then the rejected), P tokens of a micro-batch.
+
+Learning from pairs of responses, one better than the other. Nothing here averages over pairs.
+
+Shapes: N pairs (or responses, where pairs are chosen), G prompts. Log-probabilities are of whole responses, that is
+`segment_sum` of their tokens' (nats).
+
+The numbers that a scorer gives: to each token of a response, or to the response as a whole, at its last token.
+
+Shapes: N sequences, S their padded length, P predicted tokens of a micro-batch, D hidden width.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from penstock.graph import node, opens, requires
-from penstock.graph.protocols import Carried
-from penstock.graph.sharding import num_ranks
+from penstock.graph.protocols import Carried, num_ranks
 from penstock.graph.types import AnyPreferenceModel, Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
-from penstock.nodes.base import ModelSpec, directory_spec, open_scorer, require_scorer, run_spec
-from penstock.nodes.learn.packing import Packed
-from penstock.nodes.learn.preference import bradley_terry_accuracy, bradley_terry_loss
+from penstock.nodes.advantage import uniform_groups
+from penstock.nodes.data import Pairs
+from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.schedules import Schedule
-from penstock.nodes.learn.scores import pack_ends, packed_values, sequence_scores
-from penstock.nodes.learner import Learner, Step
 from penstock.nodes.model import ModelError, Scorer, load_scorer
-from penstock.nodes.numbers import ADAMW
-from penstock.nodes.preference_data import Pairs
-from penstock.nodes.sequence_model import Frozen
+from penstock.nodes.open_model import ModelSpec, directory_spec, open_scorer, require_scorer, run_spec
+from penstock.nodes.option_checks import ADAMW
 from penstock.nodes.tokenizer import load_tokenizer
+from penstock.nodes.trainable import Frozen, Learner, SequenceModel, Step
+
+
+def dpo_loss(
+    chosen_N: Tensor, rejected_N: Tensor, reference_chosen_N: Tensor, reference_rejected_N: Tensor, *, beta: float
+) -> Tensor:
+    """−log σ(β · (log π(y_w)/π_ref(y_w) − log π(y_l)/π_ref(y_l))) of each pair.
+
+    DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7. With pairs that the policy has just sampled and a judge
+    has ordered, it is online DPO (Guo et al. 2024, arXiv 2402.04792), section 3.
+    """
+    margins_N = (chosen_N - reference_chosen_N) - (rejected_N - reference_rejected_N)
+    return -logsigmoid(beta * margins_N)
+
+
+def best_and_worst(rewards_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(row of each group's best response, row of its worst, weight of the pair), each [G].
+
+    Among equals the first row is taken. The weight is 1, or 0 where all rewards of the group are equal: there is no
+    preference then, and best and worst are the same row. `group_N` (int64) holds each of 0 to G − 1.
+    """
+    weight_G = (~uniform_groups(rewards_N, group_N)).to(rewards_N.dtype)
+    return _first_by(-rewards_N, group_N), _first_by(rewards_N, group_N), weight_G
+
+
+def bradley_terry_loss(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
+    """−log σ(r(y_w) − r(y_l)) of each pair of scores, what a reward model learns by.
+
+    InstructGPT (Ouyang et al. 2022, arXiv 2203.02155), equation 1; the same as DPO (arXiv 2305.18290), equation 2.
+    """
+    return -logsigmoid(chosen_N - rejected_N)
+
+
+def bradley_terry_accuracy(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
+    """1 where the chosen response has the higher score, 0 where it has the lower one, ½ where they are equal [N]."""
+    return (1 + torch.sign(chosen_N - rejected_N).detach()) / 2
+
+
+def _first_by(keys_N: Tensor, group_N: Tensor) -> Tensor:
+    """The row of each group's lowest key, the first one among equals."""
+    by_key_N = torch.argsort(keys_N, stable=True)
+    by_group_N = by_key_N[torch.argsort(group_N[by_key_N], stable=True)]
+    lengths_G = segment_lengths(group_N)
+    return by_group_N[lengths_G.cumsum(0) - lengths_G]
+
+
+def packed_values(model: Scorer, packed: Packed) -> Tensor:
+    """The number at the token before each target: V(s_t), where target t is the action. float32 [P]."""
+    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
+    return model.values(hidden_PD)
+
+
+def pack_ends(
+    model: SequenceModel[Any], tokens_NS: Tensor, prompts_N: Tensor, responses_N: Tensor, max_tokens: int | None
+) -> list[Packed]:
+    """Micro-batches that hold whole sequences, with one target for each: what would follow its last token.
+
+    `packed_values` of them are the sequences' scores, as `LlamaForSequenceClassification` pools them.
+    """
+    count, width = len(tokens_NS), int(responses_N.max()) + 1
+    ends_NT = torch.arange(width) == responses_N.cpu()[:, None]
+    padded_NS = torch.cat([tokens_NS, tokens_NS.new_zeros(count, 1)], dim=1).to(model.device)
+    return model.pack_tokens(padded_NS, prompts_N, responses_N + 1, max_tokens, ends_NT)
+
+
+@torch.no_grad()
+def sequence_scores(model: SequenceModel[Scorer], micro_batches: list[Packed], num_sequences: int) -> Tensor:
+    """The score of each sequence of `pack_ends`, float32 [N], without a gradient."""
+    scores_N = torch.zeros(num_sequences, device=model.device)
+    values = model.workers.map(packed_values, micro_batches)
+    for packed, values_P in zip(micro_batches, values, strict=True):
+        scores_N[packed.sequence_P] = values_P
+    return scores_N
 
 
 class FrozenRewardModel(Frozen[Scorer], RewardModel):

@@ -2,16 +2,20 @@
 
 Both go through the `tokenizers` library, so that other tools read what is saved here. A prompt goes through the
 model's chat template if it has one; a response never does.
+
+Chat templates: how a model was taught to see a conversation. Rendered in a sandbox, as transformers does.
 """
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from penstock.nodes.model.config import token_ids
@@ -143,7 +147,6 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
         assert self.template is not None
-        from penstock.nodes.chat_template import TemplateError, render  # jinja2, which tracing a program has no use for
 
         try:
             return render(self.template, messages, self.special)
@@ -296,3 +299,33 @@ def _byte_letters() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(value) if value in printable else chr(next(others)) for value in range(256)]
+
+
+def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
+    """The words of a conversation, up to where the model's next answer begins. Raises TemplateError for what the
+    template cannot say."""
+    try:
+        return _compiled(template).render(messages=messages, add_generation_prompt=True, **special)
+    except TemplateError:
+        raise
+    except Exception as error:  # a template is a program, which may raise what it likes
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_template_error
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As chat templates expect it: without HTML escapes."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_template_error(message: str) -> None:
+    raise TemplateError(message)

@@ -14,7 +14,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn import objectives
+from penstock.nodes.learn import losses
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
@@ -44,5 +44,5 @@ def cispo(
     rollouts = generate(prompts, behaviour, samples=samples)
     rewards = score(rollouts, by=math_answer)
     advantage = group_advantage(rewards, normalize=True)
-    loss = partial(objectives.cispo, clip_high=clip_high)
+    loss = partial(losses.cispo, clip_high=clip_high)
     return policy_update(policy, rollouts, advantage, loss=loss, minibatches=minibatches, lr=lr)

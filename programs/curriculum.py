@@ -13,10 +13,10 @@ from penstock.graph import broadcast, delay, program
 from penstock.graph.types import Policy
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.curriculum import Candidates, Varied, choose, remember
+from penstock.nodes.evaluate import measure
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.measure import measure
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 

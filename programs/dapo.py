@@ -14,10 +14,9 @@ from penstock.graph import broadcast, keep, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.rewards import mixed, penalize_overlong
-from penstock.nodes.score import math_answer, score
+from penstock.nodes.score import math_answer, mixed, penalize_overlong, score
 from penstock.programs.evaluate import evaluate
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts, Teacher
-from penstock.nodes.distillation import distill_update, distillation_advantage
+from penstock.nodes.distill import distill_update, distillation_advantage, reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import aipo
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
 from penstock.programs.evaluate import evaluate
 

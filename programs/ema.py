@@ -11,10 +11,10 @@ from functools import partial
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Average, Policy, Prompts
-from penstock.nodes import average as averages
+from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import accuracy, math_answer, score
 

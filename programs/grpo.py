@@ -14,9 +14,9 @@ from functools import partial
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts, Reference
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

@@ -13,7 +13,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn import objectives
+from penstock.nodes.learn import losses
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
@@ -45,7 +45,7 @@ def gspo(
     rollouts = generate(prompts, behaviour, samples=samples)
     rewards = score(rollouts, by=math_answer)
     advantage = group_advantage(rewards, normalize=True)
-    loss = partial(objectives.gspo, clip_low=clip_low, clip_high=clip_high)
+    loss = partial(losses.gspo, clip_low=clip_low, clip_high=clip_high)
     return policy_update(
         policy, rollouts, advantage, loss=loss, average="sequence_mean", minibatches=minibatches, lr=lr
     )

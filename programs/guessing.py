@@ -11,9 +11,9 @@ learns is to guess numbers, then not the same one twice, then in the direction t
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.environments.environment import outcome
 from penstock.nodes.environments.guessing_game import Secrets, guessing_game
-from penstock.nodes.environments.outcome import outcome
-from penstock.nodes.generate.converse import converse
+from penstock.nodes.generate import converse
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import accuracy
 

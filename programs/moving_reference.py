@@ -11,10 +11,10 @@ out: ProRL's reset of the optimizer, and its other parts.
 from penstock.graph import broadcast, program
 from penstock.graph.types import Average, Policy, Prompts
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.average import refresh
+from penstock.nodes.distill import reference_logprobs
+from penstock.nodes.ema import refresh
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

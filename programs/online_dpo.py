@@ -9,9 +9,9 @@ compares two responses whoever sampled them. Of more than two samples the best a
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts, Reference
+from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.rescore import reference_logprobs
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 

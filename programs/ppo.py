@@ -12,7 +12,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Critic, Policy, Prompts
 from penstock.nodes.critic import critic_update, critic_values, gae
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo as clipped
+from penstock.nodes.learn.losses import ppo as clipped
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

@@ -11,7 +11,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import plain_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import reinforce as loss
+from penstock.nodes.learn.losses import reinforce as loss
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

@@ -12,7 +12,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import greedy_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import reinforce
+from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

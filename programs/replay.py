@@ -12,10 +12,10 @@ from functools import partial
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
-from penstock.nodes import replay as buffer
+from penstock.nodes import replay_buffer as buffer
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

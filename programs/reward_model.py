@@ -9,7 +9,7 @@ A checkpoint has it as `reward_model/`, a directory for `rlhf --reward-model` an
 
 from penstock.graph import program
 from penstock.graph.types import PreferenceModel
-from penstock.nodes.preference_data import Pairs
+from penstock.nodes.data import Pairs
 from penstock.nodes.reward_model import preference_update
 
 

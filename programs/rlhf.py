@@ -15,9 +15,9 @@ from pathlib import Path
 from penstock.graph import broadcast, program
 from penstock.graph.types import Critic, Policy, Prompts, Reference, RewardModel
 from penstock.nodes.critic import critic_update, critic_values, gae
+from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.reward_model import reward_scores
 from penstock.nodes.score import accuracy, math_answer, score

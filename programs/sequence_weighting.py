@@ -15,8 +15,7 @@ from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.corrections import Bound, Level
-from penstock.nodes.learn.objectives import importance_weighted
+from penstock.nodes.learn.losses import Bound, Level, importance_weighted
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate

@@ -15,9 +15,9 @@ from functools import partial
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn import objectives
-from penstock.nodes.learn.rescore import policy_logprobs
+from penstock.nodes.learn import losses
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
@@ -48,5 +48,5 @@ def tis(
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantage = group_advantage(score(rollouts, by=math_answer), normalize=True)
     old = policy_logprobs(policy, rollouts)
-    loss = partial(objectives.tis, cap=cap, clip_low=clip, clip_high=clip)
+    loss = partial(losses.tis, cap=cap, clip_low=clip, clip_high=clip)
     return policy_update(policy, rollouts, advantage, proximal=old, loss=loss, minibatches=minibatches, lr=lr)

@@ -5,7 +5,7 @@ demonstrations → sft_update → policy
 
 from penstock.graph import program
 from penstock.graph.types import Policy
-from penstock.nodes.calculator import ToolDemonstrations
+from penstock.nodes.data import ToolDemonstrations
 from penstock.nodes.learn.sft import sft_update
 from penstock.programs.tool_use import calculate
 

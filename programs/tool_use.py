@@ -10,9 +10,9 @@ is the policy that `penstock run tool_sft` leaves: it seldom calls.
 
 from penstock.graph import Policy, broadcast, program
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.calculator import Calculations
+from penstock.nodes.data import Calculations
 from penstock.nodes.environments.python_tool import python_tool
-from penstock.nodes.generate.converse import converse
+from penstock.nodes.generate import converse
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import accuracy, math_answer, score
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from penstock.graph import Fault, GraphError, Program, check, load, trace
-from penstock.graph.build import trace_evaluation
+from penstock.graph.program import trace_evaluation
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import InProcess
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
-from penstock.runtime.control.session import Session
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import Prompts
 from penstock.nodes.carried import carried
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
-from penstock.nodes.generate.converse import converse
+from penstock.nodes.generate import converse
 
 # A filter -------------------------------------------------------------------------------------------------
 

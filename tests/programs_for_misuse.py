@@ -20,22 +20,20 @@ from penstock.graph import (
     program,
     requires,
 )
-from penstock.graph.call import Call
 from penstock.graph.protocols import Source
+from penstock.graph.requires import Call
 from penstock.graph.types import Critic, LearningRate, Reference, RewardModel
 from penstock.nodes.advantage import greedy_advantage, group_advantage, leave_one_out_advantage
 from penstock.nodes.critic import critic_update, critic_values, gae
+from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.environments.python_tool import python_tool
-from penstock.nodes.generate import generate
-from penstock.nodes.generate.converse import converse
+from penstock.nodes.evaluate import measure
+from penstock.nodes.generate import converse, generate
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.objectives import aipo, importance_weighted, ppo, reinforce, tis
-from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
-from penstock.nodes.learn.sampled import Loss, Sampled, reads
+from penstock.nodes.learn.losses import Loss, Sampled, aipo, importance_weighted, ppo, reads, reinforce, tis
 from penstock.nodes.learn.schedules import cosine, linear
 from penstock.nodes.learn.update import aipo_update, policy_update, term
-from penstock.nodes.measure import measure
-from penstock.nodes.replay import replay
+from penstock.nodes.replay_buffer import replay
 from penstock.nodes.reward_model import reward_scores
 from penstock.nodes.score import math_answer, score
 

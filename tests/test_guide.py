@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.cli.base import base_model
+from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record.metrics import read_rows
 

@@ -11,26 +11,24 @@ from typing import Any
 import pytest
 
 from penstock.graph import Graph, GraphError, Program, check, load, trace
-from penstock.graph.build import trace_evaluation
-from penstock.graph.passes import period_bound
+from penstock.graph.analysis import period_bound
+from penstock.graph.program import trace_evaluation
+from penstock.runtime.cli.display import Progress
 from penstock.runtime.cli.launching import finish
-from penstock.runtime.cli.progress import Progress
-from penstock.runtime.cli.simulate_given import timing
+from penstock.runtime.cli.simulating import timing
 from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.launch import FAILED
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
+from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import EVALUATION, RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import columns, prefixes
-from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.page import page
-from penstock.runtime.report.report import make_report
-from penstock.runtime.schedule.durations import Durations
-from penstock.runtime.schedule.simulation import Simulation
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.report.run_history import read_facts
+from penstock.runtime.report.summary import make_report
+from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 from penstock.runtime.tensor.checkpoint import read_part
 
 from .gates.replaying import replayed

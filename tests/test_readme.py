@@ -123,7 +123,7 @@ def test_the_algorithms_run(folder: Folder, tmp_path: Path, name: str) -> None:
 
 def test_the_loss_of_the_guide_is_the_papers(folder: Folder) -> None:
     """The gradient: −A for a good response, −min(Π π / μ, 1) · A for a bad one (arXiv 2503.14286)."""
-    from penstock.nodes.learn.sampled import Sampled
+    from penstock.nodes.learn.losses import Sampled
 
     module: Any = load("my_loss.py:tapered")
     behaviour_P = torch.tensor([-1.0, -2.0, -1.0, -1.0, -3.0, -1.0])

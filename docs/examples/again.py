@@ -1,13 +1,14 @@
-# again.py
 from functools import partial
 
 from penstock.graph import Policy, Prompts, broadcast, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import cispo
+from penstock.nodes.learn.losses import cispo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.replay import replay
+from penstock.nodes.replay_buffer import replay
 from penstock.nodes.score import math_answer, score
+
+# again.py
 
 
 @program

@@ -1,10 +1,11 @@
-# baseline.py
 from penstock.graph import Advantages, Metrics, Policy, Prompts, Rewards, broadcast, node, program
 from penstock.nodes.carried import carried
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
+
+# baseline.py
 
 
 @carried

@@ -1,14 +1,15 @@
-# clocks.py
 from penstock.graph import Policy, Prompts, broadcast, program
 from penstock.graph.types import Average
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.average import refresh
+from penstock.nodes.distill import reference_logprobs
+from penstock.nodes.ema import refresh
+from penstock.nodes.evaluate import measure
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.measure import measure
 from penstock.nodes.score import math_answer, score
+
+# clocks.py
 
 
 @program

@@ -1,13 +1,14 @@
-# credit.py
 import torch
 
 from penstock.graph import Policy, broadcast, node, program
 from penstock.graph.types import Rollouts, TokenAdvantages, TurnRewards
+from penstock.nodes.environments.environment import turn_rewards
 from penstock.nodes.environments.guessing_game import Secrets, guessing_game
-from penstock.nodes.environments.outcome import turn_rewards
-from penstock.nodes.generate.converse import converse
-from penstock.nodes.learn.packing import turn_of_tokens
+from penstock.nodes.generate import converse
+from penstock.nodes.learn.batching import turn_of_tokens
 from penstock.nodes.learn.update import aipo_update
+
+# credit.py
 
 
 @node(pool="scorer")

@@ -1,9 +1,10 @@
-# dapo_loss.py
 import torch
 from torch import Tensor
 
 from penstock.graph import requires
-from penstock.nodes.learn.sampled import Sampled, reads
+from penstock.nodes.learn.losses import Sampled, reads
+
+# dapo_loss.py
 
 
 @requires(reads("behaviour"))

@@ -1,9 +1,10 @@
-# faulty.py
 from penstock.graph import Policy, Prompts, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
+
+# faulty.py
 
 
 @program

@@ -1,10 +1,11 @@
-# feedback.py
 from penstock.graph import Policy, broadcast, delay, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.curriculum import Candidates, Varied, choose, remember
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
+
+# feedback.py
 
 
 def width(text: str) -> str:

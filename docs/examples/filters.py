@@ -1,4 +1,3 @@
-# filters.py
 from functools import partial
 
 from penstock.graph import Policy, Prompts, Rollouts, broadcast, keep, program
@@ -6,6 +5,8 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
+
+# filters.py
 
 
 def some_finished(rollouts: Rollouts, *, least: int = 1) -> bool:

@@ -1,4 +1,3 @@
-# lacking.py
 from functools import partial
 
 from torch import Tensor
@@ -6,10 +5,12 @@ from torch import Tensor
 from penstock.graph import Policy, Prompts, broadcast, program, requires
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.sampled import Sampled, reads
+from penstock.nodes.learn.losses import Sampled, reads
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.numbers import positive
+from penstock.nodes.option_checks import positive
 from penstock.nodes.score import math_answer, score
+
+# lacking.py
 
 
 @requires(reads("behaviour", "proximal"), positive("cap"))

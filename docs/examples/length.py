@@ -1,10 +1,11 @@
-# length.py
 from penstock.graph import Metrics, Policy, Prompts, Rewards, Rollouts, broadcast, node, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
 from penstock.programs.evaluate import evaluate
+
+# length.py
 
 
 def ends_with(prompt: str, response: str, answer: str) -> float:

@@ -1,4 +1,3 @@
-# misused.py
 from penstock.graph import Policy, Prompts, alternate, broadcast, delay, keep, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.curriculum import Candidates, Varied, choose, remember
@@ -6,6 +5,8 @@ from penstock.nodes.environments.python_tool import python_tool
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
+
+# misused.py
 
 
 @program

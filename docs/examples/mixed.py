@@ -1,14 +1,13 @@
-# mixed.py
 from torch import Tensor
 
 from penstock.graph import Policy, Prompts, Rewards, Rollouts, broadcast, node, program, requires
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import aipo, imitate
-from penstock.nodes.learn.sampled import Sampled, reads
-from penstock.nodes.learn.segments import segment_sum
+from penstock.nodes.learn.losses import Sampled, aipo, imitate, reads, segment_sum
 from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.score import math_answer, score
+
+# mixed.py
 
 
 @node(pool="scorer")

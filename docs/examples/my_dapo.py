@@ -1,4 +1,3 @@
-# my_dapo.py
 from functools import partial
 
 from dapo_groups import overlong, teaches
@@ -10,6 +9,8 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
+
+# my_dapo.py
 
 
 @program(evaluation=evaluate)

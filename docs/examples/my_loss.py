@@ -1,14 +1,14 @@
-# my_loss.py
 import torch
 from torch import Tensor
 
 from penstock.graph import Policy, Prompts, broadcast, program, requires
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.sampled import Sampled, reads
-from penstock.nodes.learn.segments import segment_sum
+from penstock.nodes.learn.losses import Sampled, reads, segment_sum
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
+
+# my_loss.py
 
 
 @requires(reads("behaviour"))

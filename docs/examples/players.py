@@ -1,9 +1,10 @@
-# players.py
 from penstock.graph import Policy, Prompts, Rewards, broadcast, node, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
+
+# players.py
 
 
 class Chaser(Policy):

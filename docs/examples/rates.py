@@ -1,17 +1,17 @@
-# rates.py
 from functools import partial
 
 from penstock.graph import Logprobs, Policy, Prompts, Rollouts, broadcast, node, program
 from penstock.graph.types import LearningRate
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.corrections import effective_sample_size
-from penstock.nodes.learn.objectives import aipo
-from penstock.nodes.learn.packing import sampled_mask
-from penstock.nodes.learn.rescore import policy_logprobs
+from penstock.nodes.learn.batching import sampled_mask
+from penstock.nodes.learn.losses import aipo, effective_sample_size
 from penstock.nodes.learn.schedules import cosine
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
+
+# rates.py
 
 
 @program

@@ -1,4 +1,3 @@
-# remote.py
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -9,6 +8,8 @@ from penstock.graph import Context, Policy, Prompts, Rewards, Rollouts, broadcas
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
+
+# remote.py
 
 
 def ask(texts: Sequence[str]) -> list[float]:

@@ -1,4 +1,3 @@
-# scale.py
 from dataclasses import dataclass
 
 from penstock.graph import Context, Policy, Prompts, Rewards, broadcast, node, program
@@ -6,6 +5,8 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
+
+# scale.py
 
 
 @dataclass

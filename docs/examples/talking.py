@@ -1,12 +1,13 @@
-# talking.py
 from pathlib import Path
 
 from penstock.graph import Policy, Prompts, alternate, broadcast, program
 from penstock.graph.types import FrozenModel
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.environments.outcome import outcome
+from penstock.nodes.environments.environment import outcome
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
+
+# talking.py
 
 
 def shown(prompt: str, response: str, answer: str) -> str:

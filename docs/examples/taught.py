@@ -1,13 +1,14 @@
-# taught.py
 from penstock.graph import Policy, Prompts, Rollouts, broadcast, node, program
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import aipo, imitate
+from penstock.nodes.learn.losses import aipo, imitate
 from penstock.nodes.learn.sft import demonstrated, rollouts_of
 from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.policy import language_model
 from penstock.nodes.score import math_answer, score
+
+# taught.py
 
 
 def finished(rollouts: Rollouts) -> list[bool]:

@@ -1,8 +1,9 @@
-# test_dapo_loss.py
 import torch
 from dapo_loss import clip_higher
 
-from penstock.nodes.learn.sampled import Sampled
+from penstock.nodes.learn.losses import Sampled
+
+# test_dapo_loss.py
 
 
 def test_the_gradient_is_the_formula_on_both_sides_of_both_bounds() -> None:

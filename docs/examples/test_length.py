@@ -1,10 +1,11 @@
-# test_length.py
 import torch
 from length import ends_with, priced
 
 from penstock.graph import Rewards, check, trace
 from penstock.graph.types import Batchable
 from penstock.nodes.advantage import group_advantage
+
+# test_length.py
 
 
 def test_the_advantages_of_a_group_add_up_to_nothing() -> None:

@@ -1,13 +1,14 @@
-# turns.py
 import torch
 
 from penstock.graph import Policy, Prompts, Rollouts, broadcast, program
 from penstock.graph.types import Replies
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.environments.environment import environment
-from penstock.nodes.generate.converse import converse
+from penstock.nodes.generate import converse
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
+
+# turns.py
 
 
 @environment(deadline=10.0)

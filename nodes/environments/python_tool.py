@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 
 from penstock.graph import requires
-from penstock.graph.call import Call
+from penstock.graph.requires import Call
 from penstock.graph.types import Metrics, NodeWarning, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, isolation, run_python
-from penstock.nodes.numbers import count, positive
+from penstock.nodes.option_checks import count, positive
 
 DEADLINE_S = 500.0
 """For a whole group, which waits for other groups' calls as well: every call has limits of its own."""

@@ -1,19 +1,163 @@
-"""The node that samples responses."""
+"""The node that samples responses.
 
-from typing import Any
+Conversations: a generator and an environment take turns within each prompt group.
 
-from penstock.graph import node, requires
+A model that answers a model: the other side of a conversation, as the second node of `alternate`.
+
+Nothing is learnt from what this side says. So it has its conversation as texts, which its own tokenizer encodes anew in
+each turn, whatever the tokens of the other side are.
+
+Shapes: N rows, each a conversation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from penstock.graph import alternate, node, requires
+from penstock.graph.node import NodeDef
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.base import same_words, weights_spec
 from penstock.nodes.generate.engine import Engine
-from penstock.nodes.generate.length import room
-from penstock.nodes.generate.reply import reply
+from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
 from penstock.nodes.model import Llama, ModelConfig, torch_dtype
-from penstock.nodes.model.part import LlamaPart
-from penstock.nodes.numbers import count, not_negative, positive, share
-from penstock.nodes.parallel.fits import check_decoding
-from penstock.nodes.parallel.ranks import Ranks
+from penstock.nodes.model.tensor_parallel import LlamaPart
+from penstock.nodes.open_model import check_decoding, same_words, weights_spec
+from penstock.nodes.option_checks import count, not_negative, positive, share
+from penstock.nodes.parallel.mesh import Ranks
+
+Ask = Callable[[str, str, str], str]
+"""(a row's prompt, the other side's first turn, the reference answer) → the first message to the model that answers."""
+
+
+def as_said(prompt: str, response: str, answer: str) -> str:
+    """What the other side said, and no more."""
+    return response
+
+
+class Replier:
+    """State of `reply`: a `Stream` on an engine of one sample."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ask: Ask,
+        over: Callable[[str], bool] | None,
+        reward: Callable[[str], float] | None,
+        role: str,
+    ) -> None:
+        self.engine, self.ask, self.over, self.reward, self.role = engine, ask, over, reward, role
+        self.asked: dict[Any, tuple[list[list[int] | None], Replies | None]] = {}
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        """Answer the newest turn of each row that is not over; `earlier` is what was said in the turn before."""
+        rollouts, earlier = inputs["rollouts"], inputs.get("earlier")
+        tokens = [
+            self._heard(rollouts, row) if earlier is None or _goes_on(rollouts, earlier, row) else None
+            for row in range(len(rollouts))
+        ]
+        self.asked[tag] = tokens, earlier
+        prompts = Prompts(rollouts.ordinals, rollouts.prompts, rollouts.answers)
+        self.engine.go_on_from(tag, prompts, tokens, inputs["behaviour"])
+
+    def step(self) -> Sequence[tuple[Any, tuple[Replies, Metrics]]]:
+        return [(tag, self._replies(tag, made, metrics)) for tag, (made, metrics) in self.engine.step()]
+
+    def busy(self) -> bool:
+        return self.engine.busy()
+
+    def reset(self) -> None:
+        self.asked.clear()
+        self.engine.reset()
+
+    def release(self) -> None:
+        self.engine.release()
+
+    def _heard(self, rollouts: Rollouts, row: int) -> list[int] | None:
+        """The conversation of a row as this side sees it; None where that has outgrown its room."""
+        first, *others = rollouts.transcripts[row]
+        opening = self.ask(rollouts.prompts[row], first, rollouts.answers[row])
+        tokens = self.engine.tokenizer.encode_dialogue([opening, *others])
+        return tokens if 0 < len(tokens) <= self.engine.max_prefix else None
+
+    def _replies(self, tag: Any, made: Rollouts, metrics: Metrics) -> tuple[Replies, Metrics]:
+        """A row that is not answered is over, as it was: with its last reply, and the reward of that."""
+        tokens, earlier = self.asked.pop(tag)
+        answered = [own is not None for own in tokens]
+        kept = list(made.texts) if earlier is None else list(earlier.texts)
+        texts = [new if now else old for new, old, now in zip(made.texts, kept, answered, strict=True)]
+        over = self.over or (lambda text: False)
+        done = [not (now and text) or bool(over(text)) for text, now in zip(texts, answered, strict=True)]
+        rewards_N = None
+        if self.reward is not None:
+            before_N = None if earlier is None else earlier.rewards_N
+            rewards_N = torch.zeros(len(texts)) if before_N is None else before_N.clone()
+            for row in (row for row, now in enumerate(answered) if now):
+                rewards_N[row] = float(self.reward(texts[row]))
+        replies = Replies(tuple(texts), (self.role,) * len(texts), torch.tensor(done), rewards_N)
+        return replies, {"reply_length": metrics["response_length"], "answered": sum(answered) / len(answered)}
+
+
+def _goes_on(rollouts: Rollouts, earlier: Replies, row: int) -> bool:
+    """Has the other side gone on after the reply of the turn before? One that has outgrown its room has not."""
+    return not earlier.done_N[row] and rollouts.transcripts[row][-2:-1] == [earlier.texts[row]]
+
+
+def make_replier(
+    context: Context,
+    *,
+    ask: Ask = as_said,
+    over: Callable[[str], bool] | None = None,
+    reward: Callable[[str], float] | None = None,
+    role: str = "user",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> Replier:
+    """For the model whose weights `behaviour` is."""
+
+    engine = make_engine(context, samples=1, temperature=temperature, top_k=top_k, top_p=top_p)
+    engine.measures = False  # nothing is learnt from what it says
+    return Replier(engine, ask, over, reward, role)
+
+
+@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))
+@node(pool="generator", init=make_replier)
+def reply(
+    replier: Replier,
+    rollouts: Rollouts,
+    behaviour: Weights,
+    earlier: Replies | None = None,
+    *,
+    ask: Ask = as_said,
+    over: Callable[[str], bool] | None = None,
+    reward: Callable[[str], float] | None = None,
+    role: Literal["user", "tool"] = "user",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Replier, Replies, Metrics]:
+    """What a model says to the newest turn of each conversation: the node that answers as `generate.of(judge)`.
+
+    It sees the conversation from the other side, in the words of its own tokenizer and chat template: the user says
+    what the rollouts' model said, and its own replies are the model's. The first message is `ask(prompt, response,
+    answer)`, of a row's prompt, first turn and reference answer; by default it is that turn alone. A reply has at most
+    `max_tokens` tokens, and the rollouts' model hears it as `role`.
+
+    A row is done when `over(reply)` is true, when this model says nothing, or when the conversation has outgrown its
+    context; without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the
+    conversation so far, and 0 for a row that was never answered; without it there is none. Metrics: `reply_length`
+    (tokens), `answered` (share of rows that got a reply in this turn).
+    """
+    made = (replier.ask, replier.over, replier.reward, replier.role)
+    if made != (ask, over, reward, role):
+        raise ValueError("reply: given other options than those that its state was made with, needed the same")
+    replier.submit(tag := object(), {"rollouts": rollouts, "behaviour": behaviour, "earlier": earlier})
+    while True:
+        results: dict[Any, tuple[Replies, Metrics]] = dict(replier.step())
+        if tag in results:
+            return replier, *results[tag]
 
 
 def make_engine(
@@ -82,3 +226,28 @@ def generate(
 
 
 generate.answering = reply
+
+
+Replied = TypeVar("Replied")
+
+
+def converse(
+    prompts: Prompts,
+    behaviour: Weights,
+    *,
+    environment: NodeDef[..., Replied],
+    turns: int | None = None,
+    samples: int = 8,
+    **options: Any,
+) -> tuple[Rollouts, Replied]:
+    """`samples` conversations for each prompt, of at most `turns` turns of the model; what became of them.
+
+    After each turn `environment` (a node from Rollouts to Replies, first input and first output) reads the
+    conversations so far and replies; rows that it calls done end, and the others go on. `options` are those of
+    `generate` (temperature, …) and of the environment, shared out by name. Returned are the whole conversations and the
+    environment's last outputs: of the Rollouts, `texts` has each row's newest turn and `transcripts` all turns.
+
+        rollouts, replies = converse(prompts, behaviour, environment=python_tool, turns=4, seconds=2.0)
+        rewards = score(rollouts, by=math_answer)
+    """
+    return alternate(generate, environment, prompts, behaviour, turns=turns, samples=samples, **options)

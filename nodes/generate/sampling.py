@@ -4,6 +4,8 @@ Randomness is a function of (key, position), never drawn from a stream, so that 
 on its neighbours. Which distributions can be trained on is here too.
 
 Shapes: S rows, V vocabulary, T positions.
+
+How far the generator's log-probabilities are from the trainer's, at equal weights.
 """
 
 from dataclasses import dataclass
@@ -11,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.graph.call import Call
-from penstock.graph.faults import Fault, GraphError
-from penstock.graph.paths import path_of
+from penstock.graph.errors import Fault, GraphError
+from penstock.graph.imports import path_of
+from penstock.graph.requires import Call
 from penstock.graph.types import Logprobs, Policy, Rollouts
+from penstock.nodes.learn.batching import behaviour_logprobs, pack, sampled_mask
+from penstock.nodes.learn.logprobs import packed_logprobs
+from penstock.nodes.model import Llama
 
 # splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; torch's int64 wraps around.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -133,3 +138,24 @@ def scorable(call: Call) -> None:
                 if isinstance(lack, str)
             )
         )
+
+
+MICRO_TOKENS = 8192
+
+
+@torch.no_grad()
+def mismatch(model: Llama, rollouts: Rollouts) -> float:
+    """Mean |log μ recorded − log π of the trainer's packed forward, at the same temperature| over sampled tokens, nats.
+
+    `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch. Raises
+    ValueError for rollouts without log μ.
+    """
+    device = model.device
+    tokens_NS, recorded_NT = rollouts.tokens_NS.to(device), behaviour_logprobs(rollouts, "mismatch").to(device)
+    sampled_NT, total = sampled_mask(rollouts), 0.0
+    lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
+    settings = {"sampled_NT": sampled_NT, "temperature_N": rollouts.temperature_N}
+    for packed in pack(tokens_NS, *lengths, MICRO_TOKENS, **settings):
+        logprobs_P, _ = packed_logprobs(model, packed)
+        total += float((logprobs_P - recorded_NT[packed.sequence_P, packed.step_P]).abs().sum())
+    return total / int(sampled_NT.sum())

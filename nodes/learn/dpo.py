@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
-from penstock.graph.call import Call
+from penstock.graph.requires import Call
 from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
-from penstock.nodes.learn.packing import Packed, group_rows
-from penstock.nodes.learn.preference import best_and_worst, dpo_loss
+from penstock.nodes.learn.batching import Packed, group_rows
 from penstock.nodes.learn.schedules import Schedule
-from penstock.nodes.numbers import ADAMW, positive
-from penstock.nodes.policy import LanguagePolicy, Step, language_policy
+from penstock.nodes.option_checks import ADAMW, positive
+from penstock.nodes.policy import LanguagePolicy, language_policy
+from penstock.nodes.reward_model import best_and_worst, dpo_loss
+from penstock.nodes.trainable import Step
 
 
 def pairs(call: Call) -> None:

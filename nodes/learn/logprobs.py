@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama
-from penstock.nodes.model.linear import linear
+from penstock.nodes.model.kernels import linear
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits kept at once, in elements: 16 MiB of float32."""

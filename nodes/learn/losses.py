@@ -4,13 +4,102 @@ Shapes: P response tokens of N responses, one after the other; `sequence_P` (int
 to. `logprobs_P` are those of the policy that learns (with a gradient), `behaviour_P` those of the policy that sampled,
 `old_P` those of the policy that a clip is centred on (nats, no gradient), `advantages_P` each token's advantage. The
 ratio of token t is r_t = π(y_t | x, y_<t) / μ(y_t | x, y_<t), μ the policy that sampled; sg is a stop gradient.
+
+What policies learn by: losses for `policy_update`, each a function of log π and of what was sampled.
+
+    policy_update(policy, rollouts, advantage, loss=partial(gspo, clip_low=3e-4, clip_high=4e-4))
+
+One of your own is such a function in your own file. What it cannot do without, `@requires(reads(…))` says, so that it
+is told before a run starts. The maths is in `losses`, `corrections` and `divergences`; what is here chooses what each
+formula reads, and says which tokens it clipped.
+
+Shapes: P sampled tokens. r is a token's ratio π / μ, A its advantage, sg a stop gradient.
+
+Weights that correct for tokens sampled with another policy than the one that is meant. None has a gradient.
+
+Shapes: P response tokens of N responses; `sequence_P` (int64) says which response each token belongs to. `target_P` are
+the log-probabilities of the policy that is meant (nats), `behaviour_P` those of the policy μ that sampled.
+
+What a loss sees: the tokens of a micro-batch that the policy sampled, and what is known of each.
+
+Shapes: P sampled tokens of some responses, one response after the other.
+
+Sums over rows that belong together: the tokens of a response, the responses to a prompt.
+
+Shapes: P rows, S segments. `segment_P` (int64) says which segment each row belongs to, 0 to S − 1, in any order. S is
+`num_segments`, or what the largest index needs if that is more. Values are floating point.
+
+How far one policy is from another, token by token. Nothing here sums or averages over tokens.
+
+Shapes: P response tokens, V words of the vocabulary. `logprobs_P` are those of the policy π, `reference_P` those of the
+other policy, for the sampled tokens (nats).
 """
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from penstock.nodes.learn.divergences import kl_estimate
-from penstock.nodes.learn.segments import segment_mean
+from penstock.graph import requires
+from penstock.graph.requires import Call, requirements
+from penstock.graph.types import Rollouts
+from penstock.nodes.option_checks import above, bound, positive
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, *, estimator: Estimator) -> Tensor:
+    """KL(π ‖ π_ref) from tokens sampled with π, by an estimator of Schulman, "Approximating KL divergence" (2020).
+
+    With q = π_ref / π: k1 = −log q, unbiased; k2 = (log q)² / 2, biased; k3 = q − 1 − log q, unbiased, never negative.
+    As a term of a loss each does something else, since its gradient does not follow the sampling: the mean gradient of
+    k1 is zero, that of k2 is the gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π).
+    """
+    log_q_P = reference_P - logprobs_P
+    if estimator == "k1":
+        return -log_q_P
+    if estimator == "k2":
+        return log_q_P.square() / 2
+    return torch.exp(log_q_P) - log_q_P - 1
+
+
+def reverse_kl(logprobs_PV: Tensor, teacher_PV: Tensor) -> Tensor:
+    """Σ_v π(v) · (log π(v) − log π_T(v)) of each token [P], with a gradient through all of π.
+
+    The token-level reverse KL of on-policy distillation: GKD (Agarwal et al. 2023, arXiv 2306.13649), section 3.
+    Both are log-probabilities over the whole vocabulary, finite.
+    """
+    return (logprobs_PV.exp() * (logprobs_PV - teacher_PV)).sum(-1)
+
+
+def segment_lengths(segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Rows of each segment, int64 [S]."""
+    return torch.bincount(segment_P, minlength=num_segments)
+
+
+def segment_sum(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Sum of each segment [S]; 0 where it has no row."""
+    return _reduce(values_P, segment_P, num_segments, "sum")
+
+
+def segment_mean(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Mean of each segment [S]; 0 where it has no row."""
+    lengths_S = segment_lengths(segment_P, num_segments)
+    return segment_sum(values_P, segment_P, num_segments) / lengths_S.clamp(min=1)
+
+
+def segment_max(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Largest value of each segment [S]; −∞ where it has no row."""
+    return _reduce(values_P, segment_P, num_segments, "max")
+
+
+def _reduce(values_P: Tensor, segment_P: Tensor, num_segments: int, reduction: str) -> Tensor:
+    # index_add_ adds in no fixed order on a GPU; sorted rows are added in theirs, so equal rows make equal bits
+    order_P = torch.argsort(segment_P, stable=True)
+    return torch.segment_reduce(values_P[order_P], reduction, lengths=segment_lengths(segment_P, num_segments))
 
 
 def ratio(logprobs_P: Tensor, behaviour_P: Tensor) -> Tensor:
@@ -173,3 +262,267 @@ def sft_loss(logprobs_P: Tensor) -> Tensor:
 def _clipped(ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """−min(r · A, clip(r, 1 − ε_low, 1 + ε_high) · A)."""
     return -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+Level = Literal["token", "sequence"]
+Bound = Literal["truncate", "mask"]
+
+
+def importance_weights(
+    target_P: Tensor,
+    behaviour_P: Tensor,
+    sequence_P: Tensor,
+    *,
+    level: Level,
+    bound: Bound,
+    cap: float,
+    floor: float = 0.0,
+) -> Tensor:
+    """The weight w = π / μ of each token, bounded.
+
+    On `level` "token" w is the token's own ratio, on "sequence" the product of the ratios of its response, the same
+    for all its tokens. `bound` "truncate" moves w into [floor, cap]; "mask" makes it 0 outside.
+
+    Truncated by token: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
+    masked by token, both sides: IcePop (Ling team, arXiv 2510.18855); by sequence, both ways: Liu et al., "When Speed
+    Kills Stability" (2025), section 4.2.
+    """
+    log_weights_P = (target_P - behaviour_P).detach()
+    if level == "sequence":
+        log_weights_P = segment_sum(log_weights_P, sequence_P)[sequence_P]
+    weights_P = log_weights_P.exp()
+    if bound == "truncate":
+        return weights_P.clamp(floor, cap)
+    return weights_P.masked_fill((weights_P < floor) | (weights_P > cap), 0.0)
+
+
+def effective_sample_size(weights_N: Tensor) -> Tensor:
+    """(Σ w)² / Σ w², a scalar between 0 and N (Kish, "Survey Sampling", 1965); 0 if all weights are 0.
+
+    N equal weights count as N samples, a single large one as 1.
+    """
+    # of the largest weight, so that no square overflows
+    shares_N = weights_N / weights_N.max().clamp(min=torch.finfo(weights_N.dtype).tiny)
+    return shares_N.sum().square() / shares_N.square().sum().clamp(min=torch.finfo(weights_N.dtype).tiny)
+
+
+Other = Literal["behaviour", "reference", "proximal"]
+NEEDED: Mapping[Other, str] = {
+    "behaviour": "rollouts whose logprobs_NT were recorded when they were sampled",
+    "reference": "a frozen policy's log-probabilities as the input `reference` of the update (see reference_logprobs)",
+    "proximal": "the trainer's own log-probabilities as the input `proximal` of the update (see policy_logprobs)",
+}
+"""Log-probabilities that a loss may read, and where they come from."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The sampled tokens of a micro-batch, for those who write losses. Nothing here has a gradient.
+
+    What nobody sampled, such as an environment's reply, is left out. A micro-batch holds whole responses, so that
+    sums over `sequence_P` (see `segments`) are sums over responses.
+
+    `advantages_P` is each token's advantage (its response's, unless the algorithm has one per token), `lengths_P` the
+    number of sampled tokens of its response, `versions_P` the version of the weights that sampled it, `sequence_P`
+    (int64) the row of its response in the batch. `given` has log-probabilities of the same tokens (nats) under other
+    policies; the properties name them. `replayed_P` (bool) says which tokens an earlier update has learnt from
+    already; it is None without a buffer of past groups (see `nodes.replay`).
+
+    A loss that compares the responses to a prompt says so with `@requires(reads("group"))`. Then a micro-batch holds
+    whole prompt groups, so that sums over `group_P`, or over the rows of a group, are sums over groups; `group_N`
+    (int64) has the group of each row of the batch, `group_P` that of each token.
+    """
+
+    advantages_P: Tensor
+    lengths_P: Tensor
+    versions_P: Tensor
+    sequence_P: Tensor
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    replayed_P: Tensor | None = None
+    whole_groups_N: Tensor | None = None
+
+    @property
+    def group_N(self) -> Tensor:
+        """The prompt group of each row of the batch. ValueError where micro-batches may cut groups."""
+        if self.whole_groups_N is None:
+            raise ValueError('loss: given micro-batches that may cut groups, needed @requires(reads("group")) above it')
+        return self.whole_groups_N
+
+    @property
+    def group_P(self) -> Tensor:
+        """The prompt group of each token, as `group_N`."""
+        return self.group_N[self.sequence_P]
+
+    @property
+    def behaviour_P(self) -> Tensor:
+        """log μ: of the policy that sampled the tokens. ValueError where it was not recorded, as all of these."""
+        return self._given("behaviour")
+
+    @property
+    def reference_P(self) -> Tensor:
+        """log π_ref: of a frozen policy to stay close to."""
+        return self._given("reference")
+
+    @property
+    def proximal_P(self) -> Tensor:
+        """log π_old: of the policy as it was before this update's first step."""
+        return self._given("proximal")
+
+    def _given(self, name: Other) -> Tensor:
+        if name not in self.given:
+            have = ", ".join(self.given) or "none"
+            raise ValueError(f"loss: given no {name}_P (log-probabilities there are: {have}), needed {NEEDED[name]}")
+        return self.given[name]
+
+
+Loss = Callable[[Tensor, Sampled], Tensor | tuple[Tensor, Tensor]]
+"""(log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for
+the figures, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""
+
+
+def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
+    """What a loss requires of the update that it is given to, where it cannot do without these log-probabilities, or
+    without whole prompt groups ("group"):
+
+    @requires(reads("behaviour", "proximal"))
+    def tis(logprobs_P: Tensor, sampled: Sampled) -> Tensor: ...
+    """
+
+    def check(call: Call) -> None:
+        for name in names:
+            if name != "group" and _lacks(call, name):
+                raise call.lack(f"no {name}_P for it", NEEDED[name])
+
+    check.reads = frozenset(names)  # type: ignore[attr-defined]
+    return check
+
+
+def reads_groups(loss: Callable[..., object]) -> bool:
+    """Does a loss say that it reads whole prompt groups, or one that is bound to it?"""
+    bound: list[Callable[..., object]] = []
+    while isinstance(loss, partial):
+        bound += (option for option in loss.keywords.values() if callable(option))
+        loss = loss.func
+    said = any("group" in getattr(check, "reads", ()) for check in requirements(loss))
+    return said or any(map(reads_groups, bound))
+
+
+def _lacks(call: Call, name: Other) -> bool:
+    if name != "behaviour":
+        return name in call.left_out
+    first = call.first("rollouts")
+    return isinstance(first, Rollouts) and first.logprobs_NT is None
+
+
+LossAndClipped = tuple[Tensor, Tensor]
+
+
+def reinforce(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
+    """−A · log π: on-policy, whatever policy sampled (Williams 1992)."""
+    return reinforce_loss(logprobs_P, sampled.advantages_P)
+
+
+def imitate(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
+    """−log π: cross-entropy to the responses, whatever their advantage; of demonstrations, or of one's own best."""
+    return sft_loss(logprobs_P)
+
+
+@requires(reads("behaviour"), positive("rho"))
+def aipo(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndClipped:
+    """−sg(min(r, ρ)) · A · log π (LlamaRL, arXiv 2505.24034, section 6)."""
+    loss_P = aipo_loss(logprobs_P, sampled.behaviour_P, sampled.advantages_P, rho=rho)
+    return loss_P, ratio(logprobs_P.detach(), sampled.behaviour_P) > rho
+
+
+@requires(reads("behaviour"), bound("clip_low", "clip_high"))
+def cispo(logprobs_P: Tensor, sampled: Sampled, *, clip_high: float = 4.0, clip_low: float = 1.0) -> LossAndClipped:
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) · A · log π (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
+    behaviour_P, advantages_P = sampled.behaviour_P, sampled.advantages_P
+    loss_P = cispo_loss(logprobs_P, behaviour_P, advantages_P, clip_high=clip_high, clip_low=clip_low)
+    return loss_P, _outside(ratio(logprobs_P.detach(), behaviour_P), 1 - clip_low, 1 + clip_high)
+
+
+@requires(reads("behaviour"), bound("clip_low", "clip_high"), above(1, "dual_clip"))
+def ppo(
+    logprobs_P: Tensor,
+    sampled: Sampled,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> LossAndClipped:
+    """PPO's clip around μ (arXiv 1707.06347, equation 7), the two sides apart as in DAPO (arXiv 2503.14476)."""
+    behaviour_P, advantages_P = sampled.behaviour_P, sampled.advantages_P
+    loss_P = ppo_loss(
+        logprobs_P, behaviour_P, advantages_P, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    ratio_P = ratio(logprobs_P.detach(), behaviour_P)
+    clipped_P = _beyond(ratio_P, advantages_P, clip_low, clip_high)
+    return loss_P, clipped_P if dual_clip is None else clipped_P | ((advantages_P < 0) & (ratio_P > dual_clip))
+
+
+@requires(reads("behaviour"), bound("clip_low", "clip_high"))
+def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClipped:
+    """PPO's clip with the geometric mean of a response's ratios (GSPO, arXiv 2507.18071, equations 13 and 14).
+
+    The paper's objective with `average="sequence_mean"`. The defaults are the paper's, section 5.1.
+    """
+    behaviour_P, advantages_P, sequence_P = sampled.behaviour_P, sampled.advantages_P, sampled.sequence_P
+    loss_P = gspo_token_loss(logprobs_P, behaviour_P, advantages_P, sequence_P, clip_low=clip_low, clip_high=clip_high)
+    ratio_P = segment_mean(logprobs_P.detach() - behaviour_P, sequence_P).exp()[sequence_P]
+    return loss_P, _beyond(ratio_P, advantages_P, clip_low, clip_high)
+
+
+@requires(reads("behaviour", "proximal"), bound("clip_low", "clip_high"))
+def decoupled_ppo(
+    logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> LossAndClipped:
+    """sg(π_old / μ) times PPO's clip around π_old (AReaL, arXiv 2505.24298, equation 5). Needs `proximal`."""
+    proximal_P, behaviour_P, advantages_P = sampled.proximal_P, sampled.behaviour_P, sampled.advantages_P
+    loss_P = decoupled_ppo_loss(
+        logprobs_P, proximal_P, behaviour_P, advantages_P, clip_low=clip_low, clip_high=clip_high
+    )
+    return loss_P, _beyond(ratio(logprobs_P.detach(), proximal_P), advantages_P, clip_low, clip_high)
+
+
+@requires(reads("behaviour", "proximal"), bound("clip_low", "clip_high"), positive("cap"))
+def tis(
+    logprobs_P: Tensor, sampled: Sampled, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
+) -> LossAndClipped:
+    """sg(min(π_old / μ, C)) times PPO's clip around π_old: truncated importance sampling (Yao et al. 2025).
+
+    Needs `proximal`. What counts as clipped is either: a weight above C, or a ratio beyond PPO's bounds.
+    """
+    proximal_P, behaviour_P, advantages_P = sampled.proximal_P, sampled.behaviour_P, sampled.advantages_P
+    loss_P = tis_loss(
+        logprobs_P, proximal_P, behaviour_P, advantages_P, clip_low=clip_low, clip_high=clip_high, cap=cap
+    )
+    beyond_P = _beyond(ratio(logprobs_P.detach(), proximal_P), advantages_P, clip_low, clip_high)
+    return loss_P, beyond_P | (ratio(proximal_P, behaviour_P) > cap)
+
+
+@requires(reads("behaviour"), positive("cap"), bound("floor"))
+def importance_weighted(
+    logprobs_P: Tensor,
+    sampled: Sampled,
+    *,
+    level: Level = "sequence",
+    bound: Bound = "truncate",
+    cap: float = 2.0,
+    floor: float = 0.0,
+) -> LossAndClipped:
+    """−w · A · log π, w = π / μ of the token or of its response, truncated or masked (see `importance_weights`)."""
+    behaviour_P, sequence_P = sampled.behaviour_P, sampled.sequence_P
+    free_P = importance_weights(logprobs_P, behaviour_P, sequence_P, level=level, bound="truncate", cap=float("inf"))
+    weights_P = importance_weights(logprobs_P, behaviour_P, sequence_P, level=level, bound=bound, cap=cap, floor=floor)
+    return weights_P * reinforce_loss(logprobs_P, sampled.advantages_P), _outside(free_P, floor, cap)
+
+
+def _beyond(ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where PPO's minimum takes the clipped side, so that a token has no gradient."""
+    high_P = (advantages_P > 0) & (ratio_P > 1 + clip_high)
+    return high_P | ((advantages_P < 0) & (ratio_P < 1 - clip_low))
+
+
+def _outside(weights_P: Tensor, low: float, high: float) -> Tensor:
+    return torch.logical_or(weights_P < low, weights_P > high)

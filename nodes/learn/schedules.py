@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from penstock.graph import requires
-from penstock.nodes.numbers import count, not_negative
+from penstock.nodes.option_checks import count, not_negative
 
 Schedule = Callable[[int, int], float]
 """(the update's number from 0, the run's updates) → its learning rate."""

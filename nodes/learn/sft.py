@@ -8,13 +8,13 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.types import AnyPolicy, Metrics, Policy, Rollouts
 from penstock.nodes.data import Demonstrations
+from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.losses import sft_loss
-from penstock.nodes.learn.packing import Packed
 from penstock.nodes.learn.schedules import cosine
-from penstock.nodes.numbers import ADAMW, count, not_negative
-from penstock.nodes.policy import Step, language_model, language_policy
-from penstock.nodes.sequence_model import encode_texts
+from penstock.nodes.option_checks import ADAMW, count, not_negative
+from penstock.nodes.policy import language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer
+from penstock.nodes.trainable import Step, encode_texts
 
 
 @requires(count(0, "warmup"), not_negative("final"), *ADAMW)

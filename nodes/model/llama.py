@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.linear import Linear, linear
-from penstock.nodes.model.norm import rms_norm
+from penstock.nodes.model.kernels import Linear, linear, rms_norm
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated."""

@@ -4,9 +4,8 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.traced import Traced, faults_text, trace_program
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import Traced, faults_text, require_program, trace_program
+from penstock.runtime.record.errors import visible
 
 
 def main(argv: Sequence[str]) -> int:

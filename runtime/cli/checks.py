@@ -18,7 +18,7 @@ from typing import Any, Literal
 import psutil
 import zmq
 
-from penstock.runtime.cli.cache import cache_folder
+from penstock.runtime.cli.base_model import cache_folder
 
 Verdict = Literal["ok", "note", "lack"]
 

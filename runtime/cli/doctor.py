@@ -14,10 +14,10 @@ from rich.text import Text
 from penstock.runtime.cli.checks import Finding, examine
 from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.measuring import measure, profile_path
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.plan.gpus import Gpu
-from penstock.runtime.plan.spec import THIS
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import THIS
+from penstock.runtime.cluster.gpus import Gpu
+from penstock.runtime.record.errors import visible
 
 DESCRIPTION = """Say what this machine has and lacks for running Penstock, and what follows from it.
 

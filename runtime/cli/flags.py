@@ -8,8 +8,8 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from penstock.graph.faults import nearest
-from penstock.runtime.cli.traced import CommandError
+from penstock.graph.errors import nearest
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.control.run_config import RunOptions
 
 F = TypeVar("F")

@@ -6,14 +6,13 @@ Plain lines on standard output; a debugger stops where the user wants it to. Exi
 import signal
 import sys
 
-from penstock.runtime.cli.display import PlainDisplay
-from penstock.runtime.cli.progress import Progress
+from penstock.runtime.cli.display import PlainDisplay, Progress
 from penstock.runtime.control.inprocess import run_in_process
-from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
-from penstock.runtime.control.raised import told
+from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.process import told
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.stops import interrupt, on_stop, while_heard
-from penstock.runtime.record.faults import RecordError, visible
+from penstock.runtime.control.signals import interrupt, on_stop, while_heard
+from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.cli.flags import NEW, RunFlags
-from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.folder import absolute
 

@@ -15,30 +15,23 @@ from typing import Any, cast
 
 from penstock import __version__
 from penstock.graph.ir import Graph
-from penstock.runtime.cli.display import Display, open_display
-from penstock.runtime.cli.figures import clock, percent
-from penstock.runtime.cli.progress import Line
-from penstock.runtime.cli.traced import CommandError, Traced
-from penstock.runtime.control.endpoints import tcp_endpoint
-from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED, Launcher
-from penstock.runtime.control.listen import WireError, try_endpoint
-from penstock.runtime.control.records import read_record
+from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
+from penstock.runtime.cli.tracing import CommandError, Traced
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.endpoints import tcp_endpoint
+from penstock.runtime.cluster.placement import Plan, check_ranks, place, read_meshes, spelled, why_not
+from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launcher
+from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.stops import carry_on, on_stop, wait_handing_on
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.meshes import check_ranks, read_meshes, spelled
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.plan import Plan
-from penstock.runtime.plan.transport import why_not
-from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.faults import RecordError, visible
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import read_whole
+from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
+from penstock.runtime.control.sockets import WireError, try_endpoint
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.event_log import read_whole
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.record.metrics import LOST, Row, read_rows
+from penstock.runtime.schedule.compile import check_rules, compile_tables
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.pinned import check_rules
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.tables import compile_tables
 
 LOG_BYTES = 32 << 20
 """The largest event log that is followed for the summary of a run whose controller could write none."""

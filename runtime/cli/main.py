@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock import __version__
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.stops import interrupt, nobody_reads, on_stop
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.control.signals import interrupt, nobody_reads, on_stop
+from penstock.runtime.record.errors import visible
 
 UNREAD = 128 + signal.SIGPIPE
 """What a shell says of a command that ended because nobody read its output."""

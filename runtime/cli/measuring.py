@@ -11,12 +11,11 @@ from typing import Any
 
 import psutil
 
-from penstock.runtime.cli.cache import cache_folder
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.plan.cluster import Cluster, Cpu
-from penstock.runtime.plan.gpus import GPUS, Gpu, Tflops
-from penstock.runtime.plan.spec import THIS
-from penstock.runtime.record.faults import disk_fault
+from penstock.runtime.cli.base_model import cache_folder
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
+from penstock.runtime.cluster.gpus import GPUS, Gpu, Tflops
+from penstock.runtime.record.errors import disk_fault
 from penstock.runtime.record.folder import write_atomic
 
 DEADLINE = 600.0

@@ -14,12 +14,12 @@ from typing import Annotated, Any, get_args, get_origin
 
 import tyro
 
-from penstock.graph.build import Flag, Program
-from penstock.graph.faults import Fault, GraphError, nearest
+from penstock.graph.errors import Fault, GraphError, nearest
+from penstock.graph.imports import path_of
 from penstock.graph.interface import REQUIRED
-from penstock.graph.paths import path_of
+from penstock.graph.program import Flag, Program
 from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers, unknown_flags
-from penstock.runtime.record.faults import visible
+from penstock.runtime.record.errors import visible
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 

@@ -3,16 +3,17 @@
 import json
 from collections.abc import Sequence
 
-from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.traced import trace_program
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import require_program, trace_program
+from penstock.runtime.record.errors import visible
 
 
 def main(argv: Sequence[str]) -> int:
     require_program("plan", argv)
-    traced = trace_program("plan", argv, ("penstock.runtime.cli.planning", "penstock.runtime.cli.plan_text"))
-    from penstock.runtime.cli.plan_text import text  # the planner is imported while a child traces
-    from penstock.runtime.cli.planning import search
+    traced = trace_program("plan", argv, ("penstock.runtime.cli.planning", "penstock.runtime.cli.planning"))
+    from penstock.runtime.cli.planning import (
+        search,
+        text,  # the planner is imported while a child traces
+    )
 
     flags = traced.flags
     found = search(traced.sound(), flags, flags.batch)

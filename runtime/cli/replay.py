@@ -8,10 +8,10 @@ from typing import Annotated, Any, cast
 import tyro
 
 from penstock.runtime.cli.flags import read_flags
-from penstock.runtime.control.records import read_record, record_bytes
-from penstock.runtime.record.faults import visible
+from penstock.runtime.control.messages import read_record, record_bytes
+from penstock.runtime.record.errors import visible
+from penstock.runtime.record.event_log import Segment, StageLog, commands_digest, read_log
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import Segment, StageLog, commands_digest, read_log
 from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, ReplayError, replay_all

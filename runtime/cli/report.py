@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from penstock.runtime.cli.flags import read_flags
-from penstock.runtime.record.faults import visible
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import RunFolder, absolute
-from penstock.runtime.report.report import figures
+from penstock.runtime.report.summary import figures
 from penstock.runtime.report.write import REPORT, write_report
 
 DESCRIPTION = """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time

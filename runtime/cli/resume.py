@@ -13,20 +13,28 @@ import tyro
 from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.inputs import require_inputs
 from penstock.runtime.cli.launching import Look, go, placed, require_start
-from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
-from penstock.runtime.control.launch import FAILED
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import read_meshes, spelled
+from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.meshes import read_meshes, spelled
-from penstock.runtime.record.checkpoint import CUT, Checkpoint, latest_checkpoint, require_no_link, update_of
-from penstock.runtime.record.faults import RecordError, visible
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import segment_seconds
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.event_log import segment_seconds
+from penstock.runtime.record.folder import (
+    CUT,
+    Checkpoint,
+    RunFolder,
+    latest_checkpoint,
+    part_path,
+    read_facts,
+    refusal,
+    require_no_link,
+    update_of,
+)
 from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
+from penstock.runtime.schedule.compile import compile_tables
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import compile_tables
-from penstock.runtime.tensor.part_file import part_path, read_facts, refusal
 
 DESCRIPTION = """Go on with a run exactly where its last complete checkpoint is.
 

@@ -8,16 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
-from penstock.runtime.cli.base import base_model
+from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
 from penstock.runtime.cli.inputs import absolute_paths, file_digests, is_made_up
 from penstock.runtime.cli.launching import Look, asked, configure, go, require_start
-from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.traced import CommandError, Traced, trace_program
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.turns import why_no_turns
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import CommandError, Traced, require_program, trace_program
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import why_no_turns
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import MARKS, RunFolder, default_path
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from penstock.graph.show import dumps, mermaid, text
 from penstock.graph.svg import svg
-from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.traced import CommandError, trace_program
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import CommandError, require_program, trace_program
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import write_atomic
 
 FORMATS = {"text": text, "mermaid": mermaid, "svg": svg, "json": dumps}

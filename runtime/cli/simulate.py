@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.runtime.cli.flags import DrawingFlags, SimulateFlags
-from penstock.runtime.cli.programs import require_program
-from penstock.runtime.cli.simulate_given import Given, given
-from penstock.runtime.cli.simulate_planned import Planned, planned
 from penstock.runtime.cli.simulate_recorded import Recorded, from_run, read_recorded_flags, recorded
-from penstock.runtime.cli.simulate_text import drawing, facts, pictured
-from penstock.runtime.cli.traced import CommandError, trace_program
-from penstock.runtime.record.chrome import chrome_trace
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.simulating import Given, Planned, drawing, facts, given, pictured, planned
+from penstock.runtime.cli.tracing import CommandError, require_program, trace_program
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import write_atomic
-from penstock.runtime.record.svg import gantt_svg
-from penstock.runtime.schedule.simulation import Simulation
+from penstock.runtime.record.trace_formats import chrome_trace, gantt_svg
+from penstock.runtime.schedule.simulator import Simulation
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +54,7 @@ def _write(result: Simulation, title: str, flags: DrawingFlags) -> None:
     if flags.svg:
         write_atomic(Path(flags.svg), gantt_svg(pictured(result), title).encode(), "--svg FILE")
     if flags.html:
-        from penstock.runtime.report.schedule import schedule_html  # imports templates, which others do without
+        from penstock.runtime.report.page import schedule_html  # imports templates, which others do without
 
         write_atomic(Path(flags.html), schedule_html(pictured(result), title).encode(), "--html FILE")
     if flags.trace:

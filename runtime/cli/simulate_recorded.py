@@ -7,38 +7,34 @@ from itertools import pairwise
 from statistics import fmean
 
 from penstock.graph import check
+from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
-from penstock.graph.passes import Bound
-from penstock.runtime.cli.figures import percent
+from penstock.runtime.cli.display import percent
 from penstock.runtime.cli.flags import LEAST, RecordedFlags, SimulateFlags, read_flags
-from penstock.runtime.cli.labelled import assumed, labelled
-from penstock.runtime.cli.simulate_given import SYNC, bound_lines, duration, ms
-from penstock.runtime.cli.simulate_text import depth_lines, lag_lines, pool_lines
-from penstock.runtime.cli.traced import CommandError, faults_text
+from penstock.runtime.cli.planning import assumed, labelled
+from penstock.runtime.cli.simulating import SYNC, bound_lines, depth_lines, duration, lag_lines, ms, pool_lines
+from penstock.runtime.cli.tracing import CommandError, faults_text
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import Plan, place, served
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.plan import Plan
-from penstock.runtime.plan.simulated_places import served
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.report.facts import Facts, Stage, read_facts
 from penstock.runtime.report.follow import NS
-from penstock.runtime.report.predicted import bound, fit, quick_updates
-from penstock.runtime.report.whatif import (
+from penstock.runtime.report.run_history import Facts, Stage, read_facts
+from penstock.runtime.report.what_if import (
     Crowding,
+    bound,
     crowding,
+    fit,
     generators,
     group_work,
+    quick_updates,
     with_capacity,
     with_crowding,
     with_lag,
     with_replicas,
 )
-from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
-from penstock.runtime.schedule.pinned import check_rules
-from penstock.runtime.schedule.simulation import Simulation
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, Tables, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables, check_rules, compile_tables
+from penstock.runtime.schedule.simulator import Duration, Durations, Lognormal, Simulation, simulate
 
 FLAG = "--from"
 COLUMN = 8

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
-from penstock.graph.build import trace_evaluation
 from penstock.graph.check import by_place
-from penstock.graph.faults import Fault, defined
+from penstock.graph.errors import Fault, defined
 from penstock.graph.ir import Graph
+from penstock.graph.program import trace_evaluation
 from penstock.runtime.cli.flags import CheckFlags, RunFlags
-from penstock.runtime.cli.own_frames import own_frames
 from penstock.runtime.cli.parse import UsageError, clashes, parse
-from penstock.runtime.cli.try_inputs import try_inputs, unmet
+from penstock.runtime.cli.try_inputs import own_frames, try_inputs, unmet
 from penstock.runtime.control.run_config import EVALUATION
 
 RAISED = (Exception, SystemExit)

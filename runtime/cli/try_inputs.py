@@ -3,27 +3,81 @@
 Needs torch, so the command line asks a child: the one that traces the program, or, to go on with one that is traced,
 `python -m penstock.runtime.cli.try_inputs`, which reads {"graphs", "flags"} as JSON and writes what is wrong, if
 anything is.
+
+Whether the models of a program fit on the meshes that its pools were given, before any rank is there.
+
+Needs torch, so the command line asks a child (see `try_inputs`).
+
+The traceback that a user reads: of their own lines.
 """
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from penstock.graph import check, load
-from penstock.graph.faults import Fault
+from penstock.graph.errors import Fault
+from penstock.graph.imports import reach, resolve
 from penstock.graph.ir import Argument, Graph, Node
-from penstock.graph.paths import reach, resolve
-from penstock.graph.protocols import Source
-from penstock.graph.requirement import Check, requirements
+from penstock.graph.protocols import Source, num_ranks
+from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import Context
-from penstock.runtime.cli.mesh_check import check_meshes
-from penstock.runtime.cli.own_frames import own_frames
-from penstock.runtime.cli.traced import DEADLINE, CommandError, faults_text
+from penstock.runtime.cli.tracing import DEADLINE, CommandError, faults_text
+from penstock.runtime.cluster.cluster import ClusterError
+from penstock.runtime.cluster.placement import read_meshes, spelled
 from penstock.runtime.control.run_config import RunOptions, context_of
-from penstock.runtime.record.faults import visible
+from penstock.runtime.record.errors import visible
+
+CHECK_MESH = "penstock.nodes.open_model:check_mesh"
+
+
+def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
+    """Raises ClusterError for a pool's mesh on which a model of that pool does not fit, with given and needed.
+
+    A model is known where its maker says which it opens (`opens`). Of others, their ranks say what they lack.
+    """
+    meshes = {pool: axes for pool, axes in read_meshes(flags.mesh).items() if num_ranks(axes) > 1}
+    for pool, spec, decodes in _models(graphs, flags, meshes):
+        try:
+            load(CHECK_MESH)(spec, meshes[pool], decodes=decodes)
+        except ValueError as error:
+            raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
+
+
+def _models(graphs: Sequence[Graph], flags: RunOptions, pools: Collection[str]) -> Iterator[tuple[str, Any, bool]]:
+    """The pool, of those given, and the spec of each model that is known, and whether it decodes there: the carried
+    values, and what streams compute with the weights of."""
+    for graph in graphs:
+        for argument in graph.carried:
+            if argument.pool in pools and (found := opened(argument.maker)):
+                yield argument.pool, found[0](context_of(argument.name, graphs, flags, Context())), False
+        for node in graph.nodes:
+            if not node.stream or node.pool not in pools:
+                continue
+            for origin in context_of(node.name, graphs, flags, Context()).weights.values():
+                if found := opened(origin.maker):
+                    yield node.pool, found[0](origin.context), True
+
+
+OURS = ("penstock.", "importlib", "__main__")
+"""What the names of our modules begin with; the last is the one that a child was started with."""
+
+
+def own_frames() -> str:
+    """The traceback of the exception under way, from the first frame that is the user's; none for a file that cannot be
+    parsed, whose place the error says itself."""
+    kind, error, whole = sys.exc_info()
+    tb = whole
+    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith(OURS):
+        tb = tb.tb_next
+    if tb is None and not isinstance(error, SyntaxError):
+        tb = whole
+    return "".join(traceback.format_exception(kind, error, tb)).rstrip()
 
 
 def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:

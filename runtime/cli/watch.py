@@ -11,11 +11,11 @@ import tyro
 
 from penstock.runtime.cli.flags import read_flags
 from penstock.runtime.cli.launching import relative
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.cli.watch_terminal import watch_in_terminal
-from penstock.runtime.record.faults import visible
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.watched import watch_in_terminal
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import RunFolder, absolute
-from penstock.runtime.report.facts import read_facts
+from penstock.runtime.report.run_history import read_facts
 
 DESCRIPTION = """Look at a run while it goes on, from its folder alone: the run does not notice.
 

@@ -23,10 +23,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.report.live import Live
-from penstock.runtime.report.schedule import TEMPLATES
+from penstock.runtime.report.page import TEMPLATES
+from penstock.runtime.report.write import Live
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")

@@ -3,6 +3,11 @@
 It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
 scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launch` for what it
 says on standard output and hears on standard input.
+
+What is wrong with a run before it is known why: news of a death are the better reason. Pure: time is passed in.
+
+A peer whose transfer breaks is often heard before the agent whose rank has died: the machine that ended one process may
+keep another one waiting. An agent tells of deaths before it beats, so that one that has beaten since knows of none.
 """
 
 import json
@@ -11,19 +16,15 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from msgspec import structs
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control.board import Board
-from penstock.runtime.control.complaint import Complaint
-from penstock.runtime.control.gate import raise_descriptors
-from penstock.runtime.control.keys import Door
-from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
-from penstock.runtime.control.listen import WireError
+from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.messages import (
     TOLD,
     AgentReady,
@@ -43,15 +44,36 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.rendezvous import Board
+from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.session import Session
-from penstock.runtime.control.wire import Server
-from penstock.runtime.record.checkpoint import Checkpoint, latest_checkpoint
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.control.security import Door, raise_descriptors
+from penstock.runtime.control.sockets import Server, WireError
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import Checkpoint, RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
-from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.object_ref import Handle
+
+DEATH_S = 1.0
+"""Seconds for which a complaint waits for a better reason in any case."""
+AGENTS_S = 5.0
+"""Seconds after which no agent is waited for any more: it may be what is wrong."""
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """`agents` may know of a better reason. `since` is when it was heard."""
+
+    text: str
+    since: float
+    agents: tuple[str, ...] = ()
+
+    def ripe(self, now: float, heard: Callable[[str], float]) -> bool:
+        """Will no better reason come? `heard` says when a peer gave its last sign of life."""
+        waited = now - self.since
+        return waited > AGENTS_S or (waited > DEATH_S and all(heard(agent) > self.since for agent in self.agents))
+
 
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""

@@ -5,24 +5,33 @@ it. A node is a function, a function with state, or a `Stream` that works on sev
 of a node becomes a `Failed` event that says what was raised (see `raised.py`); nothing else is caught.
 
 What a rank holds is in `holdings.py`, how values move in `values.py`, its part of a checkpoint in `part.py`.
+
+A rank's part of a checkpoint: what it holds, and those of its values that unfinished groups need.
+
+What leaves a rank's device between updates, and when: the memory that trainer and generator have by turns.
+
+A value that updates change (`Offloadable`) leaves in the background after the update that made it, while the next
+weights are published. Their publication is answered when it is away: whoever samples with them has its memory. It
+comes back when the next update is asked for, while that one's inputs are fetched. A stream (`Releasing`) gives up its
+memory before it answers its last firing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-from penstock.graph.filter import Dropped, Filter
 from penstock.graph.ir import Firing, Input, Node
+from penstock.graph.node import Dropped, Filter
+from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
-from penstock.runtime.control import part
-from penstock.runtime.control.holdings import Held, Holdings
 from penstock.runtime.control.messages import Manifest, Order, Result
-from penstock.runtime.control.raised import told
-from penstock.runtime.control.resting import Resting
-from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.values import Key, Values
-from penstock.runtime.control.weights import Ways
+from penstock.runtime.control.process import told
+from penstock.runtime.control.rank_state import Held, Holdings, Key, Setup, Values
+from penstock.runtime.control.weight_channels import Ways
+from penstock.runtime.record.folder import update_of
 from penstock.runtime.schedule.events import (
     Abort,
     Command,
@@ -39,9 +48,124 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
-from penstock.runtime.tensor.checkpoint import require_savable
-from penstock.runtime.tensor.handle import Handle
-from penstock.runtime.tensor.offload import OffloadError
+from penstock.runtime.tensor.checkpoint import layout_of, read_part, require_savable, value_name, write_part
+from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
+
+
+def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:
+    """Write this rank's part of the cut before `update`: carried values, states, and the outputs of `firings`. `name`
+    is that of the folder of all parts of this cut."""
+    setup = holdings.setup
+    folder = setup.folder / "checkpoints" / name
+    states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
+    earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
+    ranks = len(setup.plan.replica(setup.replica).ranks)
+    kept = values.of(firings)
+    write_part(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
+
+
+def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:
+    """Take up this rank's part of a cut; the handles of its values that other processes read."""
+    setup, update = holdings.setup, update_of(folder.name)
+    part = read_part(folder, setup.replica, setup.rank, setup.run)
+    for name, value in holdings.carried.items():
+        value.restore(*part.carried(name, layout_of(value)))
+        holdings.history.note(name, update, value)
+    for name, lag in holdings.history.lags.items():
+        for version in range(max(0, update - lag), update):
+            value = holdings.make(name)
+            value.restore(*part.carried(_earlier(name, version), layout_of(value)))
+            holdings.history.note(name, version, value)
+    for name, held in holdings.nodes.items():
+        if held.node.stateful:
+            held.state = part.value(f"state/{name}", type(held.state))
+    restored = []
+    for firing, output in part.made:
+        value = part.value(value_name(firing, output), setup.declared(firing, output))
+        restored += [(firing, name, handle) for name, handle in values.keep(firing, {output: value}).items()]
+    return restored
+
+
+def _earlier(name: str, version: int) -> str:
+    return f"{name}@{version}"
+
+
+class Resting:
+    """All of it is on the device, for ever, where the run does not offload.
+
+    Raises ValueError for a rank that must offload and makes values of which no part can leave.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        setup = holdings.setup
+        self._carried, self._patience, self._releases = holdings.carried, setup.patience, setup.offload != "off"
+        self._offloads: dict[str, Offload] = {}
+        self._read: dict[str, tuple[str, ...]] = {}
+        self._made: dict[str, int] = {}
+        self._told: set[str] = set()
+        self._makes = {node: tuple(setup.makes.get(node, ())) for node in holdings.nodes}
+        made = {name: holdings.carried[name] for names in self._makes.values() for name in names}
+        if not self._releases:
+            return
+        where = f"{setup.replica} rank {setup.rank}"
+        leaving = [name for name, value in made.items() if isinstance(value, Offloadable)]
+        if made and not leaving and setup.offload == "on":
+            kinds = ", ".join(f"{name}, a {type(value).__name__}" for name, value in made.items())
+            raise ValueError(f"--offload on: {where}: given {kinds}, needed a value that can leave its device")
+        self._offloads = {name: Offload(f"{name} of {where}") for name in leaving}
+        for node, held in holdings.nodes.items():
+            if held.node.clock == "update":
+                read = {*map(setup.carried_name, (item.ref for item in held.inputs)), *self._makes[node]}
+                self._read[node] = tuple(sorted(read & self._offloads.keys()))
+        for name in leaving:
+            self._leave(name)
+
+    def call(self, firing: Firing) -> None:
+        """A node is to fire: begin to bring back what it reads."""
+        for name in self._read.get(firing.node, ()):
+            offload = self._offloads[name]
+            offload.fence(self._patience)
+            if offload.where == "host":
+                offload.come_back()
+
+    def settle(self, node: str = "") -> None:
+        """Wait for what a node reads, or for all that is on its way. Raises OffloadError for what is not there in time,
+        or has failed."""
+        for name in self._read.get(node, ()) if node else self._offloads:
+            self._offloads[name].fence(self._patience)
+
+    def fired(self, firing: Firing) -> None:
+        """A node has fired: what its update has made, or made before and it has read, may leave."""
+        self._made.update((name, firing.index) for name in self._makes[firing.node])
+        for name in self._read.get(firing.node, ()):
+            if self._made.get(name, -1) >= firing.index:
+                self._leave(name)
+
+    def finished(self, held: Held) -> None:
+        """A stream has nothing left to work on."""
+        if self._releases and isinstance(held.state, Releasing):
+            held.state.release()
+            give_back()
+
+    def faults(self) -> list[str]:
+        """Why moves have failed that nobody has waited for yet, each once."""
+        faults = {name: str(o.fault) for name, o in self._offloads.items() if o.fault and name not in self._told}
+        self._told |= faults.keys()
+        return list(faults.values())
+
+    def counts(self) -> Counter[str]:
+        """Moves, the bytes of each value's last one, and milliseconds waited for them."""
+        found: Counter[str] = Counter()
+        for offload in self._offloads.values():
+            found.update(moves=offload.moves, nbytes=offload.nbytes, waited_ms=round(1000 * offload.waited_s))
+        return found
+
+    def _leave(self, name: str) -> None:
+        value = self._carried[name]
+        assert isinstance(value, Offloadable)
+        self._offloads[name].leave(value.offloadable())
+
 
 _RAISED = (Exception, SystemExit)
 """What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid."""
@@ -75,7 +199,7 @@ class Executor:
         self._manifests: dict[tuple[str, int], Manifest] = {}
         self.restored: list[tuple[Firing, str, Handle]] = []
         if setup.restore is not None:
-            self.restored = part.restore(setup.restore, self.held, self.values)
+            self.restored = restore(setup.restore, self.held, self.values)
         self.resting = Resting(self.held)
 
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
@@ -119,7 +243,7 @@ class Executor:
                     self.resting.settle()
                 except OffloadError as error:
                     return [Result(Abort(str(error)))]
-                part.save(self._checkpoint, update, firings, self.held, self.values)
+                save(self._checkpoint, update, firings, self.held, self.values)
                 return [Result(Saved(update, replica, rank))]
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
 

@@ -18,18 +18,15 @@ import torch
 
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
-from penstock.runtime.control.raised import told
-from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.process import told
+from penstock.runtime.control.rank_state import Key, Setup
+from penstock.runtime.control.recorder import RunRecorder, Say, tell_node_warnings
+from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.session import Session
-from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.status import Say, tell_node_warnings
-from penstock.runtime.control.stops import on_stop, unheard
-from penstock.runtime.control.values import Key
-from penstock.runtime.control.weights import LocalWays, channels_of
-from penstock.runtime.record.checkpoint import latest_checkpoint, sweep_cuts
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.control.signals import on_stop, unheard
+from penstock.runtime.control.weight_channels import LocalWays, channels_of
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint, sweep_cuts
 
 ONE_SIGNAL_S = 0.5
 """Signals that come closer together are one."""

@@ -8,6 +8,14 @@ there; Found is the answer.
 
 A rank's life: Hello, Setup, Ready, then Orders and Results until Goodbye. An agent's: Hello, AgentReady, then a
 Launch for each of its ranks and an Exited for each that ends, until Goodbye.
+
+What ranks of different hosts say to each other about values: a question for a part of a block, and its answer.
+
+A question is one frame, MessagePack of [EXCHANGE, number, Ask]. The answer repeats the number: [EXCHANGE, number,
+Part] with the bytes in a second frame, or [EXCHANGE, number, Refused] alone. Asking changes nothing, so that a
+question may be asked twice.
+
+Events and commands as bytes for the event log: the encoding of the wire, without a frame.
 """
 
 import signal as signals
@@ -19,11 +27,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.codec import MAX_BYTES, Codec, MessageError
 from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
-from penstock.runtime.tensor.handle import Handle
-
-PROTOCOL: Literal[5] = 5
-MAX_TEXT = 16 << 10
-"""Characters of a text for the user: the middle of a longer one is left out."""
+from penstock.runtime.tensor.object_ref import Handle
 
 __all__ = [
     "MAX_BYTES",
@@ -36,6 +40,10 @@ __all__ = [
     "unpack",
     "unpack_frame",
 ]
+
+PROTOCOL: Literal[5] = 5
+MAX_TEXT = 16 << 10
+"""Characters of a text for the user: the middle of a longer one is left out."""
 
 
 # To the controller ----------------------------------------------------------------------------------------
@@ -281,3 +289,47 @@ def signal_name(number: int) -> str:
         return signals.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+EXCHANGE: Literal[1] = 1
+"""The version of these messages."""
+CHUNK = 1 << 20
+"""Bytes of a block that one answer holds at most."""
+WINDOW = 8
+"""Questions that may be under way to one owner: enough for a chunk to be on its way while others are copied."""
+MAX_QUESTION = 4096
+"""Bytes of a question: a handle and two numbers."""
+
+
+class Ask(Packable, frozen=True):
+    """`length` bytes of the block of `handle`, beginning with byte `start` of it."""
+
+    handle: Handle
+    start: int
+    length: int
+
+
+class Part(Packable, frozen=True):
+    """The bytes asked for are in the next frame."""
+
+
+class Refused(Packable, frozen=True):
+    """There is no such block, or no such part of it; `reason` is for the user."""
+
+    reason: str
+
+
+QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
+ANSWER: Codec[tuple[int, int, Part | Refused]] = Codec(tuple[Literal[1], int, Part | Refused], "answer")
+
+
+_RECORD_CODEC: Codec[Event | Command] = Codec(Event | Command, "record")
+
+
+def record_bytes(record: Event | Command) -> bytes:
+    return _RECORD_CODEC.pack(record)
+
+
+def read_record(data: bytes) -> Event | Command:
+    """Raises MessageError for bytes that no version of this program wrote."""
+    return _RECORD_CODEC.unpack(data)

@@ -1,35 +1,96 @@
 """What a rank's process is made of: its executor, its store of values in shared memory, its ways of weights.
 
 When it closes, it prints one line of JSON with what its store, its exchange and its ways of weights have done.
+
+The key-value store by which torch's process groups find their ranks, kept on the controller's board.
+
+It goes over the connection that a rank has anyway, authenticated on a Unix socket and on TCP alike. Nothing listens for
+it, and hosts need no file system in common.
 """
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Store as C10dStore
 
-from penstock.runtime.control.exchange_client import ExchangeClient
-from penstock.runtime.control.exchange_server import ExchangeServer
 from penstock.runtime.control.executor import Executor
-from penstock.runtime.control.ground import Ground
-from penstock.runtime.control.heartbeat import Pulse
-from penstock.runtime.control.keys import Join
-from penstock.runtime.control.meeting import Meeting
-from penstock.runtime.control.messages import Note
+from penstock.runtime.control.messages import Count, Look, Note, Post
+from penstock.runtime.control.rank_state import Setup
+from penstock.runtime.control.recorder import tell_node_warnings
+from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.setup import Setup
-from penstock.runtime.control.status import tell_node_warnings
-from penstock.runtime.control.weights import BridgeWays, channels_of, drained
-from penstock.runtime.control.wire import SILENCE
-from penstock.runtime.tensor.handle import owner_of
-from penstock.runtime.tensor.segments import SHM
-from penstock.runtime.tensor.store import Reader, Store
-from penstock.runtime.tensor.world import Free, Lockstep, Pace, open_world
+from penstock.runtime.control.security import Join
+from penstock.runtime.control.sockets import SILENCE
+from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
+from penstock.runtime.control.weight_channels import BridgeWays, Ground, channels_of, drained
+from penstock.runtime.tensor.object_ref import owner_of
+from penstock.runtime.tensor.object_store import Reader, Store
+from penstock.runtime.tensor.process_group import Free, Lockstep, Pace, open_world
+from penstock.runtime.tensor.shm import SHM
+
+ANSWER_S = 600.0
+"""Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
+found by its connection, long before that."""
+
+
+class Meeting(C10dStore):
+    """The one store of a rank's process: for several threads, and to be kept for as long as a group made with it lives.
+
+    Raises RuntimeError where the controller does not answer, and for keys that are not there in time.
+    """
+
+    timeout: timedelta
+    """torch's own; its stubs lack it."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        super().__init__()
+        self._pulse = pulse
+
+    def of(self, group: str) -> C10dStore:
+        """The part of it that is for the ranks of one group. Its name is new: no group is made twice."""
+        return PrefixStore(group, self)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self._pulse.say(Post(key, data.hex()))
+
+    def get(self, key: str) -> bytes:
+        return self._await([key], self.timeout)[key]
+
+    def add(self, key: str, value: int) -> int:
+        found = self._pulse.ask(lambda number: Count(number, key, value), ANSWER_S)
+        if found is None:
+            raise RuntimeError(f"the controller has not counted {key} within {ANSWER_S:g} s")
+        return int(bytes.fromhex(found[key]))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        found = self._pulse.ask(lambda number: Look(number, tuple(keys), at_once=True), ANSWER_S)
+        if found is None:
+            raise RuntimeError(f"the controller has not looked for {', '.join(keys)} within {ANSWER_S:g} s")
+        return len(found) == len(set(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._await(keys, self.timeout if timeout is None else timeout)
+
+    def _await(self, keys: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
+        seconds, counted = timeout.total_seconds(), self._pulse.held_up
+        found = self._pulse.ask(lambda number: Look(number, tuple(keys)), seconds)
+        # Seconds for which the controller itself was stopped count for no rank: its answer says how many they were.
+        while found is None and self.check(keys[:1]) is not None and (more := self._pulse.held_up - counted) > 0:
+            counted += more
+            found = self._pulse.ask(lambda number: Look(number, tuple(keys)), more)
+        if found is None:
+            raise RuntimeError(f"{', '.join(keys)} not there within {seconds:g} s")
+        return {key: bytes.fromhex(value) for key, value in found.items()}
+
 
 PATIENCE = 0.75
 """The share of the deadline that a wait within a sync of weights may take."""

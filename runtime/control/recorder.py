@@ -2,24 +2,31 @@
 
 The session tells, this file writes. Status dicts for a display go to `say`: {"kind": "status" | "stage" | "note" |
 "summary", …}.
+
+What a run's replicas did and when, as the bars of its trace; and how long weights are on their way.
+
+What is remembered does not grow with the run: one entry per channel and replica, and the first bars.
+
+What the pools of a run are at, for a display: said when there is news, and not too often.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from penstock.runtime.control.bars import Bars
-from penstock.runtime.control.messages import Result
-from penstock.runtime.control.records import record_bytes
+from penstock.graph.ir import Firing
+from penstock.graph.types import NodeWarning
+from penstock.runtime.control.messages import Result, record_bytes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig
-from penstock.runtime.control.status import QUIET, Say, Status
-from penstock.runtime.record.checkpoint import Checkpoint, open_cut, write_cut
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import LogWriter
-from penstock.runtime.record.metrics import LOST, MetricsFile, Row, Rows, keep_rows, prefixes
-from penstock.runtime.record.tensorboard import Board, open_board
-from penstock.runtime.record.timeline import Idle
+from penstock.runtime.record.event_log import LogWriter
+from penstock.runtime.record.folder import Checkpoint, RunFolder, open_cut, write_cut
+from penstock.runtime.record.metrics import LOST, Board, MetricsFile, Row, Rows, keep_rows, open_board, prefixes
+from penstock.runtime.record.timeline import Bar, Idle, Kind
+from penstock.runtime.record.trace_formats import chrome_trace
+from penstock.runtime.schedule.compile import compile_tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Command,
@@ -33,9 +40,109 @@ from penstock.runtime.schedule.events import (
     Send,
     Swapped,
 )
-from penstock.runtime.schedule.ledger import Ledger
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.tables import compile_tables
+from penstock.runtime.schedule.state import Ledger
+
+MAX_BARS = 200_000
+"""Bars kept for the trace: beyond them it holds the run's first part only, and says so."""
+
+
+@dataclass
+class Bars:
+    """`live` is the version that each replica works with. Times are seconds on one clock.
+
+    `published` is when each channel's newest version was, and `sent` when a replica's next version was asked for and
+    when it had been published: only the newest is ever sent, and the next one when a replica has swapped the last.
+    """
+
+    bars: list[Bar] = field(default_factory=list)
+    live: dict[str, int] = field(default_factory=dict)
+    published: dict[str, float] = field(default_factory=dict)
+    sent: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def fired(self, replica: str, firing: Firing, result: Result, kind: Kind, detail: str = "") -> None:
+        """A firing has ended, well or not."""
+        version = self.live.get(replica)
+        self._add(Bar(replica, firing.node, firing.index, result.began, result.ended, kind, version, detail))
+
+    def publishes(self, event: Published, result: Result) -> None:
+        self.published[event.channel] = result.began
+        self.fired(event.replica, Firing(event.channel, event.version), result, "publish")
+
+    def sends(self, send: Send, now: float) -> None:
+        self.sent[send.channel, send.replica] = (now, self.published[send.channel])
+
+    def arrived(self, event: Arrived, now: float) -> None:
+        asked, _ = self.sent[event.channel, event.replica]
+        self._add(Bar(event.replica, event.channel, event.version, asked, now, "send", event.version))
+
+    def swapped(self, event: Swapped, now: float) -> float:
+        """Seconds since the version was published."""
+        self.live[event.replica] = event.version
+        _, published = self.sent[event.channel, event.replica]
+        return now - published
+
+    def write(self, folder: RunFolder, title: str) -> None:
+        """Write `trace.json`."""
+        trace = chrome_trace(self.bars, title)
+        if len(self.bars) >= MAX_BARS:
+            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
+        folder.write_json("trace.json", trace)
+
+    def _add(self, bar: Bar) -> None:
+        if len(self.bars) < MAX_BARS:
+            self.bars.append(bar)
+
+
+Say = Callable[[dict[str, Any]], None]
+
+EVERY = 0.2
+"""Seconds between two statuses for the display."""
+QUIET = 1.0
+"""Seconds after which a run without news says its status again."""
+
+
+def tell_node_warnings(tell: Callable[[str], None]) -> Callable[[], None]:
+    """From now on `tell` gets the text of each `NodeWarning` that Python shows; until what is returned is called."""
+    show = warnings.showwarning
+
+    def show_and_tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        show(message, category, *where, **more)
+        if issubclass(category, NodeWarning):
+            tell(str(message))
+
+    def stop() -> None:
+        warnings.showwarning = show
+
+    warnings.showwarning = show_and_tell
+    return stop
+
+
+class Status:
+    """`doing` is what each replica is at, `live` the version that it works with; `began` when the run did."""
+
+    def __init__(self, say: Say, began: float, live: Mapping[str, int]) -> None:
+        self.say, self.began, self.live = say, began, live
+        self.doing: dict[str, str] = {}
+        self._said = 0.0
+
+    def due(self, now: float, after: float = EVERY) -> bool:
+        """Have `after` seconds passed since the last one?"""
+        return now - self._said > after
+
+    def tell(self, now: float, facts: Mapping[str, Any]) -> None:
+        """Say `facts` of the whole run, with what its pools are at."""
+        self._said = now
+        self.say({"kind": "status", "time": now - self.began, **facts, "pools": self._pools()})
+
+    def _pools(self) -> dict[str, Any]:
+        pools: dict[str, Any] = {}
+        for replica, doing in self.doing.items():
+            pool = pools.setdefault(replica.rpartition("/")[0], {"doing": [], "version": None})
+            pool["doing"].append(doing)
+            pool["version"] = self.live.get(replica, pool["version"])
+        return pools
+
 
 LOOK_S = 0.5
 """Seconds between two looks whether the run folder is still there."""

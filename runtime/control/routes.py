@@ -12,10 +12,10 @@ otherwise, so that nobody waits for a replica whose shadow is not free yet.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.runtime.plan.plan import Replica
-from penstock.runtime.schedule.tables import Channel
-from penstock.runtime.tensor.chain import chain
-from penstock.runtime.tensor.target import mesh_of, plan_of
+from penstock.runtime.cluster.placement import Replica
+from penstock.runtime.schedule.compile import Channel
+from penstock.runtime.tensor.reshard import chain
+from penstock.runtime.tensor.wire_format import mesh_of, plan_of
 
 GRACE = 0.25
 """By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that

@@ -9,12 +9,11 @@ import msgspec
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
-from penstock.runtime.plan.plan import Plan, Replica
-from penstock.runtime.plan.turns import why_no_turns
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.cluster.placement import Plan, Replica, why_no_turns
+from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile
-from penstock.runtime.schedule.tables import Channel, Rules, compile_tables
+from penstock.runtime.schedule.compile import Channel, Rules, compile_tables
 
 EVALUATION = "evaluate."
 """What the names of the evaluation graph's nodes and sources begin with."""

@@ -13,19 +13,16 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from penstock.runtime.control.allocator import keep_freed_memory
-from penstock.runtime.control.client import Client
-from penstock.runtime.control.forks import serve_forks
-from penstock.runtime.control.gate import raise_descriptors
-from penstock.runtime.control.heartbeat import Pulse
-from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
-from penstock.runtime.control.raised import told
+from penstock.runtime.control.process import keep_freed_memory, serve_forks, told
+from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.wire import JOIN_S, SILENCE
+from penstock.runtime.control.security import Join, raise_descriptors
+from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
 
 if TYPE_CHECKING:
     from penstock.runtime.control.rank import Rank
+
 
 HOLD = 0.001
 """Seconds for which an answer may wait for the next command's, to travel with it."""

@@ -7,22 +7,15 @@ from itertools import product
 from typing import Any
 
 from penstock.graph.ir import Graph
-from penstock.graph.sharding import Axes
-from penstock.runtime.plan.assumptions import assumptions
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.enough import Enough
-from penstock.runtime.plan.found import Apart, Found, Outcome, Split
-from penstock.runtime.plan.islands import Island, islands
+from penstock.graph.protocols import Axes
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import html_table, spelled
+from penstock.runtime.plan.candidates import Island, Pins, Sides, Training, islands
+from penstock.runtime.plan.infeasible import Enough, check_pins, refuse
 from penstock.runtime.plan.memory import Memory, beside_memory
-from penstock.runtime.plan.meshes import spelled
-from penstock.runtime.plan.refuse import check_pins, refuse
-from penstock.runtime.plan.roles import AskedError, PlanError, Roles
-from penstock.runtime.plan.roles_of import roles_of
-from penstock.runtime.plan.search import Search
-from penstock.runtime.plan.sides import Pins, Sides
-from penstock.runtime.plan.simulated_plan import KEY, Costed, costed
-from penstock.runtime.plan.table import html_table
-from penstock.runtime.plan.ways import Training
+from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
+from penstock.runtime.plan.search import Apart, Found, Outcome, Search, Split
+from penstock.runtime.plan.simulate import KEY, Costed, costed
 from penstock.runtime.plan.workload import Workload
 
 OUTSIDE = "on machines of its own"

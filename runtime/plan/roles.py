@@ -5,11 +5,21 @@ ones that read each response once (a reference, a teacher, a reward model), and 
 from it as the policy does: on the trainer's GPUs or on others, together or apart. Copies that follow the policy (its
 average, a reference that moves) lie beside it. All else is small work on CPUs.
 Anything more is refused by name: a plan that leaves work out would be wrong, not approximate.
+
+The roles of a graph's pools, or what plans do not cover of it, by name. Pure.
+
+Which nodes make the rollouts that updates learn from: others only say what these are compared with. Pure.
+
+What a plan takes for granted of the work that the program does not say, in words. Pure.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
+
+from penstock.graph.ir import Argument, Graph, Node
+from penstock.runtime.cluster.placement import decodes, samples_of
+from penstock.runtime.plan.workload import Workload
 
 
 class PlanError(ValueError):
@@ -104,3 +114,232 @@ class Roles:
         """Those beside the policy that some pools hold together."""
         held = [(frozen, critics) for pool, frozen, critics in self.holds if pool in pools]
         return Models(*(len({name for names in held for name in names[kind]}) for kind in (0, 1)))
+
+
+def learnt_from(graph: Graph) -> set[str]:
+    """Nodes whose rollouts come to a per-update node as such, through filters and buffers."""
+    reached: set[str] = set()
+    pending = [item for n in graph.nodes if n.fires and n.clock == "update" for item in n.inputs]
+    while pending:
+        item = pending.pop()
+        if item.ref.node not in graph or item.ref.node in reached or not item.type.endswith(":Rollouts"):
+            continue
+        maker = graph[item.ref.node]
+        reached.add(maker.name)
+        if maker.construct == "keep":  # what comes out is what went in
+            at = [output.name for output in maker.outputs].index(item.ref.output)
+            pending.append(replace(maker.inputs[at], type=item.type))
+        else:
+            pending += maker.inputs
+    return reached
+
+
+def roles_of(graph: Graph) -> Roles:
+    """Raises PlanError for a graph whose work is not covered, naming the node or the value."""
+    decoder, *others = _decoders(graph)
+    broadcast = _weights(graph, decoder)
+    policy, update = _trained(graph, decoder, broadcast)
+    held = _held(graph, policy, update)
+    used: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.fires:
+            used.setdefault(node.pool, []).append(node.name)
+    beside = tuple(dict.fromkeys(n.pool for n in (*held.reads, *held.learners)))
+    outside = tuple(dict.fromkeys(n.pool for n in _slower(graph)))
+    buffer = _buffer(graph, update)
+    _check_pools(graph, update, decoder, beside, outside)
+    _check_groups(graph, held, buffer, others)
+    options = dict(update.options)
+    answers = [n for n in graph.nodes if n.turns is not None and n != decoder]
+    names = tuple(node.name for node in held.reads)
+    return Roles(
+        graph=graph.name,
+        trainer=update.pool,
+        generator=decoder.pool,
+        beside=beside,
+        small=tuple(pool for pool in used if pool not in (update.pool, decoder.pool, *beside, *outside)),
+        nodes=tuple((pool, tuple(found)) for pool, found in used.items()),
+        samples=samples_of(graph, decoder),
+        lag=broadcast.lag or 0,
+        epochs=int(options.get("epochs", 1)),
+        minibatches=int(options.get("minibatches", 1)),
+        reads_groups=bool(names) and all(node.clock == "group" for node in held.reads),
+        cycle=(policy.name, broadcast.name, decoder.name, *names, update.name),
+        models=held.models,
+        readers=names,
+        learners=tuple(node.name for node in held.learners),
+        rereads=tuple(node.name for node in held.again),
+        turns=decoder.turns or 1,
+        environment=answers[0].pool if answers else "",
+        filters=tuple(node.name for node in graph.nodes if node.construct == "keep"),
+        baselines=tuple((node.name, samples_of(graph, node)) for node in others),
+        buffer=buffer,
+        followers=tuple(node.name for node in held.followers),
+        outside=outside,
+        holds=tuple((pool, *_holds(graph, policy, held, pool)) for pool in beside),
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Models beside the policy, by the nodes that read them or make their next values."""
+
+    models: Models
+    reads: tuple[Node, ...]
+    learners: tuple[Node, ...]
+    again: tuple[Node, ...]
+    followers: tuple[Node, ...]
+
+
+def _held(graph: Graph, policy: Argument, update: Node) -> _Held:
+    models = [a for a in graph.carried if a.name != policy.name and _is_model(graph, a)]
+    copies = [a for a in models if _is_copy(a) and graph.producer(a.name)]
+    others = [a for a in models if a not in copies]
+    learners = tuple(graph[made] for a in others if (made := _critic(graph, a, policy)))
+    followers = tuple(graph[graph.producer(a.name) or ""] for a in copies)
+    reads = tuple(n for n in graph.nodes if n not in learners and any(_reads(n, a) for a in others))
+    on_trainer, makers = (policy, *copies), (update, *followers)
+    again = tuple(n for n in graph.nodes if n.fires and n not in makers and any(_reads(n, a) for a in on_trainer))
+    for node in (*followers, *again):
+        if (node.pool, node.clock) != (update.pool, "update"):
+            value = next(i.ref.node for i in node.inputs if i.ref.node in [a.name for a in on_trainer])
+            given = f"{node.name}, which reads {value} in pool {node.pool}"
+            raise _uncovered(graph, given, f"{update.pool}, once in each update")
+    followed = sum(1 / node.every for node in followers)
+    counts = Models(len(others) - len(learners), len(learners), len(again), len(copies), followed)
+    return _Held(counts, reads, learners, again, followers)
+
+
+def _holds(graph: Graph, policy: Argument, held: _Held, pool: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The frozen models that nodes of a pool read, and the critics that they train."""
+    made = {graph.producer(a.name): a.name for a in graph.carried if a.name != policy.name}
+    critics = tuple(made[node.name] for node in held.learners if node.pool == pool)
+    others = [a for a in graph.carried if _is_model(graph, a) and graph.producer(a.name) is None]
+    frozen = (a.name for a in others if any(_reads(node, a) for node in held.reads if node.pool == pool))
+    return tuple(frozen), critics
+
+
+def _is_model(graph: Graph, argument: Argument) -> bool:
+    """Else it is something small, such as what a curriculum knows of its prompts."""
+    bases = dict(graph.types).get(argument.type)
+    return bases is None or any(base.endswith(":Model") for base in bases)
+
+
+def _is_copy(argument: Argument) -> bool:
+    return argument.type.endswith(":Average")
+
+
+def _reads(node: Node, argument: Argument) -> bool:
+    return any(item.ref.node == argument.name for item in node.inputs)
+
+
+def _weights(graph: Graph, decoder: Node) -> Node:
+    """The broadcast that it reads."""
+    sources = (graph[i.ref.node] for i in decoder.inputs if i.ref.node in graph)
+    return next(source for source in sources if source.construct == "broadcast")
+
+
+def _trained(graph: Graph, decoder: Node, broadcast: Node) -> tuple[Argument, Node]:
+    """The policy, and the node that makes its next value."""
+    policy = graph.argument(broadcast.inputs[0].ref.node)
+    maker = graph.producer(policy.name) if policy else None
+    if policy is None or maker is None:
+        raise _uncovered(graph, f"{decoder.name} decodes with weights that no node updates", "a policy that is trained")
+    if _is_copy(policy):
+        raise _uncovered(graph, f"{decoder.name} decodes with {policy.name}, a copy", "the policy itself")
+    return policy, graph[maker]
+
+
+def _decoders(graph: Graph) -> list[Node]:
+    """The one whose responses are learnt from, and after it those that only say what others are compared with."""
+    found = [node for node in graph.nodes if decodes(graph, node)]
+    if not found:
+        raise _uncovered(graph, "no node that decodes: there is nothing to share GPUs with", "one that generates")
+    learnt = [node for node in found if len(found) == 1 or node.name in learnt_from(graph)]
+    names = ", ".join(node.name for node in found)
+    if len(learnt) != 1:
+        given = f"{len(found)} nodes that decode with broadcast weights ({names}), {len(learnt)} of them to learn from"
+        raise _uncovered(graph, given, "exactly one whose responses are learnt from")
+    first = learnt[0]
+    others = [node for node in found if node != first]
+    for node in others:
+        if node.pool != first.pool or _weights(graph, node) != _weights(graph, first) or node.turns or first.turns:
+            given = f"{node.name} in pool {node.pool} beside {first.name}"
+            raise _uncovered(graph, given, f"pool {first.pool}, the same broadcast, and no turns")
+    return [first, *others]
+
+
+def _critic(graph: Graph, argument: Argument, policy: Argument) -> str | None:
+    """The node that trains a critic; None of a model that never changes. Another one that does is not covered."""
+    maker = graph.producer(argument.name)
+    if maker and not argument.type.endswith(":Critic"):
+        what = f"{argument.name}, which changes beside {policy.name}"
+        raise _uncovered(graph, what, "critics, copies of the policy, and models that are only read")
+    return maker
+
+
+def _slower(graph: Graph) -> list[Node]:
+    """Per-update nodes that read broadcast weights: they measure, beside the training."""
+    sent = {node.name for node in graph.nodes if node.construct == "broadcast"}
+    return [n for n in graph.nodes if n.fires and n.clock == "update" and any(i.ref.node in sent for i in n.inputs)]
+
+
+def _buffer(graph: Graph, update: Node) -> Buffer | None:
+    """Raises PlanError for state of updates that is no buffer, and for several of them."""
+    found = [node for node in graph.nodes if node.fires and node.clock == "update" and node.stateful]
+    for node in found:
+        given_sizes = (dict(node.options).get(name) for name in ("take", "capacity", "max_age"))
+        sizes = [size for size in given_sizes if isinstance(size, int)]
+        if len(sizes) < 3 or len(found) > 1 or node.pool != update.pool:
+            given = f"{node.name}, which gives an update other groups than its own"
+            raise _uncovered(graph, given, f"one buffer in pool {update.pool}, with take, capacity and max_age")
+        return Buffer(node.name, *sizes)
+    return None
+
+
+def _check_pools(graph: Graph, update: Node, decoder: Node, beside: tuple[str, ...], outside: tuple[str, ...]) -> None:
+    """Each kind of work is in pools of its own, and values that are read late are small."""
+    if update.pool == decoder.pool:
+        raise _uncovered(graph, f"{update.name} and {decoder.name} share pool {update.pool}", "a pool for each")
+    if clash := {update.pool, decoder.pool} & set(beside):
+        raise _uncovered(graph, f"a model beside the policy in pool {clash.pop()}", "a pool of its own for it")
+    if clash := {update.pool, decoder.pool, *beside} & set(outside):
+        raise _uncovered(graph, f"a slower clock that reads weights in pool {clash.pop()}", "a pool of its own for it")
+    for node in graph.nodes:
+        argument = graph.argument(node.inputs[0].ref.node) if node.construct == "delay" else None
+        if argument and _is_model(graph, argument):
+            raise _uncovered(graph, f"{node.name}, which delays {argument.name}", "broadcasts of models")
+
+
+def _check_groups(graph: Graph, held: _Held, buffer: Buffer | None, baselines: Sequence[Node]) -> None:
+    """Models beside the policy read each group of an update, those and no others."""
+    kept = {node.name for node in graph.nodes if node.construct == "keep"}
+    only = {node.name for node in baselines}
+    for node in held.reads:
+        refs = {item.ref.node for item in node.inputs}
+        if kept and node.clock == "group" and not refs & kept:
+            raise _uncovered(graph, f"{node.name}, which reads groups that are dropped later", "it behind the filter")
+        if refs & only:
+            raise _uncovered(graph, f"{node.name}, which reads a baseline's responses", "those that are learnt from")
+    if buffer and (more := (*held.reads, *held.learners, *held.again)):
+        given = f"{buffer.node} beside {more[0].name}, which may read past groups, too"
+        raise _uncovered(graph, given, "a buffer without further passes")
+
+
+def _uncovered(graph: Graph, given: str, needed: str) -> PlanError:
+    return PlanError(f"{graph.name}: plans do not cover this program: given {given}, needed {needed}")
+
+
+def assumptions(roles: Roles, work: Workload) -> tuple[str, ...]:
+    """Of filters, baselines, buffers and slower clocks; none of a program without them."""
+    said = []
+    if roles.filters:
+        many = f"{work.drawn} are drawn for the {work.prompts} of an update"
+        said.append(f"{', '.join(roles.filters)} leaves {work.kept:.0%} of the groups (--kept), so that {many}")
+    for node, samples in roles.baselines:
+        more = f"{samples} more response{'s' if samples > 1 else ''}"
+        said.append(f"{node} makes {more} to each prompt, as long as those that are learnt from")
+    if roles.buffer is not None:
+        said.append(f"{roles.buffer.node} adds {work.replayed} past groups to each update, as long as fresh ones")
+    apart = "decodes on machines of its own, which are not of this plan, and nobody waits for it"
+    return (*said, *(f"{pool} {apart}" for pool in roles.outside))

@@ -7,6 +7,19 @@ Somebody else may have prepared a folder: links and hard links named like the fi
 pipes that block it. So all of Penstock writes through the functions of this file. A file that is replaced is made under
 an unguessable name, exclusively, and renamed: it appears whole or not at all. A file that is appended to must be a
 regular file with one name. Neither follows a link below the folder, and `make_folder` accepts none.
+
+Which checkpoint a run goes on from, and how a new one comes to be.
+
+All ranks write their parts of a cut into one fresh folder, `UPDATE-RUN-TOKEN`. When they are on the disk, `cut.json`
+follows, and then the folder gets a name by which it counts: `UPDATE`, or `UPDATE.2` where the run has one of that
+update already. What counts is never written to again, so that a process which dies between any two files leaves the
+last checkpoint as it was. A fresh folder that never got its name is removed when the run ends or goes on.
+
+A host with a run folder of its own keeps its parts in the fresh folder: `cut.json` has that name, too.
+
+Where a rank's part of a checkpoint lies, and in what format it is: known before any rank starts. No torch.
+
+A part is a safetensors file: 8 bytes that say how long its header is, the header as JSON, the tensors.
 """
 
 import contextlib
@@ -19,14 +32,17 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from time import sleep
 from typing import Any, BinaryIO
 
-from penstock.runtime.record.faults import PLACE, RecordError, disk_fault
-from penstock.runtime.record.typed_json import parse_json, require_shape
+from penstock.runtime.record.errors import PLACE, RecordError, disk_fault
+from penstock.runtime.record.typed_json import CutFile, parse_json, require_shape
 
 LOCK = "lock"
 MARKS = ("config.json", "events.log", "metrics.jsonl")
@@ -433,3 +449,129 @@ def _content(present: list[str]) -> str:
     if any(mark in present for mark in MARKS):
         return "holds a run already, which is never overwritten (`penstock resume` goes on with it)"
     return f"holds files already ({', '.join(present[:3])}{', …' if len(present) > 3 else ''})"
+
+
+CUT = "cut.json"
+_COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
+_FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete cut: before which update, the scheduler's part of it, the accuracies known by then, and the figures of
+    pending groups that stand in no row yet (see `metrics.Rows.to_json`). `written` is the name that the folder had
+    while it was written, and still has on a host with a run folder of its own."""
+
+    folder: Path
+    update: int
+    cut: Mapping[str, Any]
+    accuracy: Mapping[str, float | None]
+    figures: Mapping[str, Any]
+    written: str
+
+
+def update_of(name: str) -> int:
+    """The update of a checkpoint's folder."""
+    return int(re.split(r"[-.]", name)[0])
+
+
+def require_no_link(folder: RunFolder) -> None:
+    """Raises RecordError where `checkpoints` is a symbolic link, by which cuts would be written elsewhere."""
+    if folder.checkpoints.is_symlink():
+        given = "given a symbolic link, which is not followed here"
+        raise RecordError(f"{folder.checkpoints}: {given}; needed a folder")
+
+
+def open_cut(folder: RunFolder, run: str, update: int) -> str:
+    """Make the fresh folder of a cut before `update` by the run with id `run`; its name. Raises RecordError."""
+    name = f"{update:08d}-{run}-{secrets.token_hex(8)}"
+    try:
+        require_no_link(folder)
+        make_folder(folder.checkpoints / name, fresh=True)
+    except OSError as error:
+        raise disk_fault(folder.checkpoints / name, error) from error
+    return name
+
+
+def write_cut(
+    folder: RunFolder,
+    name: str,
+    cut: Mapping[str, Any],
+    accuracy: Mapping[str, float | None],
+    figures: Mapping[str, Any] | None = None,
+) -> Path:
+    """Make the cut in the fresh folder `name`, whose parts are on the disk, a checkpoint that counts; its folder then.
+    Raises RecordError."""
+    update = update_of(name)
+    facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
+    folder.write_json(f"{folder.checkpoints.name}/{name}/{CUT}", facts)
+    path, number = folder.checkpoints / f"{update:08d}", 1
+    while os.path.lexists(path):
+        number += 1
+        path = folder.checkpoints / f"{update:08d}.{number}"
+    try:
+        sync(folder.checkpoints / name)
+        os.rename(folder.checkpoints / name, path)
+        sync(folder.checkpoints)
+    except OSError as error:
+        raise disk_fault(path, error) from error
+    return path
+
+
+def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
+    """The newest complete checkpoint; None before the first."""
+    complete = [
+        (int(found[1]), int(found[2] or 1), path.parent)
+        for path in folder.checkpoints.glob(f"*/{CUT}")
+        if (found := _COUNTS.fullmatch(path.parent.name))
+    ]
+    if not complete:
+        return None
+    newest = max(complete)[-1]
+    facts = folder.read_json(str(newest.relative_to(folder.path) / CUT), CutFile)
+    figures, written = facts.get("figures", {}), facts.get("written", newest.name)
+    return Checkpoint(newest, facts["update"], facts["cut"], facts["accuracy"], figures, written)
+
+
+def sweep_cuts(folder: RunFolder) -> None:
+    """Remove the fresh folders of cuts that this run has given up. No process of the run may be alive."""
+    with suppress(RecordError, OSError, KeyError, TypeError):
+        if folder.checkpoints.is_symlink():
+            return
+        run = folder.read_json(folder.config.name)["run"]
+        for path in folder.checkpoints.iterdir():
+            found = _FRESH.fullmatch(path.name)
+            if found is not None and found[1] == run and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+FORMAT = 2
+"""What is in the facts of a part. The first one knew nothing of ranks and layouts."""
+_LENGTH = struct.Struct("<Q")
+_LONGEST = 100 << 20  # what safetensors itself takes
+
+
+def part_path(folder: Path, replica: str, rank: int) -> Path:
+    return folder / f"{replica.replace('/', '-')}-{rank}.safetensors"
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a part, without its tensors. Raises ValueError for a file that is missing or none."""
+    try:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            header = parse_json(file.read(min(length, _LONGEST)), "header")
+        facts: dict[str, Any] = parse_json(header["__metadata__"]["facts"].encode(), "facts")
+        require_shape(facts, dict[str, Any], "facts")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path}: not a readable state: {error}") from error
+    return facts
+
+
+def refusal(path: Path, facts: Mapping[str, Any]) -> str:
+    """Why a part with these facts cannot be gone on from; "" if it can."""
+    given = facts.get("format", 1)
+    if given == FORMAT:
+        return ""
+    needed = f"{FORMAT}: go on with the Penstock that wrote it, or start from its exported model (--model)"
+    return f"{path}: given a checkpoint of format {given}, needed {needed}"

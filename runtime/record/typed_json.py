@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.errors import RecordError
 
 DEPTH = 64
 """Objects and lists within each other, at most."""

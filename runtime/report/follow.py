@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.record.timeline import Kind
+from penstock.runtime.schedule.compile import Step, Tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -27,7 +28,6 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
-from penstock.runtime.schedule.tables import Step, Tables
 
 NS = 1_000_000_000
 """Nanoseconds of a second."""

@@ -1,20 +1,32 @@
-"""The report as one HTML file: everything that the template shows, in words and numbers. Pure but for the templates."""
+"""The report as one HTML file: everything that the template shows, in words and numbers. Pure but for the templates.
+
+The graph of a run with its times: each node's share of the period, and what bounds it, marked. Pure.
+
+Colours and fonts are classes of the page's style, so that the picture follows its light and dark themes.
+
+A schedule as a page of its own: lanes that zoom and pan, with nothing to load. Pure but for templates.
+"""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from html import escape
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from penstock import __version__
-from penstock.runtime.plan.simulated_places import served
-from penstock.runtime.report.charts import percent
-from penstock.runtime.report.drawing import graph_svg
-from penstock.runtime.report.encode import Chart, Row, Strip, encode
-from penstock.runtime.report.follow import NS, Followed, Lane
-from penstock.runtime.report.idle import Account
-from penstock.runtime.report.learning import accuracies, groups, numbers
-from penstock.runtime.report.predicted import Prediction
-from penstock.runtime.report.reasons import CAUSES
-from penstock.runtime.report.report import (
+from penstock.graph.analysis import Bound
+from penstock.graph.ir import Graph
+from penstock.graph.svg import MARGIN, Placed, Wire, layout, wire_path
+from penstock.graph.svg import Lane as GraphLane
+from penstock.runtime.cluster.placement import served
+from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
+from penstock.runtime.report.charts import accuracies, groups, numbers, percent
+from penstock.runtime.report.follow import NS, Followed, Lane, Work
+from penstock.runtime.report.run_history import CAUSES, Account
+from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
+from penstock.runtime.report.summary import (
     NodeTime,
     Report,
     lags,
@@ -25,8 +37,105 @@ from penstock.runtime.report.report import (
     sync_parts,
     whole_accounts,
 )
-from penstock.runtime.report.schedule import render
-from penstock.runtime.report.whatif import Case, Table
+from penstock.runtime.report.what_if import Case, Prediction, Table
+
+
+def graph_svg(
+    graph: Graph, notes: Mapping[str, str], shares: Mapping[str, float], bound: Bound | None, pools: Set[str]
+) -> str:
+    """`notes` are the second lines of the boxes, `shares` say how much of its box is filled, by node. `pools` are the
+    labels that the pool of the bound has in the graph."""
+    drawn = layout(graph, notes)
+    marked = set(bound.cycle) if bound else set()
+    width, height = max(drawn.width, 420.0), drawn.height - 50
+    parts = [
+        *(_lane(lane, width, bounds=lane.pool in pools) for lane in drawn.lanes),
+        *(_wire(wire) for wire in drawn.wires),
+        *(_box(placed, marked, shares.get(placed.box.name, 0.0)) for placed in drawn.placed),
+        *(_label(wire) for wire in drawn.wires if wire.label),
+    ]
+    label = f"The graph {graph.name}; the table below has the same figures"
+    view = f'viewBox="0 44 {width:.0f} {height - 30:.0f}" width="{width:.0f}"'
+    return (
+        f'<svg {view} role="img" aria-label="{escape(label)}">'
+        '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        f'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z"/></marker></defs>{"".join(parts)}</svg>'
+    )
+
+
+def _lane(lane: GraphLane, width: float, *, bounds: bool) -> str:
+    kind, mark = (" bounds", '<tspan class="mark" dx="10">bounds the run</tspan>') if bounds else ("", "")
+    return (
+        f'<rect class="lane{kind}" x="{MARGIN / 2}" y="{lane.y:.1f}" width="{width - MARGIN:.1f}" '
+        f'height="{lane.height:.1f}" rx="10"/>'
+        f'<text class="pool" x="{MARGIN / 2 + 12}" y="{lane.y + 20:.1f}">{escape(lane.pool)}{mark}</text>'
+    )
+
+
+def _box(placed: Placed, marked: Set[str], share: float) -> str:
+    box, middle = placed.box, placed.x + placed.width / 2
+    bounds = box.name in marked and box.kind == "node"
+    corner = 8 if box.kind == "node" else placed.height / 2
+    place = f'x="{placed.x:.1f}" y="{placed.y:.1f}" height="{placed.height:.1f}" rx="{corner:.1f}"'
+    filled = f'<rect class="share" {place} width="{placed.width * min(share, 1.0):.1f}"/>' if share > 0.01 else ""
+    texts = [("title", placed.middle - 3, box.title), ("note", placed.middle + 14, box.note)]
+    texts += [("mark", placed.y - 5, "bounds")] if bounds else []
+    words = "".join(
+        f'<text class="{kind}" x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
+        for kind, y, text in texts
+    )
+    kind = ' class="bounds"' if bounds else ""
+    return f'<g{kind}><rect class="node" {place} width="{placed.width:.1f}"/>{filled}{words}</g>'
+
+
+def _wire(wire: Wire) -> str:
+    kind = "wire" if wire.link.kind == "data" else "wire feedback"
+    return f'<path class="{kind}" d="{wire_path(wire.points)}" marker-end="url(#head)"/>'
+
+
+def _label(wire: Wire) -> str:
+    x, y = wire.label_at
+    return f'<text class="wire-label halo" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(wire.label)}</text>'
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of the page with its style and script in it, complete."""
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
+    page = environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
+    return page.encode(errors="backslashreplace").decode()  # a path in it may be no UTF-8
+
+
+def schedule_html(bars: Sequence[Bar], title: str) -> str:
+    """One self-contained HTML file that shows a schedule, real or simulated: a lane per replica, each bar's node,
+    index, duration and version on hover and on keyboard focus, zoom by buttons, wheel and keys, light and dark.
+
+    `bars` are what the simulator or a run's record has: times are seconds on any one clock, syncs may have lanes of
+    their own ("policy>generator/0"), which are drawn in the lane of their replica.
+    """
+    begin, end = span(bars)
+    rows: dict[str, Row] = {}
+    for lane in lanes(bars):
+        name = lane.name.rpartition(">")[2]
+        row = rows.setdefault(name, Row(name, pool_of(name), Strip([])))
+        row.real.work += [_work(bar, name, begin) for track in lane.tracks for bar in track]
+    pools = list(dict.fromkeys(row.pool for row in rows.values()))
+    ordered = sorted(rows.values(), key=lambda row: pools.index(row.pool))
+    for row in ordered:
+        row.real.swaps = sorted((w.end, w.index) for w in row.real.work if w.kind == "swap")
+    ends = [(update, round((time - begin) * NS)) for update, time in boundaries(bars)]
+    data, merged = encode(Chart(ordered, ends, end=round((end - begin) * NS)))
+    return render("schedule.html.j2", title=title, data=data, merged=merged)
+
+
+def _work(bar: Bar, lane: str, begin: float) -> Work:
+    start, end = round((bar.start - begin) * NS), round((bar.end - begin) * NS)
+    name = bar.name if bar.lane == lane else bar.lane.rpartition("/")[0]  # a channel's, on a lane of its own
+    return Work((lane, 0), name, bar.index, 0, start, end, bar.kind, bar.version, (bar.detail, 0))
+
 
 STATES = {"busy": "busy", **CAUSES}
 SHORT = {"admission": "admission bound", "rest": "nothing due", "done": "nothing left"}

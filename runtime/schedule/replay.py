@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.graph.ir import Graph
-from penstock.runtime.plan.plan import Plan
+from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.schedule.compile import Rules, Tables, compile_tables
 from penstock.runtime.schedule.events import Command, Commit, Event, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, Tables, compile_tables
 
 Digest = Callable[[Sequence[Command]], bytes]
 """What a log keeps of the commands of one step."""

@@ -38,6 +38,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.graph.ir import Firing
+from penstock.runtime.schedule import admission, transitions
+from penstock.runtime.schedule.compile import Rules, Step, Tables, check_rules
 from penstock.runtime.schedule.events import (
     Abort,
     Arrived,
@@ -51,10 +53,7 @@ from penstock.runtime.schedule.events import (
     Saved,
     Swapped,
 )
-from penstock.runtime.schedule.pinned import check_rules
-from penstock.runtime.schedule.rules import cuts, fates, groups, updates, weights
 from penstock.runtime.schedule.state import Key, State
-from penstock.runtime.schedule.tables import Rules, Step, Tables
 
 
 class Scheduler(State):
@@ -78,7 +77,7 @@ class Scheduler(State):
         super().__init__(tables, rules, live or {})
         self.complete = complete
         if cut is not None:
-            cuts.restore(self, cut)
+            transitions.restore(self, cut)
 
     def handle(self, event: Event) -> list[Command]:
         """The commands that follow from an event. Raises ValueError for an answer nobody asked for."""
@@ -87,13 +86,13 @@ class Scheduler(State):
         self.out = []
         stirred = self._hear(event)
         if stirred is None and not self.finished:
-            fates.end_updates(self)
+            transitions.end_updates(self)
         self.say_freed()
         if not self.finished:
             if stirred is None:
                 self._dispatch()
             elif stirred:
-                groups.start_groups(self, stirred)
+                admission.start_groups(self, stirred)
                 self._swap_pinned()
         return self.out
 
@@ -122,7 +121,7 @@ class Scheduler(State):
             case Published(channel, version, replica, rank):
                 if not self.answered(("publish", channel, version, replica), rank):
                     return ()
-                weights.published(self, channel, version, replica)
+                admission.published(self, channel, version, replica)
             case Arrived() | Swapped():
                 return self._weights(event)
             case Failed():
@@ -167,11 +166,11 @@ class Scheduler(State):
         if not step.source:
             self.weigh(replica, -1)
         if step.per_update:
-            fates.update_done(self, step, firing, replica)
+            transitions.update_done(self, step, firing, replica)
         elif failed:
-            fates.group_failed(self, firing, replica)
+            transitions.group_failed(self, firing, replica)
         else:
-            return fates.group_done(self, step, firing, replica, dropped=dropped, again=again)
+            return transitions.group_done(self, step, firing, replica, dropped=dropped, again=again)
         return None
 
     def _weights(self, event: Arrived | Swapped) -> Sequence[Step] | None:
@@ -189,38 +188,39 @@ class Scheduler(State):
             steps, last = self.tables.group_steps[pool], not self.answers
         if last or self.tables.update_steps[pool] or self.cutting is not None:
             return None
-        weights.move(self)  # of a thousand replicas this concerns one, and there nothing but its weights and its groups
+        # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
+        admission.move(self)
         return steps
 
     def _saved(self, event: Saved) -> Sequence[Step] | None:
         last = self.answered(("save", event.update, event.replica), event.rank)
         if not last or any(key[0] == "save" for key in self.answers):
             return ()
-        cuts.commit(self)
+        transitions.commit(self)
         return None
 
     # What is done about it --------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Apply every rule. One pass is enough: what starts here enables nothing before it answers, but for a swap."""
-        updates.assemble(self)
-        weights.move(self)
+        transitions.assemble(self)
+        admission.move(self)
         for pool, steps in self.tables.update_steps.items():
-            weights.publish(self, self.tables.sends[pool])
-            updates.start_updates(self, steps)
-        groups.open_groups(self)
+            admission.publish(self, self.tables.sends[pool])
+            transitions.start_updates(self, steps)
+        admission.open_groups(self)
         for step_list in self.tables.group_steps.values():
-            groups.start_groups(self, step_list)
+            admission.start_groups(self, step_list)
         self._swap_pinned()
         if self.cutting is not None:
-            cuts.save(self)
+            transitions.save(self)
         elif not self.answers and min([self.update, *self.trailing.values()]) >= self.rules.end:
             self.finish("done")
 
     def _swap_pinned(self) -> None:
         """The group that just started, or ended, may have been the last to need a live version."""
         if self.pinned:
-            weights.move(self)
+            admission.move(self)
 
 
 def _take(verdicts: set[Firing], firing: Firing) -> bool:

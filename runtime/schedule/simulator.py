@@ -5,19 +5,33 @@ when something next happens in it, and again whenever something begins there.
 
 What it leaves out: time spent between an answer and the next command. So a real run differs from its simulation by
 durations and by the runtime's own cost.
+
+What a schedule on a virtual clock was: its bars, its ends, and how long an update takes in it. Pure.
+
+How long things take, for the simulator: by node, constant, drawn by a key, or by what else is in work. Pure.
+
+What filters and environments decide, for the simulator: by given shares, drawn by a key. Pure.
+
+Where a simulated run's time goes: what each replica does, and how many groups wait for each node. Pure.
+
+A cluster has a thousand replicas, and a run hundreds of thousands of events, most of them about one replica. Those that
+are idle for one cause share a clock, so that time passes once for each pool, not for each replica.
 """
 
+import hashlib
 import heapq
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from math import inf
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import exp, inf, isclose
+from statistics import NormalDist, fmean
+from typing import Any, NamedTuple, Protocol
 
 from penstock.graph.ir import Firing
 from penstock.runtime.collection import uncollected
-from penstock.runtime.record.timeline import Bar, Kind
-from penstock.runtime.schedule.account import Account
-from penstock.runtime.schedule.durations import Durations, Engine, Spans
+from penstock.runtime.record.timeline import Bar, Kind, excerpt
+from penstock.runtime.record.trace_formats import gantt_svg
+from penstock.runtime.schedule.compile import Rules, Step, Tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -35,9 +49,294 @@ from penstock.runtime.schedule.events import (
     Swapped,
 )
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.simulation import Simulation
-from penstock.runtime.schedule.tables import Rules, Step, Tables
-from penstock.runtime.schedule.verdicts import Verdicts
+
+IdleKind = tuple[str, tuple[bool, ...]]
+"""Idle replicas that have one cause: their pool, and which weights they have had at all."""
+
+
+class Account:
+    """Follows one scheduler. Between two calls of `let` each replica does one thing.
+
+    busy, idle: seconds of each replica with something in work, and without by cause; complete after `close`.
+    depths: for each node but sources the seconds in which so many groups waited for it: ready, and not begun.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.now = scheduler, 0.0
+        tables = scheduler.tables
+        self.busy = dict.fromkeys(tables.replicas, 0.0)
+        self.idle: dict[str, dict[str, float]] = {replica: {} for replica in tables.replicas}
+        self.depths: dict[str, dict[int, float]] = {
+            s.name: {} for s in tables.steps.values() if not s.source and (not s.per_update or s.groups)
+        }
+        self._queues = [(self.depths[s], scheduler.ready[s]) for s in self.depths if not tables.steps[s].per_update]
+        self._updates = [self.depths[s] for s in self.depths if tables.steps[s].per_update]
+        self._ways = {
+            replica: tuple(way.receivers[replica] for way in scheduler.ways.values() if replica in way.receivers)
+            for replica in tables.replicas
+        }
+        self._clocks: dict[IdleKind, dict[str, float]] = {}
+        self._idling: dict[IdleKind, dict[str, dict[str, float]]] = {}
+        self._doing: dict[str, float | IdleKind] = {}
+        for replica in tables.replicas:
+            self._begin(replica)
+
+    def let(self, time: float) -> None:
+        """Let the clock go on to `time`."""
+        seconds, self.now = time - self.now, time
+        for kind, replicas in self._idling.items():
+            if replicas:
+                clock, cause = self._clocks[kind], self.scheduler.cause(next(iter(replicas)))
+                clock[cause] = clock.get(cause, 0.0) + seconds
+        for depths, queue in self._queues:
+            depths[len(queue)] = depths.get(len(queue), 0.0) + seconds
+        waiting = self.scheduler.ledger.finished - len(self.scheduler.batch or ())
+        for depths in self._updates:
+            depths[waiting] = depths.get(waiting, 0.0) + seconds
+
+    def note(self, replica: str) -> None:
+        """Something was begun or has ended on a replica, or weights went live there."""
+        doing = self._doing[replica]
+        if self.scheduler.load[replica]:
+            if isinstance(doing, tuple):
+                self._end(replica)
+                self._begin(replica)
+        elif doing != self._kind(replica):
+            self._end(replica)
+            self._begin(replica)
+
+    def close(self) -> None:
+        """The run is over."""
+        for replica in self._doing:
+            self._end(replica)
+
+    def _kind(self, replica: str) -> IdleKind:
+        return self.scheduler.tables.pool_of[replica], tuple(receiver.live < 0 for receiver in self._ways[replica])
+
+    def _begin(self, replica: str) -> None:
+        if self.scheduler.load[replica]:
+            self._doing[replica] = self.now
+        else:
+            kind = self._doing[replica] = self._kind(replica)
+            clock = self._clocks.setdefault(kind, {})
+            self._idling.setdefault(kind, {})[replica] = dict(clock)
+
+    def _end(self, replica: str) -> None:
+        """Add what a replica has done since it began to."""
+        doing = self._doing[replica]
+        if not isinstance(doing, tuple):
+            self.busy[replica] += self.now - doing
+            return
+        idle, before = self.idle[replica], self._idling[doing].pop(replica)
+        for cause, seconds in self._clocks[doing].items():
+            if seconds > before.get(cause, 0.0):
+                idle[cause] = idle.get(cause, 0.0) + seconds - before.get(cause, 0.0)
+
+
+class Engine(Protocol):
+    """One replica's firings of one node, whose pace depends on all that are in work on it. Times are on the clock of
+    the simulator and never go back."""
+
+    def begin(self, firing: Firing, now: float) -> None:
+        """Take a firing in."""
+
+    @property
+    def due(self) -> float:
+        """When something happens here if nothing else begins; infinity if nothing is in work."""
+
+    def finish(self) -> Sequence[Firing]:
+        """Let happen what is due; the firings that are over by it, if any."""
+
+    @property
+    def spans(self) -> "Spans":
+        """What the firings were made of so far."""
+
+
+class Batching(Protocol):
+    """A duration that is not known when a firing begins."""
+
+    def engine(self) -> Engine:
+        """A replica without work."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Pieces of work inside of firings: seconds at which each began and ended, and the firing's index."""
+
+    begins: Sequence[float] = ()
+    ends: Sequence[float] = ()
+    indices: Sequence[int] = ()
+
+
+Duration = float | Callable[[str, int], float] | Batching
+"""Seconds; or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
+first one ("speak.1"), and of its index (ordinal or update); or what makes a replica that works on several at once."""
+
+
+def draw(key: str) -> float:
+    """A number between 0 and 1 that depends on the key alone."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """A long-tailed duration with a given mean, in seconds, and sigma of its logarithm. Keyed by seed, node, index."""
+
+    mean: float
+    sigma: float
+    seed: int = 0
+
+    def __call__(self, node: str, index: int) -> float:
+        uniform = draw(f"{self.seed}/{node}/{index}")
+        return self.mean * exp(self.sigma * NormalDist().inv_cdf(uniform) - self.sigma**2 / 2)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of each node, and of the three parts of a sync. Sources and filters take no time unless they are given.
+
+    publish: the snapshot, on the trainer. wire: the transfer to one replica, beside other work. swap: between steps.
+    """
+
+    nodes: Mapping[str, Duration] = field(default_factory=dict)
+    publish: float = 0.0
+    wire: float = 0.0
+    swap: float = 0.0
+
+    def of(self, firing: Firing) -> float | Batching:
+        given = self.nodes.get(firing.node, 0.0)
+        if not callable(given):
+            return given
+        turn = f".{firing.turn}" if firing.turn else ""
+        return given(firing.node + turn, firing.index)
+
+    def check(self, tables: Tables) -> None:
+        """Raises ValueError for a node without a duration, one that does not exist, and less than no time."""
+        instant = [s.name for s in tables.steps.values() if s.source or s.filters]
+        missing = [name for name in tables.steps if name not in (*instant, *self.nodes)]
+        unknown = [name for name in self.nodes if name not in tables.steps]
+        if missing or unknown:
+            given, needed = ", ".join(self.nodes) or "none", ", ".join(s for s in tables.steps)
+            raise ValueError(
+                f"durations: given {given}; needed one for each node of {needed} (sources and filters may be left out)"
+            )
+        parts = {"publish": self.publish, "wire": self.wire, "swap": self.swap}
+        times = parts | {name: value for name, value in self.nodes.items() if isinstance(value, int | float)}
+        if negative := [f"{name}={value}" for name, value in times.items() if value < 0]:
+            raise ValueError(f"durations: given {', '.join(negative)}; needed seconds, 0 or more")
+
+
+@dataclass
+class Simulation:
+    """What happened. Times are seconds from the start.
+
+    bars: work that took time, and every update. ends: when each update was over. wall_s: the end of the last one.
+    lags: how many groups were consumed at each difference of update and version. queue: for each update, the
+    finished groups that lay ready when it began, its own batch included.
+    busy, idle: seconds of each replica with something in work, and without by cause; they add up to the wall time.
+    depths: for each node but sources the seconds in which so many groups waited for it.
+    spans: of each node whose firings share an engine, what they were made of.
+    dropped: how many groups filters have dropped.
+    """
+
+    bars: list[Bar] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+    lags: Counter[int] = field(default_factory=Counter)
+    queue: list[int] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, dict[str, float]] = field(default_factory=dict)
+    depths: dict[str, dict[int, float]] = field(default_factory=dict)
+    spans: dict[str, Spans] = field(default_factory=dict)
+    dropped: int = 0
+    events: int = 0
+    max_lag: int = 0
+
+    def _repr_html_(self) -> str:
+        """The schedule as a picture, for notebooks."""
+        return gantt_svg(excerpt(self.bars))
+
+    @property
+    def period_s(self) -> float:
+        """Seconds per update: of the cycle if there is one, else the mean of all updates, the filling included."""
+        cycle = self.cycle_s
+        return self.wall_s / max(len(self.ends), 1) if cycle is None else cycle
+
+    @property
+    def cycle_s(self) -> float | None:
+        """Seconds per update once the pipeline is full: the length of the cycle that the schedule repeats over the
+        updates in it, exactly. None of a schedule that does not repeat itself, or of a run too short to tell.
+
+        The last updates, which have no generation beside them, are left out.
+        """
+        last = len(self.ends) - 1 - (self.max_lag + 1)
+        steady = self.ends[max(last // 2, 0) : max(last + 1, 0)]
+        # At a lag, updates come in bursts of up to lag + 1: two of them must be seen.
+        enough = len(steady) >= 2 * (self.max_lag + 1) + 2
+        for updates in range(1, len(steady) // 2 if enough else 0):
+            steps = [later - earlier for earlier, later in zip(steady, steady[updates:], strict=False)]
+            if all(isclose(step, steps[0], rel_tol=1e-9) for step in steps):
+                return steps[0] / updates
+        return None
+
+    @property
+    def steady(self) -> tuple[int, int] | None:
+        """The first and the last update of those between the filling of the pipeline and its end, which has no
+        generation beside it: a multiple of as many as a cycle spans, which may come all at once. None of a run too
+        short to have any."""
+        cycle = self.max_lag + 1
+        cycles = (len(self.ends) - 1 - 2 * cycle) // cycle
+        return (cycle, cycle + cycles * cycle) if cycles > 0 else None
+
+    @property
+    def steady_s(self) -> float:
+        """Seconds per update of the steady ones; where durations vary, the figure to go by. `period_s` without any."""
+        if self.steady is None:
+            return self.period_s
+        first, last = self.steady
+        return (self.ends[last] - self.ends[first]) / (last - first)
+
+    @property
+    def lag_mean(self) -> float:
+        return fmean(self.lags.elements()) if self.lags else 0.0
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Shares from 0 to 1, by node. Keyed by seed, node, ordinal and turn: the same whatever the schedule.
+
+    drops: of the groups that a filter (`keep`) sees, those that it drops; none if it is not named.
+    again: of the turns that a node answers, those after which it asks for another one; all if it is not named. The
+    bound of the turns holds whatever it asks for.
+    """
+
+    drops: Mapping[str, float] = field(default_factory=dict)
+    again: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def dropped(self, firing: Firing) -> bool:
+        """Is the group dropped?"""
+        return self._draw("drops", firing) < self.drops.get(firing.node, 0.0)
+
+    def goes_on(self, firing: Firing) -> bool:
+        """Is there to be another turn?"""
+        return self._draw("again", firing) < self.again.get(firing.node, 1.0)
+
+    def check(self, tables: Tables) -> None:
+        """Raises ValueError for a node that decides nothing of the kind, and for what is no share."""
+        filters = [s.name for s in tables.steps.values() if s.filters]
+        answers = [s.name for s in tables.steps.values() if s.answers]
+        for kind, shares, able in (("drops", self.drops, filters), ("again", self.again, answers)):
+            if unknown := [name for name in shares if name not in able]:
+                needed = f"names of {', '.join(able)}" if able else "none, since no node of the graph decides it"
+                raise ValueError(f"{kind}: given {', '.join(unknown)}; needed {needed}")
+            if wrong := [f"{name}={share}" for name, share in shares.items() if not 0 <= share <= 1]:
+                raise ValueError(f"{kind}: given {', '.join(wrong)}; needed shares from 0 to 1")
+
+    def _draw(self, kind: str, firing: Firing) -> float:
+        return draw(f"{self.seed}/{kind}/{firing}")
+
 
 Observer = Callable[[float, Event, list[Command]], None]
 """Told the time, an event and the commands that followed it."""

@@ -3,27 +3,174 @@
 Tensors are named by what they belong to: "carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". Beside
 a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it. States and groups'
 values are the same on all ranks of a replica.
+
+Tensors with JSON facts on disk: one safetensors file, which is there whole or not at all.
+
+The facts are JSON in the file's metadata, so that they and the tensors cannot come from different moments.
+
+The state of a carried value on another mesh than that it was written on: from the files of all ranks, by `reshard`.
+
+A state's tensors are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a logical tensor of the
+layout: all of them are cut as it is.
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.graph.ir import Firing
-from penstock.graph.protocols import Carried
-from penstock.graph.sharding import Sharded
-from penstock.runtime.record.folder import sync
+from penstock.graph.protocols import Carried, Sharded
+from penstock.runtime.record.folder import FORMAT, open_regular, part_path, refusal, sync
 from penstock.runtime.tensor.codec import CodecError, decode, encode
-from penstock.runtime.tensor.files import StateError, StateFile, save_state
-from penstock.runtime.tensor.layout import Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
-from penstock.runtime.tensor.part_file import FORMAT, part_path, refusal
-from penstock.runtime.tensor.pieces import assemble
+from penstock.runtime.tensor.layout import Copy, Layout, Mesh, sharded
+from penstock.runtime.tensor.reshard import reshard
+
+_FORMAT = "penstock-state-1"
+
+
+class StateError(RuntimeError):
+    """A state that could not be written, or a file that is no state. It names the file."""
+
+
+def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write `tensors` and JSON-able `facts` to `path`, replacing it in one step; durable on return.
+
+    On an error the file at `path`, if there was one, is as it was.
+    """
+    path = Path(path)
+    metadata = {"format": _FORMAT, "facts": json.dumps(facts)}
+    part = path.with_name(f".{path.name}.part")
+    try:
+        save_file(_separate(tensors), part, metadata)
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        needed = sum(t.nbytes for t in tensors.values())
+        raise StateError(f"{path}: cannot write {needed} bytes of state ({_free(path.parent)}): {error}") from error
+
+
+def load_state(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save_state` wrote; the tensors are on the CPU."""
+    file = StateFile.open(path)
+    return file.tensors(), file.facts
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What `save_state` wrote, read as it is needed: its facts, and the names of its tensors."""
+
+    path: Path
+    facts: dict[str, Any]
+    names: tuple[str, ...]
+
+    @staticmethod
+    def open(path: Path | str) -> "StateFile":
+        """Raises StateError for a file that is missing or no state."""
+        with _reading(Path(path)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise StateError(f"{path}: given format {metadata.get('format')!r}, needed {_FORMAT!r}")
+            return StateFile(Path(path), json.loads(metadata["facts"]), tuple(file.keys()))
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Those whose names begin with `prefix`, by the rest of their names; on the CPU."""
+        with _reading(self.path) as file:
+            return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
+
+    def piece(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of one tensor; no more of the file is read."""
+        with _reading(self.path) as file:
+            piece: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            return piece
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        # By number: safetensors opens no path that is not UTF-8, and would follow a link.
+        with (
+            open(open_regular(path, os.O_RDONLY), "rb") as opened,
+            safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file,
+        ):
+            yield file
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise StateError(f"{path}: not a readable state: {error}") from error
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory: safetensors refuses names for the same bytes, such as tied weights."""
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        if own.numel() and own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        separate[name] = own
+    return separate
+
+
+def _free(folder: Path) -> str:
+    try:
+        room = os.statvfs(folder)
+    except FileNotFoundError:
+        return "no such folder"
+    return f"{room.f_bavail * room.f_frsize} bytes free"
+
+
+def assemble(
+    files: Sequence[StateFile], prefix: str, saved: Layout | None, wanted: Layout | None, rank: int
+) -> dict[str, Tensor]:
+    """What `rank` holds in `wanted` of a state whose ranks wrote `files` in `saved`; None: whole on each rank.
+
+    Raises LayoutError for layouts of other tensors, StateError for a file that lacks what its layout says.
+    """
+    known = saved or wanted
+    assert known is not None
+    source = saved or known.replicated(len(files))
+    target = wanted or known.replicated(rank + 1)
+    names = dict.fromkeys(name.removeprefix(prefix) for f in files for name in f.names if name.startswith(prefix))
+    kinds = dict.fromkeys(kind for name in names if (kind := _kind(name, known)))
+    found = {name: tensor for name, tensor in files[0].tensors(prefix).items() if not _kind(name, known)}
+    copies = reshard(source, target).receives(rank)
+    for kind in kinds:
+        parts: dict[str, Tensor] = {}
+        for copy in copies:
+            _fill(parts, files[copy.source], f"{prefix}{kind}", source, target, copy)
+        for tensor in target.tensors:
+            empty = torch.empty(0, *tensor.shape[1:])
+            found[f"{kind}{tensor.name}"] = parts.get(tensor.name, empty)
+    return found
+
+
+def _kind(name: str, layout: Layout) -> str:
+    """The kind of a state's tensor, with its dot; "" for one that is no logical tensor's."""
+    kind, dot, tensor = name.partition(".")
+    return kind + dot if tensor in layout.by_name else ""
+
+
+def _fill(parts: dict[str, Tensor], file: StateFile, prefix: str, source: Layout, target: Layout, copy: Copy) -> None:
+    held = next(b for b in source.by_name[copy.tensor].held_by(copy.source) if (b & copy.box) == copy.box)
+    name = f"{prefix}{copy.tensor}"
+    if name not in file.names:
+        raise StateError(f"{file.path}: {name} is missing, of which its layout says that {held} is there")
+    piece = file.piece(name, copy.box.slices(held))
+    (box,) = target.by_name[copy.tensor].held_by(copy.destination)
+    if copy.tensor not in parts:
+        parts[copy.tensor] = torch.empty(box.shape, dtype=piece.dtype)
+    parts[copy.tensor][copy.box.slices(box)] = piece
+
 
 T = TypeVar("T")
 

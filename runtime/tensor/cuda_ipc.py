@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.memory import Place, place_among, view_at
-from penstock.runtime.tensor.segments import SegmentError
+from penstock.runtime.tensor.shm import SegmentError
+from penstock.runtime.tensor.shm_transport import Place, place_among, view_at
 
 _UNIT = 2 << 20  # bytes: smaller blocks of the driver share one, and a handle would give away all of that
 _HANDLE_BYTES = 64

@@ -3,17 +3,331 @@
 A layout says, for each logical tensor, which boxes of it each rank holds: described by a mesh and a placement, or
 listed. Equal boxes on several ranks are replicas. Fused parameters are several logical tensors; empty boxes are
 normal. Ranks of a source and of a destination are counted apart, each from 0.
+
+A box of elements: a range per dimension; and who holds which boxes of one tensor, listed. Pure, no torch.
+
+Named axes of ranks, and how a tensor lies on them: a description from which each rank's box follows. Pure, no torch.
+
+    mesh = Mesh((("fsdp", 64), ("tp", 8)))
+    Placement(mesh, (Split("tp", 0), Split("fsdp", 0)))      # a column-parallel weight under FSDP2
+
+The splits are applied in order, each to what the one before has left: so FSDP2 over tensor parallelism splits over
+"tp" first, and each part over "fsdp", where DTensor says (_StridedShard, Shard). An axis without a split holds
+replicas.
+
+The layout of a model on a mesh: tensor parallelism by a table, FSDP2 on dimension 0, pipeline stages. Pure.
+
+The table and the stages are data that come with the model (`nodes.model.parallel` has those of the Llama family).
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from operator import sub
+from typing import Any, NamedTuple, Protocol
 
-from penstock.runtime.tensor.box import Box, Boxes, Holding
-from penstock.runtime.tensor.mesh import Placement, whole
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["ITEMSIZE", "Box", "Boxes", "Copy", "Layout", "LayoutError", "TensorLayout"]
+from penstock.graph.protocols import FSDP, STAGE, TENSOR, Axes, Rule, described, num_ranks, rule_of
+
+__all__ = [
+    "ITEMSIZE",
+    "Box",
+    "Boxes",
+    "Copy",
+    "Layout",
+    "LayoutError",
+    "TensorLayout",
+]
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements with start[d] <= index[d] < stop[d] for every dimension d. No dimensions: the one element."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> "Box":
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(max(0, b - a) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        size = 1
+        for extent in map(sub, self.stop, self.start):
+            if extent <= 0:
+                return 0
+            size *= extent
+        return size
+
+    def __and__(self, other: "Box") -> "Box":
+        """The elements in both; boxes must have the same number of dimensions."""
+        return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
+
+    def minus(self, other: "Box") -> tuple["Box", ...]:
+        """The elements not in `other`, as disjoint non-empty boxes."""
+        common = self & other
+        if not common.size:
+            return (self,) if self.size else ()
+        pieces = []
+        start, stop = list(self.start), list(self.stop)
+        for d in range(len(start)):
+            pieces.append(Box(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
+            pieces.append(Box((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
+            start[d], stop[d] = common.start[d], common.stop[d]
+        return tuple(piece for piece in pieces if piece.size)
+
+    def cut(self, parts: int) -> tuple["Box", ...]:
+        """The box as `parts` slabs of nearly equal size, along the first dimension that is long enough; the box itself
+        if none is.
+        """
+        dim = next((d for d, extent in enumerate(self.shape) if extent >= parts), None)
+        if dim is None:
+            return (self,)
+        edges = [self.start[dim] + self.shape[dim] * k // parts for k in range(parts + 1)]
+        return tuple(
+            Box((*self.start[:dim], a, *self.start[dim + 1 :]), (*self.stop[:dim], b, *self.stop[dim + 1 :]))
+            for a, b in itertools.pairwise(edges)
+        )
+
+    def slices(self, within: "Box") -> tuple[slice, ...]:
+        """How to cut this box out of a tensor that holds the elements of `within`."""
+        edges = zip(self.start, self.stop, within.start, strict=True)
+        return tuple(slice(a - origin, b - origin) for a, b, origin in edges)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+class Edges(NamedTuple):
+    """Boxes as arrays: box i, on rank ranks[i], is start[i] to stop[i]. [N], [N, D] and [N, D]. Some are empty."""
+
+    ranks: IntArray
+    start: IntArray
+    stop: IntArray
+
+
+class Holding(Protocol):
+    """Who holds what of a tensor: a value, hashable. `Boxes` lists it, `mesh.Placement` describes it."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, those that hold nothing included."""
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether any two boxes are known to be equal or to have no element in common."""
+
+    def edges(self, shape: tuple[int, ...]) -> Edges:
+        """Every box of a tensor of this shape."""
+
+    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        """The non-empty boxes of one rank."""
+
+    def faults(self, shape: tuple[int, ...]) -> list[str]:
+        """What makes it impossible for a tensor of this shape."""
+
+    def to_json(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Boxes one by one, as (rank, box) pairs: for what no mesh describes. They may overlap, repeat and be empty."""
+
+    boxes: tuple[tuple[int, Box], ...]
+
+    @property
+    def ranks(self) -> int:
+        return max((rank + 1 for rank, _ in self.boxes), default=0)
+
+    @property
+    def disjoint(self) -> bool:
+        return False
+
+    def edges(self, shape: tuple[int, ...]) -> Edges:
+        ranks = np.array([rank for rank, _ in self.boxes], np.int64)
+        start = np.array([box.start for _, box in self.boxes], np.int64)
+        stop = np.array([box.stop for _, box in self.boxes], np.int64)
+        return Edges(ranks, start.reshape(len(ranks), len(shape)), stop.reshape(len(ranks), len(shape)))
+
+    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        return tuple(box for r, box in self.boxes if r == rank and box.size)
+
+    def faults(self, shape: tuple[int, ...]) -> list[str]:
+        wrong = [(rank, box) for rank, box in self.boxes if not _inside(box, shape)]
+        return [f"box {box} of rank {rank} outside shape {shape}" for rank, box in wrong]
+
+    def to_json(self) -> list[Any]:
+        return [[rank, list(box.start), list(box.stop)] for rank, box in self.boxes]
+
+    @staticmethod
+    def from_json(data: Sequence[Any]) -> "Boxes":
+        return Boxes(tuple((rank, Box(tuple(start), tuple(stop))) for rank, start, stop in data))
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.start) == len(box.stop) == len(shape):
+        return False
+    return all(a >= 0 and b <= size for a, b, size in zip(box.start, box.stop, shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes with distinct names. Raises ValueError for others, and sizes below 1."""
+
+    axes: Axes
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) < len(names) or any(size < 1 for _, size in self.axes):
+            raise ValueError(f"given a mesh of {self}, needed distinct names and sizes of at least 1")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return num_ranks(self.axes)
+
+    def axis(self, name: str) -> int:
+        """The position of an axis."""
+        return [axis for axis, _ in self.axes].index(name)
+
+    def extent(self, name: str) -> int:
+        """The size of an axis; 1 for one that is not there."""
+        return dict(self.axes).get(name, 1)
+
+    def coordinates(self) -> IntArray:
+        """[axis, rank]: the coordinate of each rank on each axis."""
+        shape = tuple(size for _, size in self.axes)
+        return np.indices(shape, np.int64).reshape(len(shape), self.size)
+
+    def __str__(self) -> str:
+        return described(self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A dimension cut over an axis of n ranks as `torch.chunk` does: parts of the rounded-up length, the last ones
+    short or empty.
+
+    With `units` the dimension is that many indivisible ones, such as heads: they are dealt out as `chunk` would, and
+    where there are fewer than ranks, each is on n / units neighbours.
+    """
+
+    axis: str
+    dim: int
+    units: int = 0
+
+    def apply(self, start: IntArray, stop: IntArray, coordinate: IntArray, parts: int) -> tuple[IntArray, IntArray]:
+        """The range that each coordinate has of its range start to stop."""
+        length = stop - start
+        if 0 < self.units < parts:
+            unit = length // self.units
+            first = start + coordinate * self.units // parts * unit
+            return first, first + unit
+        unit = length // self.units if self.units else np.ones_like(length)
+        chunk = -(-(length // np.maximum(unit, 1)) // parts) * unit
+        first = np.minimum(start + coordinate * chunk, stop)
+        return first, np.minimum(first + chunk, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies on a mesh: cut by `splits`, in order. `only` keeps it to some coordinates of an axis, as
+    (axis, coordinates): the stage of a pipeline that has it.
+    """
+
+    mesh: Mesh
+    splits: tuple[Split, ...] = ()
+    only: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size
+
+    @property
+    def disjoint(self) -> bool:
+        return True
+
+    def edges(self, shape: tuple[int, ...]) -> Edges:
+        coordinates = self.mesh.coordinates()
+        here = np.ones(self.mesh.size, np.bool_)
+        for axis, kept in self.only:
+            here &= np.isin(coordinates[self.mesh.axis(axis)], kept)
+        coordinates = coordinates[:, here]
+        start = np.zeros((coordinates.shape[1], len(shape)), np.int64)
+        stop = start + np.array(shape, np.int64)
+        for split in self.splits:
+            along, dim, parts = coordinates[self.mesh.axis(split.axis)], split.dim, self.mesh.extent(split.axis)
+            start[:, dim], stop[:, dim] = split.apply(start[:, dim], stop[:, dim], along, parts)
+        return Edges(np.flatnonzero(here), start, stop)
+
+    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        box = _boxes(self, shape).get(rank)
+        return (box,) if box is not None and box.size else ()
+
+    def faults(self, shape: tuple[int, ...]) -> list[str]:
+        found = []
+        axes = dict(self.mesh.axes)
+        for axis, kept in self.only:
+            if not set(kept) <= set(range(axes.get(axis, 0))):
+                found.append(f"only at {kept} of axis {axis!r} of {self.mesh}")
+        for index, split in enumerate(self.splits):
+            if split.axis not in axes:
+                found.append(f"split over axis {split.axis!r} of {self.mesh}")
+            elif split.dim >= len(shape):
+                found.append(f"split of dimension {split.dim} of shape {shape}")
+            elif split.units:
+                found += self._unit_faults(index, shape)
+        return found
+
+    def _unit_faults(self, index: int, shape: tuple[int, ...]) -> list[str]:
+        split, parts = self.splits[index], self.mesh.extent(self.splits[index].axis)
+        if shape[split.dim] % split.units:
+            return [f"{split.units} units in dimension {split.dim} of shape {shape}"]
+        if split.units < parts and parts % split.units:
+            return [f"{split.units} units over {parts} ranks of {split.axis}: needed a multiple or a divisor"]
+        if any(before.dim == split.dim for before in self.splits[:index]):
+            return [f"{split.units} units in dimension {split.dim}, which is cut already"]
+        return []
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mesh": [[name, size] for name, size in self.mesh.axes],
+            "splits": [[s.axis, s.dim, s.units] for s in self.splits],
+            "only": [[axis, list(kept)] for axis, kept in self.only],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Placement":
+        return Placement(
+            Mesh(tuple((name, size) for name, size in data["mesh"])),
+            tuple(Split(*split) for split in data["splits"]),
+            tuple((axis, tuple(kept)) for axis, kept in data["only"]),
+        )
+
+
+@lru_cache(maxsize=256)
+def _boxes(placement: Placement, shape: tuple[int, ...]) -> dict[int, Box]:
+    """The box of each rank that has one: the same for all tensors of a signature."""
+    edges = placement.edges(shape)
+    rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
+    return {rank: Box(tuple(start), tuple(stop)) for rank, start, stop in rows}
+
+
+def whole(ranks: int) -> Placement:
+    """All of a tensor on each of `ranks` ranks."""
+    return Placement(Mesh((("replica", ranks),)))
+
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -123,3 +437,42 @@ class Copy:
 
 def _holding(data: Any) -> Holding:
     return Placement.from_json(data) if isinstance(data, dict) else Boxes.from_json(data)
+
+
+def sharded(
+    tensors: Iterable[tuple[str, Sequence[int], str]],
+    mesh: Mesh,
+    rules: Mapping[str, Rule] | None = None,
+    stages: Mapping[str, Sequence[int]] | None = None,
+    hosts: Sequence[str] = (),
+) -> Layout:
+    """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.sharding`, in any order.
+
+    `rules` are for `rule_of`; `stages` gives the stages that hold a tensor.
+    Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none.
+    """
+    axes = dict(mesh.axes)
+    faults: list[str] = []
+    placements: dict[Placement, Placement] = {}
+    layouts = []
+    for name, shape, dtype in tensors:
+        splits: tuple[Split, ...] = ()
+        only: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        if TENSOR in axes:
+            try:
+                rule = rule_of(name, rules or {})
+                splits = () if rule is None else (Split(TENSOR, *rule),)
+            except LookupError as error:
+                faults.append(f"  {error.args[0]}")
+        if FSDP in axes and len(shape):
+            splits = (*splits, Split(FSDP, 0))
+        if STAGE in axes:
+            if stages is None or name not in stages:
+                faults.append(f"  {name}: no stage")
+            else:
+                only = ((STAGE, tuple(stages[name])),)
+        placement = Placement(mesh, splits, only)
+        layouts.append(TensorLayout(name, tuple(shape), dtype, placements.setdefault(placement, placement)))
+    if faults:
+        raise LayoutError("\n".join([f"no layout on {mesh}:", *faults]))
+    return Layout(tuple(layouts), tuple(hosts))

@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.arena import held_bytes, parts_of, touched
-from penstock.runtime.tensor.background import in_background
+from penstock.runtime.tensor.buffers import held_bytes, in_background, parts_of, touched
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.layout import Layout
 

@@ -4,6 +4,12 @@ A scale is the largest magnitude of its row or block over the format's limit, an
 rounded to the nearest, ties to even. So an element depends on its value and its scale alone: once the ranks that share
 a row or a block have agreed on its largest magnitude, what each makes of its box is, bit for bit, what one rank would
 make of the whole. Work goes strip by strip, each small enough for a core's cache.
+
+What travelled turned back into the dtypes that its readers compute in, on the receiver.
+
+A reader needs its own dtype at every step, and the step must not wait for it. So floats are made when a version
+arrives, beside the shadow, and change places with it. In memory that is two more copies of what changed its dtype on
+the way: int8 in a bfloat16 run takes 2 · (1 + 2) bytes per weight rather than 2 · 2.
 """
 
 import math
@@ -12,11 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.arena import Parts
-from penstock.runtime.tensor.box import Box
+from penstock.runtime.tensor.buffers import Arena, Device, Parts
 from penstock.runtime.tensor.codec import DTYPES
-from penstock.runtime.tensor.convert import FORMATS, SCALE, Format, cut_through
-from penstock.runtime.tensor.layout import Layout, TensorLayout
+from penstock.runtime.tensor.layout import Box, Layout, TensorLayout
+from penstock.runtime.tensor.wire_format import FORMATS, SCALE, Format, cut_through
 
 _STRIP = 1 << 19  # elements: 2 MiB as float32
 _TINY = torch.finfo(torch.float32).tiny  # the least scale: a smaller quotient may not be a normal number
@@ -187,3 +192,28 @@ def _block_rows(box: Box, block: int) -> Iterator[slice]:
     start, stop = box.start[0], box.stop[0]
     for first in range(start // block * block, stop, block):
         yield slice(max(first, start) - start, min(first + block, stop) - start)
+
+
+class Restorer:
+    """Turns what a rank holds of `wired`, made of `layout` for the format `wire`, back into the dtypes of `layout`."""
+
+    def __init__(self, layout: Layout, wired: Layout, wire: str, rank: int, device: Device) -> None:
+        changed = [t for t in layout.tensors if wired.by_name[t.name].dtype != t.dtype]
+        self._format = FORMATS.get(wire)
+        self._names = [t.name for t in layout.tensors if t.held_by(rank)]
+        self._arena = Arena(Layout(tuple(changed)), rank, device)
+
+    def fill(self, arrived: Parts) -> None:
+        """Make the floats of a shadow; those of the live version stay as they are."""
+        for name, part in self._arena.shadow.items():
+            if self._format is None:
+                part.tensor.copy_(arrived[name].tensor)
+            else:
+                scale = arrived[name + SCALE].tensor
+                dequantise(arrived[name].tensor, part.box, scale, self._format, part.tensor)
+
+    def swap(self, live: Parts) -> Mapping[str, Tensor]:
+        """The tensors that readers see, once `live` is what was filled from."""
+        self._arena.swap()
+        floats = self._arena.live
+        return {name: (floats[name] if name in floats else live[name]).tensor for name in self._names}

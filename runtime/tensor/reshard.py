@@ -3,17 +3,312 @@
 Who sends: holders on the receiver's host if there are any; among these the one with the least to send. What only one
 rank holds is counted first, then large copies before small ones, so that the small ones level out what is left. A
 large box whose copies cannot be shared out evenly is cut.
+
+Which ranks of a source can give which parts of a destination's boxes, for all tensors of one signature. Pure.
+
+Sharing equal copies out among the ranks that could send them: the least loaded sends next. Pure.
+
+The copies that turn one layout into another, as a small value from which each rank takes its own. Pure, no torch.
+
+Tensors of one signature (shape, dtype and holdings on both sides) have equal copies. A *lane* is a box of each of
+them, the ranks that hold it, the ranks that need it, and how many of the copies each holder sends; `reshard` makes
+them. A rank expands its own lanes only.
+
+In which order: source s and destination d meet in step (d - s) mod P, with P the larger number of ranks. In each step
+a rank has at most one peer, so that every link is busy. Between two ranks, copies come in the order of the tensors in
+the destination layout.
+
+Few trainers, many replicas: the first replicas receive from the trainers, the others from a replica. Pure.
+
+All replicas have one layout. If the trainers sent to each of n replicas, the busiest of them would send n times its
+part of one replica, while a replica's rank receives its own part only. So the trainers feed as many *heads* as keep
+them no busier than a receiver, and each head starts a chain of replicas. A rank forwards to the same rank of the next
+replica, one message while the one after it arrives: with chains of d replicas the last one is complete after the time
+of its own bytes and of d - 1 messages more, or tensors where several trainers' ranks send parts of one (`parcel` makes
+the messages, `relay` moves them).
 """
 
+import heapq
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.runtime.tensor.cover import Missing, Piece, cover
-from penstock.runtime.tensor.layout import ITEMSIZE, Layout, LayoutError, TensorLayout
-from penstock.runtime.tensor.plan import LARGE, Group, Lane, Plan
-from penstock.runtime.tensor.share import share
+import numpy as np
+
+from penstock.runtime.tensor.layout import ITEMSIZE, Box, Copy, Holding, IntArray, Layout, LayoutError, TensorLayout
+
+_BLOCK = 1 << 20  # pairs of boxes compared by one call
+
+
+class Regions(NamedTuple):
+    """The distinct non-empty boxes of a holding, sorted, and the ranks that hold each: start and stop are [N, D]."""
+
+    start: IntArray
+    stop: IntArray
+    ranks: Sequence[tuple[int, ...]]
+
+    def box(self, index: int) -> Box:
+        return Box(tuple(self.start[index].tolist()), tuple(self.stop[index].tolist()))
+
+    @property
+    def sizes(self) -> IntArray:
+        """The elements of each, [N]."""
+        sizes: IntArray = (self.stop - self.start).prod(1)
+        return sizes
+
+
+class Piece(NamedTuple):
+    """Elements that all of `sources` hold and all of `destinations` need."""
+
+    box: Box
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+
+
+class Missing(NamedTuple):
+    """Elements that all of `destinations` need and no source rank holds."""
+
+    boxes: tuple[Box, ...]
+    destinations: tuple[int, ...]
+
+
+def cover(src: Holding, dst: Holding, shape: tuple[int, ...]) -> tuple[list[Piece], list[Missing]]:
+    """The pieces that fill each box of `dst` exactly once, by destination box and then by place; what is missing."""
+    held, wanted = atoms(src, shape), regions(dst, shape)
+    to, by, start, stop = _overlaps(wanted, held)
+    found = np.zeros(len(wanted.ranks), np.int64)
+    np.add.at(found, to, (stop - start).prod(1))
+    rows = zip(to.tolist(), by.tolist(), start.tolist(), stop.tolist(), strict=True)
+    pieces = [Piece(Box(tuple(a), tuple(b)), held.ranks[s], wanted.ranks[d]) for d, s, a, b in rows]
+    gaps = np.flatnonzero(found < wanted.sizes).tolist()
+    return pieces, [Missing(_gaps(wanted.box(index), held), wanted.ranks[index]) for index in gaps]
+
+
+def regions(holding: Holding, shape: tuple[int, ...]) -> Regions:
+    edges = holding.edges(shape)
+    some = (edges.start < edges.stop).all(1)
+    ranks, rows = edges.ranks[some], np.concatenate((edges.start, edges.stop), 1)[some]
+    order = np.lexsort((ranks, *rows.T[::-1]))
+    ranks, rows = ranks[order], rows[order]
+    first = np.ones(len(rows), np.bool_)
+    first[1:] = (rows[1:] != rows[:-1]).any(1)
+    bounds = [*np.flatnonzero(first).tolist(), len(rows)]
+    listed = ranks.tolist()
+    holders = [tuple(dict.fromkeys(listed[a:b])) for a, b in itertools.pairwise(bounds)]
+    return Regions(rows[first, : len(shape)], rows[first, len(shape) :], holders)
+
+
+def atoms(holding: Holding, shape: tuple[int, ...]) -> Regions:
+    """The same elements as `regions`, no two of which have any in common: each with all ranks that hold it."""
+    held = regions(holding, shape)
+    return held if holding.disjoint else _made_disjoint(held)
+
+
+def _overlaps(a: Regions, b: Regions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Every pair of boxes with common elements: its indices in `a` and `b`, sorted, and the common start and stop."""
+    found = []
+    step = max(1, _BLOCK // max(1, len(b.ranks)))
+    for base in range(0, max(1, len(a.ranks)), step):
+        start = np.maximum(a.start[base : base + step, None], b.start)
+        stop = np.minimum(a.stop[base : base + step, None], b.stop)
+        i, j = np.nonzero((start < stop).all(2))
+        found.append((i + base, j, start[i, j], stop[i, j]))
+    i, j, start, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return i, j, start, stop
+
+
+def _made_disjoint(held: Regions) -> Regions:
+    """The same elements as boxes without common ones, each with all ranks that hold it."""
+    if len(_overlaps(held, held)[0]) == len(held.ranks):
+        return held
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for index, ranks in enumerate(held.ranks):
+        new, refined = [held.box(index)], []
+        for atom, holders in found:
+            common = atom & held.box(index)
+            if common.size:
+                refined.append((common, tuple(sorted({*holders, *ranks}))))
+                new = [part for box in new for part in box.minus(common)]
+            refined += [(part, holders) for part in atom.minus(common)]
+        found = refined + [(box, ranks) for box in new]
+    found.sort(key=lambda atom: (atom[0].start, atom[0].stop))
+    shape = held.start.shape[1]
+    start = np.array([box.start for box, _ in found], np.int64).reshape(len(found), shape)
+    stop = np.array([box.stop for box, _ in found], np.int64).reshape(len(found), shape)
+    return Regions(start, stop, [ranks for _, ranks in found])
+
+
+def _gaps(box: Box, held: Regions) -> tuple[Box, ...]:
+    rest = [box]
+    for index in range(len(held.ranks)):
+        rest = [part for piece in rest for part in piece.minus(held.box(index))]
+    return tuple(rest)
+
+
+LARGE = 1 << 20  # bytes from which a piece travels by itself: below it a message costs more than a second copy
+BUCKET = 4 << 20  # bytes at which a bucket is full
+
+
+class Lane(NamedTuple):
+    """A box of every tensor of a group, from those that hold it to those that need it.
+
+    The copies count through the tensors for the first receiver, then for the second, …: ends[k] is where those end
+    that sources[k] sends.
+    """
+
+    box: Box
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class Group(NamedTuple):
+    """The tensors of one signature, with their places in the destination layout, and their lanes."""
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    itemsize: int
+    lanes: tuple[Lane, ...]
+
+
+class Route(NamedTuple):
+    """Box `box` of the tensors first to last (exclusive) of a group, from one rank to another."""
+
+    source: int
+    destination: int
+    group: int
+    lane: int
+    first: int
+    last: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every copy of one sync between `sources` and `destinations` ranks."""
+
+    groups: tuple[Group, ...]
+    sources: int
+    destinations: int
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """All copies, by destination rank. For 405B there are 37 M: a rank asks for its own."""
+        return tuple(copy for rank in range(self.destinations) for copy in self.receives(rank))
+
+    def sends(self, source: int) -> tuple[Copy, ...]:
+        """What one source rank sends, by destination in rotation order."""
+        return self._expanded(self.routes(source=source))
+
+    def receives(self, destination: int) -> tuple[Copy, ...]:
+        """What one destination rank receives, by source in rotation order."""
+        return self._expanded(self.routes(destination=destination))
+
+    def routes(self, source: int | None = None, destination: int | None = None) -> tuple[Route, ...]:
+        """The routes of a source rank, of a destination rank or between the two; all if neither is given. In rotation
+        order, and for one peer by group and lane.
+        """
+        routes = [
+            route
+            for index, group in enumerate(self.groups)
+            for number, lane in enumerate(group.lanes)
+            if (source is None or source in lane.sources) and (destination is None or destination in lane.destinations)
+            for route in _routes(self.groups, index, number, source, destination)
+        ]
+        steps = max(self.sources, self.destinations, 1)
+        routes.sort(key=lambda route: ((route.destination - route.source) % steps, route.source))
+        return tuple(routes)
+
+    @property
+    def nbytes(self) -> int:
+        """What travels."""
+        return sum(self.bytes_out)
+
+    @property
+    def bytes_out(self) -> tuple[int, ...]:
+        """What each source rank sends."""
+        return self._loads[0]
+
+    @property
+    def bytes_in(self) -> tuple[int, ...]:
+        """What each destination rank receives."""
+        return self._loads[1]
+
+    @cached_property
+    def _loads(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        out, into = [0] * self.sources, [0] * self.destinations
+        alike: dict[tuple[int, ...], int] = defaultdict(int)  # many lanes have the same receivers
+        for group in self.groups:
+            for lane in group.lanes:
+                nbytes, start = lane.box.size * group.itemsize, 0
+                alike[lane.destinations] += nbytes * len(group.names)
+                for source, end in zip(lane.sources, lane.ends, strict=True):
+                    out[source] += (end - start) * nbytes
+                    start = end
+        for destinations, nbytes in alike.items():
+            for destination in destinations:
+                into[destination] += nbytes
+        return tuple(out), tuple(into)
+
+    def _expanded(self, routes: tuple[Route, ...]) -> tuple[Copy, ...]:
+        """The copies of one rank's routes: by peer as they come, then by tensor."""
+        by_pair: dict[tuple[int, int], list[tuple[int, int, str, Box]]] = defaultdict(list)
+        for source, destination, index, lane, first, last, box in routes:
+            names, places, _, _ = self.groups[index]
+            by_pair[source, destination] += [(places[k], lane, names[k], box) for k in range(first, last)]
+        return tuple(
+            Copy(name, source, destination, box)
+            for (source, destination), entries in by_pair.items()
+            for _, _, name, box in sorted(entries)  # a lane has each tensor once: ties are impossible
+        )
+
+
+def _routes(
+    groups: tuple[Group, ...], index: int, number: int, source: int | None, destination: int | None
+) -> Iterator[Route]:
+    """The routes of one lane: those of one source or destination rank, if given."""
+    group, lane = groups[index], groups[index].lanes[number]
+    tensors, place = len(group.names), None if destination is None else lane.destinations.index(destination)
+    for sender, start, end in zip(lane.sources, (0, *lane.ends), lane.ends, strict=False):
+        if source not in (None, sender) or start == end:
+            continue
+        sent = range(start // tensors, -(-end // tensors))
+        for k in sent if place is None else (place,) if place in sent else ():
+            first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
+            yield Route(sender, lane.destinations[k], index, number, first, last, lane.box)
+
+
+def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
+    """How many of `copies` copies of `nbytes` bytes each sender makes, if the one with the least bytes to send so far,
+    the first among equals, always takes the next one. At the cost of a sort, however many copies there are.
+    """
+    if copies % len(loads) == 0 and min(loads) == max(loads):
+        return [copies // len(loads)] * len(loads)
+    level = _level(loads, copies * nbytes)
+    counts = [max(0, level - load) // nbytes for load in loads]
+    queue = [(load + count * nbytes, sender) for sender, (load, count) in enumerate(zip(loads, counts, strict=True))]
+    heapq.heapify(queue)
+    for _ in range(copies - sum(counts)):
+        load, sender = queue[0]
+        counts[sender] += 1
+        heapq.heapreplace(queue, (load + nbytes, sender))
+    return counts
+
+
+def _level(loads: Sequence[int], nbytes: int) -> int:
+    """How high `nbytes` rise if poured over the loads: no sender fills up beyond it but by its last copy."""
+    total = nbytes
+    ascending = sorted(loads)
+    for filled, load in enumerate(ascending, 1):
+        total += load
+        if filled == len(ascending) or total <= ascending[filled] * filled:
+            return total // filled
+    raise AssertionError("nobody to send")
+
 
 Faults = defaultdict[str, list[str]]
 
@@ -147,3 +442,39 @@ def _uncovered(missing: Missing, limit: int = 3) -> str:
 def _listed(texts: list[str], limit: int) -> str:
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + more
+
+
+SLACK = 1.05
+"""How much more than a receiver a trainer may have to do, before another hop is the better way."""
+
+
+class Link(NamedTuple):
+    """From whom a replica receives: another replica, or the trainers if `source` is None."""
+
+    source: int | None
+    destination: int
+
+
+def chain(plan: Plan, replicas: int) -> tuple[Link, ...]:
+    """The links that bring one version to all replicas, by destination; `plan` is that from the trainers to one of
+    them. A replica forwards to one other at most, and its source has a smaller number.
+    """
+    if replicas < 1:
+        raise ValueError(f"given {replicas} replicas, needed at least 1")
+    out, into = max(plan.bytes_out, default=0), max(plan.bytes_in, default=0)
+    heads = num_heads(out, into, replicas)
+    return tuple(Link(None if k < heads else k - heads, k) for k in range(replicas))
+
+
+def num_heads(out: int, into: int, replicas: int) -> int:
+    """How many replicas the trainers feed, if the busiest of them sends `out` bytes to each, and a replica's busiest
+    rank receives `into`.
+    """
+    return max(1, min(replicas, int(SLACK * into / out))) if out else replicas
+
+
+def forwards(held: Mapping[str, Box], rank: int) -> tuple[Copy, ...]:
+    """What a rank sends to the same rank of the next replica: all that it holds, in the order in which it holds it.
+    That one receives just this.
+    """
+    return tuple(Copy(name, rank, rank, box) for name, box in held.items() if box.size)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.tensor.convert import FORMATS
-from penstock.runtime.tensor.proof import MODES
+from penstock.runtime.tensor.digest import MODES
+from penstock.runtime.tensor.wire_format import FORMATS
 
 
 def gpu() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.model_shape import Parallel
 
 
 def script(name: str) -> Any:

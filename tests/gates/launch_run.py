@@ -4,8 +4,8 @@ import json
 import sys
 from typing import Any
 
-from penstock.runtime.control.launch import Launcher
-from penstock.runtime.plan.cluster import Cluster
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.control.launcher import Launcher
 from penstock.runtime.record.folder import RunFolder
 
 

@@ -2,7 +2,7 @@
 
 from penstock.graph import broadcast, program
 from penstock.graph.types import Average, Policy, Prompts
-from penstock.nodes import average as averages
+from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update

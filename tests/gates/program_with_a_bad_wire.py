@@ -7,9 +7,9 @@ import torch
 from penstock.graph import broadcast, node, program
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.buffers import Parts
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.put import PutTransport
+from penstock.runtime.tensor.one_sided import PutTransport
 
 _receive = PutTransport.receive
 """How weights come to a receiver on the sender's host."""

@@ -20,12 +20,12 @@ from penstock.graph import broadcast, node, program
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.runtime.tensor import memory, ways
-from penstock.runtime.tensor.group import Group
+from penstock.runtime.tensor import link, shm_transport
+from penstock.runtime.tensor.process_group import Group
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
 PATIENCE_S = 60.0
-COPY, SEND = memory.copy_elements, Group.send
+COPY, SEND = shm_transport.copy_elements, Group.send
 
 
 class LargePolicy(FakePolicy):
@@ -78,14 +78,14 @@ def make_large_policy(context: Context) -> Carried:
     on_a_host_of_its_own(options["way"])
     if options["mark"]:
         halfway = Halfway(Path(options["mark"]), options["at"])
-        memory.copy_elements = halfway.copy
+        shm_transport.copy_elements = halfway.copy
         Group.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
     return LargePolicy(context)
 
 
 def on_a_host_of_its_own(way: str) -> None:
     if way == "messages":
-        ways._host = os.getpid
+        link._host = os.getpid
 
 
 def make_engine(context: Context, *, samples: int, ms: float) -> FakeEngine:

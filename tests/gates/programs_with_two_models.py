@@ -21,12 +21,11 @@ from penstock.graph import (
 from penstock.graph.protocols import Carried
 from penstock.graph.types import FrozenModel, RewardModel
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.base import ModelSpec
-from penstock.nodes.environments.outcome import outcome
-from penstock.nodes.generate import generate
-from penstock.nodes.generate.reply import reply
+from penstock.nodes.environments.environment import outcome
+from penstock.nodes.generate import generate, reply
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.open_model import ModelSpec
 from penstock.nodes.policy import make_policy
 from penstock.nodes.score import math_answer, score
 from penstock.nodes.tokenizer import byte_tokenizer

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from penstock.runtime.control.records import read_record, record_bytes
-from penstock.runtime.record.log import StageLog, commands_digest, read_log
+from penstock.runtime.control.messages import read_record, record_bytes
+from penstock.runtime.record.event_log import StageLog, commands_digest, read_log
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, replay_all
 

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from penstock.graph import Program, load, trace
-from penstock.graph.build import trace_evaluation
+from penstock.graph.program import trace_evaluation
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place, read_meshes
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.process import processes_of, sweep_processes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.meshes import read_meshes
-from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.checkpoint import read_part
-from penstock.runtime.tensor.segments import SHM
+from penstock.runtime.tensor.shm import SHM
 
 HERE = Path(__file__).parent
 FAULTS = f"{HERE / 'programs_for_gates.py'}:"

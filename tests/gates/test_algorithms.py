@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.cli.base import base_model
+from penstock.runtime.cli.base_model import base_model
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import make_run, rows, run_here
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import HERE, Running, assert_equal_bits, final_state, make_run, rows, run_to_end, summary
 

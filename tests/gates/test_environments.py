@@ -9,9 +9,9 @@ import pytest
 from penstock.graph import NodeWarning
 from penstock.graph.ir import Firing
 from penstock.runtime.cli import report
-from penstock.runtime.control.records import read_record
+from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.record.log import read_log
+from penstock.runtime.record.event_log import read_log
 from penstock.runtime.schedule.events import Done
 
 from .replaying import replayed

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
 
 from .plain import toy_loop
 from .running import (

@@ -7,9 +7,9 @@ from time import sleep
 
 import pytest
 
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.control.wire import SILENCE
-from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.control.sockets import SILENCE
 
 from .running import FAULTS, ONE_HOST, Options, Running, make_run, rows, summary
 

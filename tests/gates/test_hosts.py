@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 
 from .network import Network, why_not
 from .plain import toy_loop

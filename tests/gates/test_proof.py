@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.buffers import Parts
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.transport import LocalTransport
+from penstock.runtime.tensor.process_group import LocalTransport
 
 from .running import FAULTS, HERE, Running, make_run, rows, status_here, summary
 

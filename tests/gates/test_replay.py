@@ -7,10 +7,10 @@ import msgpack
 import pytest
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control.records import read_record
+from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.record import log
-from penstock.runtime.record.log import LogError, read_log
+from penstock.runtime.record import event_log
+from penstock.runtime.record.event_log import LogError, read_log
 from penstock.runtime.schedule.events import Done
 from penstock.runtime.schedule.replay import ReplayError
 
@@ -30,11 +30,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def frames(data: bytes | bytearray) -> list[tuple[int, int]]:
     """Start and end of each record's payload."""
-    found, at = [], len(log.MAGIC)
+    found, at = [], len(event_log.MAGIC)
     while at < len(data):
-        (length,) = log.LENGTH.unpack_from(data, at)
-        found.append((at + log.HEAD, at + log.HEAD + length))
-        at = found[-1][1] + log.CHAIN
+        (length,) = event_log.LENGTH.unpack_from(data, at)
+        found.append((at + event_log.HEAD, at + event_log.HEAD + length))
+        at = found[-1][1] + event_log.CHAIN
     return found
 
 
@@ -64,12 +64,12 @@ def test_a_missing_record_is_refused_and_the_next_one_named(recorded: Path, tmp_
     content = (recorded / "events.log").read_bytes()
     start, end = frames(content)[20]
     with pytest.raises(LogError, match="record 20 does not follow"):
-        replayed(copy(recorded, tmp_path, content[: start - log.HEAD] + content[end + log.CHAIN :]))
+        replayed(copy(recorded, tmp_path, content[: start - event_log.HEAD] + content[end + event_log.CHAIN :]))
 
 
 def test_two_swapped_records_are_refused(recorded: Path, tmp_path: Path) -> None:
     content = (recorded / "events.log").read_bytes()
-    (a, b), (c, d) = ((s - log.HEAD, e + log.CHAIN) for s, e in frames(content)[20:22])
+    (a, b), (c, d) = ((s - event_log.HEAD, e + event_log.CHAIN) for s, e in frames(content)[20:22])
     with pytest.raises(LogError, match="record 20 does not follow"):
         replayed(copy(recorded, tmp_path, content[:a] + content[c:d] + content[a:b] + content[d:]))
 
@@ -83,7 +83,7 @@ def test_an_edited_log_with_a_chain_made_anew_is_refused_by_its_decisions(record
     made, scored = done[Firing("fake_generate", 9)], done[Firing("fake_score", 9)]
     made[2], scored[2] = scored[2], made[2]  # two events of which neither needs the other might be told in any order
     path = tmp_path / "events.log"
-    writer = log.LogWriter(path, bytes)
+    writer = event_log.LogWriter(path, bytes)
     for record in records:
         writer._append(record)
     writer.close()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import read_log
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import read_log
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 
 from .plain import toy_loop
 from .replaying import replayed

@@ -16,10 +16,11 @@ import pytest
 import zmq
 from msgspec import structs
 
-from penstock.runtime.control.keys import Join, Keys
-from penstock.runtime.control.messages import MAX_BYTES, Heartbeat, Hello, pack
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.codec import MAX_BYTES
+from penstock.runtime.control.messages import Heartbeat, Hello, pack
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.control.security import Join, Keys
 
 from .plain import toy_loop
 from .running import (

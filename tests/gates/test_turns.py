@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 
 from .running import assert_equal_bits, final_state, make_run, rows, run_here, run_to_end
 

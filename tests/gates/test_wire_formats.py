@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
 
 from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end, summary
 

@@ -4,15 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.graph import (
-    Graph,
-    Policy,
-    Prompts,
-    check,
-    load,
-    program,
-    trace,
-)
+from penstock.graph import Graph, Policy, Prompts, check, load, program, trace
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
 
 NODES = Path(__file__).with_name("nodes_for_tests.py")

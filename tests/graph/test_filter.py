@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.graph.filter import Dropped, Filter
+from penstock.graph.node import Dropped, Filter
 
 
 def verdict(answer: Any) -> Any:

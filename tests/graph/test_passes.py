@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, GraphError, load, trace
+from penstock.graph.analysis import Bound, Edge, order, period_bound, reach, staleness
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
-from penstock.graph.passes import Bound, Edge, order, period_bound, reach, staleness
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
 AIPO = load(f"{PROGRAMS}:aipo")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.graph import GraphError, NodeDef, Policy, Program, load, node, program, trace
-from penstock.graph.paths import arguments, encode, imported, path_of, resolve, short
+from penstock.graph.imports import arguments, encode, imported, path_of, resolve, short
 from penstock.graph.types import Rewards, Rollouts
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
@@ -241,7 +241,7 @@ def test_what_stands_beside_a_program_is_reached_by_those_who_do_not_load_it(tmp
     (tmp_path / "program.py").write_text("raise SystemExit\n")
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "nodes.py").write_text("def part(): ...\n")
-    done = f"from penstock.graph.paths import load, reach\nreach({f'{tmp_path}/program.py:mine'!r})\n"
+    done = f"from penstock.graph.imports import load, reach\nreach({f'{tmp_path}/program.py:mine'!r})\n"
     code = done + "print(load('parts.nodes:part').__name__)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True, timeout=60)
     assert said.stdout == "part\n"

@@ -7,7 +7,7 @@ import pytest
 
 import penstock.graph
 from penstock.graph import Fault, GraphError
-from penstock.graph.faults import nearest
+from penstock.graph.errors import nearest
 
 
 def test_the_public_names_are_counted() -> None:

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, load, trace
-from penstock.graph.grid import NOTE, TITLE, Grid, Placed, layers
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
-from penstock.graph.layout import Layout, layout
-from penstock.graph.picture import Box, Link, picture, value
-from penstock.graph.svg import svg
+from penstock.graph.show import Box, Link, picture, value
+from penstock.graph.svg import NOTE, TITLE, Grid, Layout, Placed, layers, layout, svg
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
 NAMES = ("aipo", "actor_critic", "anchored", "evaluate")

@@ -10,23 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.graph.types import Logprobs, Metrics, Rewards
-from penstock.nodes.data import Demonstrations
-from penstock.nodes.distillation import distill_update, open_teacher
+from penstock.nodes.data import Demonstrations, Pairs
+from penstock.nodes.distill import distill_update, open_teacher, reference_logprobs
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.rescore import reference_logprobs
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import Decoder, Llama, save_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
-from penstock.nodes.preference_data import Pairs
-from penstock.nodes.reward_model import (
-    make_preference_model,
-    open_reward_model,
-    preference_update,
-    reward_scores,
-)
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
+from penstock.nodes.reward_model import make_preference_model, open_reward_model, preference_update, reward_scores
+from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .rank_cases import OPTIONS, assert_near, assert_same_everywhere, assert_whole, context, policy
 from .rollouts import random_rollouts

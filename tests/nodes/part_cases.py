@@ -12,9 +12,8 @@ from penstock.graph.types import Context, Metrics, Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.model import Llama, ModelError, save_model
-from penstock.nodes.model.parallel import tensor_parallel
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
+from penstock.nodes.model.tensor_parallel import tensor_parallel
+from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .test_engine import run
 from .tiny_model import CONFIG, TOKENIZER

@@ -10,16 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, Rewards
-from penstock.nodes.average import FollowingPolicy, ema, make_average
 from penstock.nodes.critic import critic_update, critic_values, gae, make_critic
-from penstock.nodes.learn.objectives import aipo, imitate
-from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
+from penstock.nodes.distill import policy_logprobs, reference_logprobs
+from penstock.nodes.ema import FollowingPolicy, ema, make_average
+from penstock.nodes.learn.losses import aipo, imitate
 from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.model import load_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
-from penstock.nodes.sequence_model import SequenceModel
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
+from penstock.nodes.trainable import SequenceModel
+from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .rollouts import random_rollouts
 from .updating import batch

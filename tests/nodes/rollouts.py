@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Rollouts
-from penstock.nodes.learner import Learner
 from penstock.nodes.model import Scorer
+from penstock.nodes.trainable import Learner
 
 LENGTHS = ((6, 3), (2, 1), (4, 4), (1, 2), (3, 3))
 """(prompt, response) of each row, in tokens."""

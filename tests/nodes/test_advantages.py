@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.nodes.learn.advantages import (
+from penstock.nodes.advantage import (
     consecutive_groups,
     group_mean_advantages,
     grpo_advantages,

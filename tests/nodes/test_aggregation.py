@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.nodes.learn.aggregation import Aggregation, normaliser, token_weights
+from penstock.nodes.learn.batching import Aggregation, normaliser, token_weights
 
 LENGTHS = torch.tensor([1, 3])
 LENGTHS_P = torch.tensor([1, 3, 3, 3])

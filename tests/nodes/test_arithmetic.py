@@ -1,7 +1,7 @@
 """Problems are drawn evenly and held out for ever; the sloppy teacher is wrong where something is carried."""
 
 from penstock.graph.types import Context
-from penstock.nodes.arithmetic import HELD_OUT, SLOPPY, Problem, draw_problem, held_out, is_sloppy
+from penstock.nodes.data import HELD_OUT, SLOPPY, Problem, draw_problem, held_out, is_sloppy
 from penstock.nodes.score import math_answer
 
 CONTEXT = Context(node="demonstrations", seed=1)

@@ -9,7 +9,7 @@ import torch
 
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Average, Context, Reference
-from penstock.nodes.average import FollowingPolicy, ema, make_average, refresh
+from penstock.nodes.ema import FollowingPolicy, ema, make_average, refresh
 from penstock.nodes.model import ModelError
 from penstock.nodes.policy import LanguagePolicy, make_policy
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from penstock.graph.types import Context
-from penstock.nodes.base import ALPHABET, initial_model, open_model
 from penstock.nodes.model import Llama, save_model
+from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 
 CONTEXT = Context(node="policy", seed=3)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.nodes.learn.behaviour import behaviour_logprobs
+from penstock.nodes.learn.batching import behaviour_logprobs
 
 from .rollouts import random_rollouts
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.nodes.generate.cache import Cache, Prefix, block_bounds
+from penstock.nodes.generate.kv_cache import Cache, Prefix, block_bounds
 from penstock.nodes.model import Llama, ModelConfig
 
 CONFIG = ModelConfig(40, 32, 40, 2, 4, 2, 8, 64, initializer_range=0.2)

@@ -1,7 +1,7 @@
 """The teacher's calls are calls that the tool understands, and half of its answers in the head are wrong."""
 
 from penstock.graph.types import Context
-from penstock.nodes.calculator import CALLS, open_calculations, open_tool_demonstrations
+from penstock.nodes.data import CALLS, open_calculations, open_tool_demonstrations
 from penstock.nodes.environments.python_tool import find_call
 from penstock.nodes.score import math_answer
 from penstock.nodes.tokenizer import byte_tokenizer

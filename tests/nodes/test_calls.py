@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.graph.protocols import Stream
-from penstock.nodes.environments.calls import Calls, OverdueError
+from penstock.nodes.environments.environment import Calls, OverdueError
 
 pytestmark = pytest.mark.timeout(120)
 PATIENCE_S = 60.0
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("penstock.nodes.environments.calls.monotonic", made)
+    monkeypatch.setattr("penstock.nodes.environments.environment.monotonic", made)
     return made
 
 
@@ -172,7 +172,7 @@ def test_a_reset_forgets_all_calls() -> None:
 def test_a_call_that_hangs_does_not_keep_its_process(hang: str) -> None:
     code = f"""
 import os, time
-from penstock.nodes.environments.calls import Calls
+from penstock.nodes.environments.environment import Calls
 calls = Calls(lambda value: {hang}, 0.1)
 calls.submit("a", {{"value": 1}})
 while not calls.step():

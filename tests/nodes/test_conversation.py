@@ -11,9 +11,9 @@ import torch
 from penstock.graph.types import Context, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.engine import Engine, OutgrownWarning
-from penstock.nodes.generate.mismatch import mismatch
+from penstock.nodes.generate.sampling import mismatch
+from penstock.nodes.learn.batching import pack, sampled_mask
 from penstock.nodes.learn.logprobs import packed_logprobs
-from penstock.nodes.learn.packing import pack, sampled_mask
 from penstock.nodes.model import Llama, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 

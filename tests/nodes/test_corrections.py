@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.nodes.learn.corrections import Bound, Level, effective_sample_size, importance_weights
+from penstock.nodes.learn.losses import Bound, Level, effective_sample_size, importance_weights
 
 # the first response has ratios 2, 3, ½ and product 3; the second one ½, ½ and product ¼
 RATIOS = torch.tensor([2.0, 3.0, 0.5, 0.5, 0.5], dtype=torch.float64)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.graph.types import Context, Prompts
-from penstock.nodes.arithmetic import HELD_OUT
-from penstock.nodes.data import ROWS, DataError, Demonstrations, open_demonstrations, open_prompts
+from penstock.nodes.data import HELD_OUT, ROWS, DataError, Demonstrations, open_demonstrations, open_prompts
 
 TRAIN = Context(node="prompts", seed=3, data="arithmetic")
 EVALUATE = replace(TRAIN, node="evaluate.prompts", split="evaluate")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from penstock.nodes.learn.distillation import distillation_advantages, distillation_loss
-from penstock.nodes.learn.divergences import reverse_kl
+from penstock.nodes.distill import distillation_advantages, distillation_loss
+from penstock.nodes.learn.losses import reverse_kl
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)
 TEACHER = torch.tensor([1.0, 0.2, -0.5, 0.4], dtype=torch.float64).log_softmax(-1)

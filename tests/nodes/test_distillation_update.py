@@ -9,8 +9,7 @@ import torch
 
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, Logprobs, Teacher
-from penstock.nodes.distillation import distill_update, distillation_advantage, open_teacher
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.distill import distill_update, distillation_advantage, open_teacher, reference_logprobs
 from penstock.nodes.model import ModelError
 from penstock.nodes.policy import LanguageModel, LanguagePolicy, make_policy
 

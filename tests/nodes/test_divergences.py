@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.nodes.learn.divergences import Estimator, kl_estimate, reverse_kl
+from penstock.nodes.learn.losses import Estimator, kl_estimate, reverse_kl
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([1.0, 0.2, -0.5, 0.4], dtype=torch.float64).log_softmax(-1)

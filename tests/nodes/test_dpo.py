@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock.graph.types import Context, Logprobs, Rewards, Rollouts
+from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.rescore import policy_logprobs
 from penstock.nodes.policy import LanguagePolicy, make_policy
 
 from .rollouts import assert_gradients, random_rollouts

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.engine import Engine
-from penstock.nodes.learn.packing import Packed
+from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama, ModelError, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy
 

@@ -9,8 +9,7 @@ import torch
 
 from penstock.graph import Graph, GraphError, Metrics, Rewards, Rollouts, alternate, broadcast, check, program, trace
 from penstock.graph.types import Context, Replies
-from penstock.nodes.environments.calls import Calls, OverdueError
-from penstock.nodes.environments.environment import environment
+from penstock.nodes.environments.environment import Calls, OverdueError, environment
 from penstock.nodes.environments.guessing_game import guessing_game
 from penstock.nodes.environments.python_tool import python_tool
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update

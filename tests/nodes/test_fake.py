@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's: between two of its steps no more than one token is due, however slow the machine is."""
-    monkeypatch.setattr("penstock.nodes.fake_engine.time", Clock())
+    monkeypatch.setattr("penstock.nodes.fake.time", Clock())
 
 
 def policy() -> FakePolicy:

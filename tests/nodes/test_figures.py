@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from penstock.nodes.learn.figures import Taken, add_up, token_sums, update_figures
-from penstock.nodes.learn.sampled import Sampled
+from penstock.nodes.learn.losses import Sampled
+from penstock.nodes.learn.update import Taken, add_up, token_sums, update_figures
 
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
 BEHAVIOUR = torch.tensor([-1.2, -1.0, -0.5, -3.5, -1.0])

@@ -9,11 +9,10 @@ import torch
 from penstock.graph import Metrics, Policy, Prompts, broadcast, node, program
 from penstock.graph.types import Context, Replies, Rewards, Rollouts, TurnRewards
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.environments.environment import environment
+from penstock.nodes.environments.environment import environment, outcome, turn_rewards
 from penstock.nodes.environments.guessing_game import guessing_game, open_secrets
-from penstock.nodes.environments.outcome import outcome, turn_rewards
-from penstock.nodes.generate.converse import converse
-from penstock.nodes.learn.packing import sampled_mask, turn_of_tokens
+from penstock.nodes.generate import converse
+from penstock.nodes.learn.batching import sampled_mask, turn_of_tokens
 from penstock.nodes.learn.update import aipo_update
 from tests.pages import SMALL, run
 

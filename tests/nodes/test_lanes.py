@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Context
-from penstock.nodes.base import open_model
-from penstock.nodes.learn.lanes import Lanes
+from penstock.nodes.learn.data_parallel_threads import Lanes
 from penstock.nodes.model import Llama
+from penstock.nodes.open_model import open_model
 
 INPUTS = [torch.arange(i, i + 7) % 13 for i in range(5)]
 

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.graph.types import Context, Weights
-from penstock.nodes.base import open_model
-from penstock.nodes.measure import measure
+from penstock.nodes.evaluate import measure
+from penstock.nodes.open_model import open_model
 from penstock.nodes.score import math_answer
 
 CONTEXT = Context(node="measure", seed=1, data="arithmetic", max_tokens=8, slots=16)

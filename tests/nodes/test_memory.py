@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.nodes.generate.memory import Room, available_bytes
+from penstock.nodes.generate.kv_cache import Room, available_bytes
 from penstock.nodes.model import ModelConfig
 
 CONFIG = ModelConfig(40, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)

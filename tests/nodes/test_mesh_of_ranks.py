@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.graph.sharding import Axes
+from penstock.graph.protocols import Axes
 from penstock.graph.types import Context
 from penstock.nodes.generate import make_engine
 from penstock.nodes.model import Llama, ModelConfig, ModelError
-from penstock.nodes.model.parallel import check_tensor_parallel, part_config, tensor_parallel
-from penstock.nodes.parallel.ranks import Ranks
-from penstock.nodes.parallel.stages import Stage
-from penstock.runtime.tensor.mesh import Mesh, Split
+from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_config, tensor_parallel
+from penstock.nodes.parallel.mesh import Ranks
+from penstock.nodes.parallel.pipeline import Stage
+from penstock.runtime.tensor.layout import Mesh, Split
 
 CONFIG = ModelConfig(97, 24, 40, 5, 8, 4, 4)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.graph.types import Rewards
-from penstock.nodes.learn.minibatches import minibatch_rows
+from penstock.nodes.learn.batching import minibatch_rows
 
 from .updating import batch
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.nodes.model import Llama, ModelConfig, ModelError
 from penstock.nodes.model.config import RopeScaling
-from penstock.nodes.model.linear import linear
+from penstock.nodes.model.kernels import linear
 
 TINY = ModelConfig(
     vocab_size=50,

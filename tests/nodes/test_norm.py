@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.nodes.model.norm import rms_norm
+from penstock.nodes.model.kernels import rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from penstock.nodes.learn.objectives import aipo, cispo, decoupled_ppo, gspo, importance_weighted, ppo, tis
-from penstock.nodes.learn.sampled import Loss, Sampled
+from penstock.nodes.learn.losses import Loss, Sampled, aipo, cispo, decoupled_ppo, gspo, importance_weighted, ppo, tis
 
 LOG_RATIOS = torch.tensor([0.0, 0.5, -0.5, 0.05, 0.0, 0.9, 0.9, -0.9])
 SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])

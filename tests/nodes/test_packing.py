@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.nodes.learn.packing import Packed, pack
+from penstock.nodes.learn.batching import Packed, pack
 
 Lengths = list[tuple[int, int]]
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12)

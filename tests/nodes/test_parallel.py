@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.nodes.model import Llama, ModelConfig, Scorer
-from penstock.nodes.model.parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
 
 CONFIG = ModelConfig(97, 24, 40, 5, 6, 2, 4)
 TIED = ModelConfig(97, 24, 40, 5, 6, 2, 4, tie_word_embeddings=True)

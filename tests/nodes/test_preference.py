@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.nodes.learn.preference import best_and_worst, bradley_terry_accuracy, bradley_terry_loss, dpo_loss
+from penstock.nodes.reward_model import best_and_worst, bradley_terry_accuracy, bradley_terry_loss, dpo_loss
 
 CHOSEN = torch.tensor([-10.0, -12.0], dtype=torch.float64)
 REJECTED = torch.tensor([-11.0, -9.0], dtype=torch.float64)

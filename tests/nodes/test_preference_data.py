@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.graph.types import Context
-from penstock.nodes.arithmetic import held_out
-from penstock.nodes.data import ROWS, DataError
-from penstock.nodes.preference_data import Pairs, open_pairs
+from penstock.nodes.data import ROWS, DataError, Pairs, held_out, open_pairs
 from penstock.nodes.score import final_number
 
 CONTEXT = Context(node="pairs", seed=1)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.graph.types import Advantages, Context, Rollouts, TokenAdvantages
-from penstock.nodes.learn.objectives import aipo
+from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.replay import Memory, open_memory, replay
+from penstock.nodes.replay_buffer import Memory, open_memory, replay
 from penstock.runtime.tensor.codec import decode, encode
 
 from .rollouts import random_rollouts

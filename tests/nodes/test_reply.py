@@ -8,9 +8,8 @@ import torch
 
 from penstock.graph import GraphError, alternate, broadcast, program, trace
 from penstock.graph.types import Context, Policy, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.base import open_model
-from penstock.nodes.generate import generate, make_engine
-from penstock.nodes.generate.reply import as_said, make_replier, reply
+from penstock.nodes.generate import as_said, generate, make_engine, make_replier, reply
+from penstock.nodes.open_model import open_model
 from penstock.nodes.tokenizer import byte_tokenizer
 
 CONTEXT = Context(node="reply", seed=3, data="by bytes", max_tokens=5, slots=8, options={"max_prompt": 60})

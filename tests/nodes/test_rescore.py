@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
+from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.policy import FrozenPolicy, make_reference
 
 from .updating import CONTEXT, batch, conversation, policy, unpacked

@@ -9,9 +9,9 @@ import torch
 
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, PreferenceModel, RewardModel
+from penstock.nodes.data import Pairs
 from penstock.nodes.model import ModelError
 from penstock.nodes.policy import make_policy
-from penstock.nodes.preference_data import Pairs
 from penstock.nodes.reward_model import (
     FrozenRewardModel,
     LearningRewardModel,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.graph.types import Context, Rewards
-from penstock.nodes.rewards import mixed, penalize_overlong
+from penstock.nodes.score import mixed, penalize_overlong
 
 from .updating import batch
 

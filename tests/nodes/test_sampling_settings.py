@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from penstock.graph.types import Advantages, Context, Policy, Prompts, Rewards, Rollouts, Weights
-from penstock.nodes.distillation import distill_update, distillation_advantage
+from penstock.nodes.distill import distill_update, distillation_advantage, policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate, make_engine
-from penstock.nodes.generate.mismatch import mismatch
+from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.objectives import ppo
-from penstock.nodes.learn.rescore import policy_logprobs, reference_logprobs
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import aipo_update, policy_update
 from penstock.nodes.model import Llama, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
-from penstock.nodes.replay import open_memory, replay
+from penstock.nodes.replay_buffer import open_memory, replay
 from penstock.runtime.tensor.codec import decode, encode
 
 from .rollouts import random_rollouts

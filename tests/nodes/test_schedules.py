@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from penstock.graph.types import LearningRate
+from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.objectives import aipo
-from penstock.nodes.learn.rescore import policy_logprobs
+from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.schedules import Schedule, cosine, linear
 from penstock.nodes.learn.update import policy_update
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.nodes.learn.segments import segment_lengths, segment_max, segment_mean, segment_sum
+from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean, segment_sum
 
 VALUES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)
 SEGMENTS = torch.tensor([2, 0, 2, 0, 0])

@@ -7,7 +7,7 @@ import torch
 
 from penstock.graph.types import Advantages
 from penstock.nodes.data import Demonstrations
-from penstock.nodes.learn.objectives import aipo, imitate
+from penstock.nodes.learn.losses import aipo, imitate
 from penstock.nodes.learn.sft import demonstrated, rollouts_of, sft_update
 from penstock.nodes.learn.update import policy_update
 

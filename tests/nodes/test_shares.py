@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.nodes.parallel.shares import assign
+from penstock.nodes.parallel.mesh import assign
 
 COSTS = st.lists(st.integers(1, 1000), max_size=40)
 

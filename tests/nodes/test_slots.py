@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.nodes.generate.slots import Slots
+from penstock.nodes.generate.engine import Slots
 
 STOP = 9
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from penstock.graph import requires
 from penstock.graph.types import Advantages, Rollouts
-from penstock.nodes.learn.batch import Term
-from penstock.nodes.learn.objectives import aipo, imitate, reinforce
-from penstock.nodes.learn.sampled import Sampled, reads
-from penstock.nodes.learn.segments import segment_sum
+from penstock.nodes.learn.batching import Term
+from penstock.nodes.learn.losses import Sampled, aipo, imitate, reads, reinforce, segment_sum
 from penstock.nodes.learn.update import policy_update, term
 from penstock.runtime.tensor.codec import decode, encode
 

@@ -14,9 +14,12 @@ from torch import Tensor
 from penstock.graph import Policy, Prompts, broadcast, check, program, trace
 from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.minibatches import minibatch_rows, optimizer_steps
-from penstock.nodes.learn.objectives import (
+from penstock.nodes.learn.batching import minibatch_rows, optimizer_steps
+from penstock.nodes.learn.losses import (
+    Loss,
+    Sampled,
     aipo,
     cispo,
     decoupled_ppo,
@@ -26,8 +29,6 @@ from penstock.nodes.learn.objectives import (
     reinforce,
     tis,
 )
-from penstock.nodes.learn.rescore import reference_logprobs
-from penstock.nodes.learn.sampled import Loss, Sampled
 from penstock.nodes.learn.update import aipo_update, policy_update
 from penstock.nodes.policy import make_reference
 from penstock.nodes.score import math_answer, score

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.nodes.learn.values import (
-    discounted_sums,
-    generalized_advantages,
-    last_tokens,
-    terminal_rewards,
-    value_loss,
-)
+from penstock.nodes.critic import discounted_sums, generalized_advantages, last_tokens, terminal_rewards, value_loss
 
 SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2])
 VALUES = torch.tensor([0.5, 0.25, 1.0, 0.75, -1.0, 2.0], dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.runtime.cli.base import base_model
+from penstock.runtime.cli.base_model import base_model
 
 
 @pytest.fixture(scope="session")

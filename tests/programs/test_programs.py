@@ -11,11 +11,10 @@ import pytest
 
 from penstock import programs
 from penstock.graph import Graph, Program, check, load, trace
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.schedule.durations import Durations
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
+from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Durations, simulate
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(programs.__path__))
 
@@ -121,7 +120,7 @@ def test_remax_samples_a_greedy_response_beside() -> None:
 
 def test_dapo_keeps_the_groups_that_teach_something() -> None:
     traced = graph("dapo", clip_high=0.3)
-    assert traced["keep"].option("when") == {"path": "penstock.nodes.rewards:mixed"}
+    assert traced["keep"].option("when") == {"path": "penstock.nodes.score:mixed"}
     assert traced["policy_update"].option("loss")["options"] == {"clip_low": 0.2, "clip_high": 0.3}
     assert [i.ref.node for i in traced["policy_update"].inputs] == ["policy", "keep", "group_advantage"]
 

@@ -9,11 +9,11 @@ import pytest
 from penstock.graph.ir import Graph
 from penstock.runtime.cli import check, launching, plan, resume, run, show, simulate
 from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.traced import CommandError, Traced, understand
+from penstock.runtime.cli.tracing import CommandError, Traced, understand
 from penstock.runtime.cli.try_inputs import wrong
-from penstock.runtime.control.launch import DONE
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.control.launcher import DONE
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.plan.cluster import Cluster
 from penstock.runtime.record.folder import RunFolder
 
 WALL_S = 12.3

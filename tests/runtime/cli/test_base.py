@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.cli import base
+from penstock.runtime.cli import base_model
+from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
-from penstock.runtime.cli.progress import Line
-from penstock.runtime.cli.traced import CommandError, Traced
-from penstock.runtime.control.launch import DONE, FAILED, INTERRUPTED
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.record.checkpoint import open_cut, write_cut
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.cli.tracing import CommandError, Traced
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import RunFolder, open_cut, write_cut
 
 
 class Builder:
@@ -42,19 +41,19 @@ def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Builder:
     program = load("sft")
     flags = RunFlags(model="new", device="cpu", eval_groups=0)
     traced = Traced("sft", program.path, flags, trace(program), None, ())
-    monkeypatch.setattr(base, "launch", made)
-    monkeypatch.setattr(base, "trace_program", lambda verb, words: traced)
+    monkeypatch.setattr(base_model, "launch", made)
+    monkeypatch.setattr(base_model, "trace_program", lambda verb, words: traced)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     return made
 
 
 def test_a_base_is_built_once_and_then_found(builder: Builder, tmp_path: Path) -> None:
     lines: list[Line] = []
-    place = base.base_model("", lines.append)
+    place = base_model.base_model("", lines.append)
     assert (place / "config.json").is_file()
     assert lines[0] == {"kind": "stage", "stage": "base"}
     assert lines[1]["kind"] == "base"
-    assert base.base_model("", lines.append) == place
+    assert base_model.base_model("", lines.append) == place
     assert builder.calls == 1
     assert sorted(p.name for p in (tmp_path / "base").iterdir()) == sorted([place.name, "lock"])
 
@@ -67,37 +66,37 @@ def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_fi
     for _ in range(2):
         left.mkdir(parents=True)
         (left / "weights").touch()
-        place = base.base_model("", lambda line: None)
+        place = base_model.base_model("", lambda line: None)
         assert sorted(p.name for p in (tmp_path / "base").iterdir()) == sorted([place.name, "lock"])
     left.mkdir(parents=True)
     with (tmp_path / "base" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert base.base_model("", lambda line: None) == place
+        assert base_model.base_model("", lambda line: None) == place
     assert left.is_dir()
     assert builder.calls == 1
 
 
 def test_other_data_has_another_base(builder: Builder) -> None:
-    assert base.base_model("", lambda line: None) != base.base_model("arithmetic:2", lambda line: None)
+    assert base_model.base_model("", lambda line: None) != base_model.base_model("arithmetic:2", lambda line: None)
 
 
 def test_another_recipe_makes_another_base(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = base.base_model("", lambda line: None)
-    monkeypatch.setattr(base, "RECIPE", (*base.RECIPE, "--lr", "0.001"))
-    assert base.base_model("", lambda line: None) != before
+    before = base_model.base_model("", lambda line: None)
+    monkeypatch.setattr(base_model, "RECIPE", (*base_model.RECIPE, "--lr", "0.001"))
+    assert base_model.base_model("", lambda line: None) != before
 
 
 def test_a_base_that_failed_leaves_nothing_and_says_why(builder: Builder, tmp_path: Path) -> None:
     builder.status = FAILED
     with pytest.raises(CommandError, match=r"the base model could not be built:\ntrainer/0 rank 0 died"):
-        base.base_model("", lambda line: None)
+        base_model.base_model("", lambda line: None)
     assert [p.name for p in (tmp_path / "base").iterdir()] == ["lock"]
 
 
 def test_stopping_while_the_base_is_built_stops_the_run(builder: Builder, tmp_path: Path) -> None:
     builder.status = INTERRUPTED
     with pytest.raises(KeyboardInterrupt):
-        base.base_model("", lambda line: None)
+        base_model.base_model("", lambda line: None)
     assert [p.name for p in (tmp_path / "base").iterdir()] == ["lock"]
 
 
@@ -107,4 +106,4 @@ def test_a_cache_that_cannot_be_written_says_so(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
     with pytest.raises(RecordError, match=r"cannot be written: .* \(PENSTOCK_CACHE=DIR\)"):
-        base.base_model("", lambda line: None)
+        base_model.base_model("", lambda line: None)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from penstock.runtime.cli.main import VERBS
-from penstock.runtime.control.keys import Keys
+from penstock.runtime.control.security import Keys
 from penstock.runtime.record.metrics import read_rows
 
 NODE = """
@@ -95,7 +95,7 @@ def test_a_program_that_raises_shows_the_users_lines_alone(tmp_path: Path) -> No
     assert done.returncode != 0
     assert "return {}[0]" in done.stderr
     assert "trace_child" not in done.stderr
-    assert "graph/build.py" not in done.stderr
+    assert "graph/program.py" not in done.stderr
 
 
 @pytest.mark.parametrize(

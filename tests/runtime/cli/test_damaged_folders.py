@@ -22,22 +22,19 @@ import pytest
 
 from penstock.runtime.cli import replay, resume
 from penstock.runtime.cli.replay import _steps
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.cli.watch_terminal import watch_in_terminal
-from penstock.runtime.control.keys import Join, Keys
-from penstock.runtime.control.records import record_bytes
-from penstock.runtime.plan.cluster import Cluster
-from penstock.runtime.plan.lengths import read_lengths
-from penstock.runtime.plan.shape import read_shape
-from penstock.runtime.plan.simulated_plan import read_costed
-from penstock.runtime.plan.workload import of_run
-from penstock.runtime.record.checkpoint import open_cut, write_cut
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import MAGIC, commands_digest, new_records, read_log
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.watched import watch_in_terminal
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.control.messages import record_bytes
+from penstock.runtime.control.security import Join, Keys
+from penstock.runtime.plan.model_shape import read_shape
+from penstock.runtime.plan.simulate import read_costed
+from penstock.runtime.plan.workload import of_run, read_lengths
+from penstock.runtime.record.event_log import MAGIC, commands_digest, new_records, read_log
+from penstock.runtime.record.folder import RunFolder, open_cut, read_facts, write_cut
 from penstock.runtime.report.write import write_report
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.replay import replay as replayed
-from penstock.runtime.tensor.part_file import read_facts
 from tests.runtime.report.runs import simulated_run
 
 CPU_S = 30.0

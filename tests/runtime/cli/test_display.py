@@ -5,8 +5,7 @@ from itertools import count
 import pytest
 from rich.console import Console
 
-from penstock.runtime.cli.display import PlainDisplay, dashboard, open_display
-from penstock.runtime.cli.progress import Line, Progress
+from penstock.runtime.cli.display import Line, PlainDisplay, Progress, dashboard, open_display
 
 
 def row(update: int) -> Line:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.runtime.cli import checks, doctor
-from penstock.runtime.cli.cache import cache_folder
+from penstock.runtime.cli.base_model import cache_folder
 from penstock.runtime.cli.checks import Finding
 
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.runtime.cli.figures import clock, figure, many, percent, sparkline
+from penstock.runtime.cli.display import clock, figure, many, percent, sparkline
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,14 @@ from rich.console import Console
 
 from penstock.graph.show import loads
 from penstock.runtime.cli import check, replay, report, resume, run, show, simulate, watch
-from penstock.runtime.cli.display import PlainDisplay, dashboard
+from penstock.runtime.cli.display import PlainDisplay, Progress, dashboard
 from penstock.runtime.cli.main import main
-from penstock.runtime.cli.progress import Progress
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.endpoints import ipc_endpoint
-from penstock.runtime.control.keys import Join, Keys
-from penstock.runtime.record.faults import visible
-from penstock.runtime.record.tensorboard import open_board
-from penstock.runtime.tensor.files import load_state, save_state
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.endpoints import ipc_endpoint
+from penstock.runtime.control.security import Join, Keys
+from penstock.runtime.record.errors import visible
+from penstock.runtime.record.metrics import open_board
+from penstock.runtime.tensor.checkpoint import load_state, save_state
 from tests.runtime.report.runs import simulated_run
 
 from .conftest import Processes

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.cli import resume, run
-from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
-from penstock.runtime.control.launch import DONE, INTERRUPTED
+from penstock.runtime.control.launcher import DONE, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 

@@ -13,16 +13,14 @@ import pytest
 
 from penstock.runtime.cli import resume, run
 from penstock.runtime.cli.launching import Look, finish, go, summary_text
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.control.launch import FAILED, INTERRUPTED
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import Cluster, ClusterError
+from penstock.runtime.control.launcher import FAILED, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.plan.cluster import Cluster, ClusterError
-from penstock.runtime.record.checkpoint import open_cut, write_cut
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import LogError, LogWriter
-from penstock.runtime.tensor.files import save_state
-from penstock.runtime.tensor.part_file import FORMAT
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import LogError, LogWriter
+from penstock.runtime.record.folder import FORMAT, RunFolder, open_cut, write_cut
+from penstock.runtime.tensor.checkpoint import save_state
 
 from .conftest import SUMMARY, WALL_S, Processes
 

@@ -7,10 +7,9 @@ import pytest
 
 from penstock.runtime.cli import doctor
 from penstock.runtime.cli.measuring import gpu_of, profile_path
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.spec import read_cluster
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
+from penstock.runtime.cluster.gpus import GPUS
 
 RAW: dict[str, Any] = {
     "torch": "2.13.0", "seconds": 60.0, "launch_us": 1.0, "memory": {"read": 20.0, "copy": 20.0, "cached": 80.0},

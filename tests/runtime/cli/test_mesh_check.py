@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 
 from penstock.graph import Graph, Policy, Program, Prompts, broadcast, load, program, trace, types
-from penstock.graph.requirement import opened
+from penstock.graph.requires import opened
 from penstock.graph.types import Model, Teacher
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
-from penstock.runtime.cli.mesh_check import check_meshes
 from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.cli.try_inputs import require_inputs_of
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.try_inputs import check_meshes, require_inputs_of
+from penstock.runtime.cluster.cluster import ClusterError
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.plan.cluster import ClusterError
 
 
 @program

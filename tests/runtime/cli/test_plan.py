@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.cli import plan, plan_text
+from penstock.runtime.cli import plan, planning
 from penstock.runtime.cli.main import main
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import read_cluster
+from penstock.runtime.plan.model_shape import SHAPES
 from penstock.runtime.plan.planner import plan as planned
 from penstock.runtime.plan.roles import AskedError
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.spec import read_cluster
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.plan.workload import Lognormal, Workload
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]
@@ -71,10 +70,10 @@ def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
     graph = trace(load("aipo"))
     work = Workload(SHAPES["qwen3-4b"], 16, 8, Lognormal(300, 0.7, 4096))
     whole = planned(graph, read_cluster("1x8xH100"), work)
-    assert "optimal" in plan_text.text(whole, "1x8xH100")
+    assert "optimal" in planning.text(whole, "1x8xH100")
     for share, said in ((0.9, "no plan is more than 10.0 % faster"), (0.9999, "no plan is even 0.1 % faster")):
         cut = replace(whole.outcome, proved=False, floor=whole.best.period_s * share)
-        shown = plan_text.text(replace(whole, outcome=cut), "1x8xH100")
+        shown = planning.text(replace(whole, outcome=cut), "1x8xH100")
         assert "optimal" not in shown
         assert said in " ".join(shown.split())  # lines are as wide as the terminal
 

@@ -7,17 +7,16 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cli import replay
-from penstock.runtime.cli.simulate_given import timing
-from penstock.runtime.control.records import record_bytes
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.simulated_places import served
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.cli.simulating import timing
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place, served
+from penstock.runtime.control.messages import record_bytes
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import LogError, LogWriter
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import LogError, LogWriter
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.replay import Origin, ReplayError
 from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 
 def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:

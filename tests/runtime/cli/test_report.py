@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cli import report
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.write import end_with_report
 from tests.runtime.report.runs import Made, simulated_run

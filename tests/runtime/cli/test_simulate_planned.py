@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 
 from penstock.runtime.cli import plan, simulate
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.plan.cluster import ClusterError
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import ClusterError
 from penstock.runtime.plan.roles import PlanError
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.errors import RecordError
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cli import simulate
-from penstock.runtime.cli.traced import CommandError
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.report.predicted import Empirical
-from penstock.runtime.report.whatif import Crowding, SharedPace
-from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.report.what_if import Crowding, Empirical, SharedPace
+from penstock.runtime.schedule.simulator import Durations
 from tests.runtime.report.runs import Made, simulated_run
 
 CONSTANT = Durations(

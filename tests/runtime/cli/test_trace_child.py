@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.graph.faults import Fault
+from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
-from penstock.nodes.base import initial_model
 from penstock.nodes.model import Llama, save_model
+from penstock.nodes.open_model import initial_model
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cli.trace_child import answer
 from penstock.runtime.cli.try_inputs import choose_device
@@ -161,7 +161,7 @@ def test_a_program_that_raises_shows_the_users_lines(file: str) -> None:
     error = answer("run", f"{file}:raising", [])["error"]
     assert 'return {}["no such key"]' in error
     assert "KeyError: 'no such key'" in error
-    assert "graph/build.py" not in error
+    assert "graph/program.py" not in error
 
 
 def test_bad_data_is_told_before_anything_starts(tmp_path: Path) -> None:

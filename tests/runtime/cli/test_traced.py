@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.cli import traced
-from penstock.runtime.cli.traced import CommandError, trace_program
+from penstock.runtime.cli import tracing
+from penstock.runtime.cli.tracing import CommandError, trace_program
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(200)
 def test_a_program_whose_import_does_not_end_meets_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traced, "DEADLINE", 0.5)
+    monkeypatch.setattr(tracing, "DEADLINE", 0.5)
     file = tmp_path / "mine.py"
     file.write_text("import time\ntime.sleep(1000)\n")
     with pytest.raises(CommandError, match=r"mine\.py:mine: the process that .* has not answered within 0\.5 s"):

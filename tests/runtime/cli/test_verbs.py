@@ -11,8 +11,7 @@ import pytest
 from penstock import programs
 from penstock.graph.show import loads
 from penstock.runtime.cli import check, main, plan, show, simulate
-from penstock.runtime.cli.programs import built_in
-from penstock.runtime.cli.traced import CommandError
+from penstock.runtime.cli.tracing import CommandError, built_in
 
 pytestmark = pytest.mark.usefixtures("here")
 Output = pytest.CaptureFixture[str]

@@ -15,16 +15,17 @@ import httpx
 import psutil
 import pytest
 
-from penstock.runtime.cli.watch_terminal import watch_in_terminal
+from penstock.runtime.cli.watched import watch_in_terminal
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.page import page
-from penstock.runtime.report.report import make_report
+from penstock.runtime.report.run_history import read_facts
+from penstock.runtime.report.summary import make_report
 from tests.runtime.report.runs import ACCURACY, simulated_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
 
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 PATIENCE_S = 60.0

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from penstock.runtime.control import agent
-from penstock.runtime.control.keys import Join
 from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.security import Join
 
 if __name__ == "__main__":
     die_with_parent()

@@ -12,10 +12,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from penstock.runtime.control.keys import Door
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Launch, Ready
 from penstock.runtime.control.process import die_with_parent
-from penstock.runtime.control.wire import Server
+from penstock.runtime.control.security import Door
+from penstock.runtime.control.sockets import Server
 
 told: list[str] = []
 

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.control.launch import Launcher
-from penstock.runtime.plan.cluster import Cluster, Host
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.launcher import Launcher
 
 HERE = Path(__file__).parent
 

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from penstock.runtime.control.client import Client
-from penstock.runtime.control.forks import serve_forks
-from penstock.runtime.control.heartbeat import Pulse
-from penstock.runtime.control.keys import Join
 from penstock.runtime.control.messages import Goodbye, Note, Ready
-from penstock.runtime.tensor.segments import SHM, create_segment, segment_name
+from penstock.runtime.control.process import serve_forks
+from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.security import Join
+from penstock.runtime.control.sockets import Client
+from penstock.runtime.tensor.shm import SHM, create_segment, segment_name
 
 LOADED = random.random()
 """Drawn once, by what forks."""

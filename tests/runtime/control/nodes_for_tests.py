@@ -10,8 +10,8 @@ import torch
 
 from penstock.graph import Context, Metrics, Policy, Program, Prompts, Rewards, Rollouts, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
-from penstock.runtime.control.setup import Setup
-from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
+from penstock.runtime.control.rank_state import Setup
 
 
 class Basket:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
-from penstock.runtime.control.setup import Setup
-from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
+from penstock.runtime.control.rank_state import Setup
 
 from .nodes_for_tests import Basket
 

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import zmq
 
-from penstock.runtime.control.client import Client
-from penstock.runtime.control.endpoints import ipc_endpoint
-from penstock.runtime.control.keys import Join, Keys
+from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control.messages import Hello, Message, pack
-from penstock.runtime.control.wire import Server
+from penstock.runtime.control.security import Join, Keys
+from penstock.runtime.control.sockets import Client, Server
 
 DEADLINE_S = 60.0
 Role = Literal["rank", "agent", "heartbeat"]

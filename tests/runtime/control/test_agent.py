@@ -16,7 +16,7 @@ import pytest
 from penstock.runtime.control.agent import serve
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Kill, Launch, Note, Ready
 from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
-from penstock.runtime.tensor.segments import SHM, sweep
+from penstock.runtime.tensor.shm import SHM, sweep
 
 from .sockets import RANKS, Bench, bench, stranger, until
 

@@ -8,7 +8,7 @@ import pytest
 _WORK = """
 import ctypes, resource, threading, torch
 from statistics import median
-from penstock.runtime.control.allocator import keep_freed_memory
+from penstock.runtime.control.process import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 def work():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.control import bars as module
-from penstock.runtime.control.bars import Bars
+from penstock.runtime.control import recorder as module
 from penstock.runtime.control.messages import Result
+from penstock.runtime.control.recorder import Bars
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Arrived, Published, Send, Swapped
 

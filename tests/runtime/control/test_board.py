@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.runtime.control import board as boards
-from penstock.runtime.control.board import MAX_KEPT, Board
+from penstock.runtime.control import rendezvous as boards
 from penstock.runtime.control.messages import Count, Found, Look, Post, Question, pack
+from penstock.runtime.control.rendezvous import MAX_KEPT, Board
 
 A, B = "trainer/0:0", "generator/0:0"
 

@@ -11,22 +11,19 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from penstock.runtime.control.bridges import Bridges, Span
-from penstock.runtime.control.ground import Ground
+from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.control.routes import Routes
-from penstock.runtime.plan.plan import Rank, Replica
-from penstock.runtime.schedule.tables import Channel
-from penstock.runtime.tensor.arena import Parts
-from penstock.runtime.tensor.bridge import Side
-from penstock.runtime.tensor.differences import DeltaTransport
+from penstock.runtime.control.weight_channels import Bridges, Ground, Span
+from penstock.runtime.schedule.compile import Channel
+from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.delta import DeltaTransport
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.memory import SharedMemory
-from penstock.runtime.tensor.messages import MessageTransport
-from penstock.runtime.tensor.parcel import Parcel
-from penstock.runtime.tensor.put import PutTransport
-from penstock.runtime.tensor.segments import sweep
-from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
-from penstock.runtime.tensor.transport import Transport, TransportError
+from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.process_group import Side, Transport, TransportError
+from penstock.runtime.tensor.send_recv import MessageTransport, Parcel
+from penstock.runtime.tensor.shm import sweep
+from penstock.runtime.tensor.shm_transport import SharedMemory
+from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
 from tests.runtime.tensor.peer import Policy
 
 from .sockets import until

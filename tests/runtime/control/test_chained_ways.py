@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from penstock.runtime.control.ground import Ground
+from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.control.messages import Manifest
-from penstock.runtime.control.weights import BridgeWays
-from penstock.runtime.plan.plan import Rank, Replica
+from penstock.runtime.control.weight_channels import BridgeWays, Ground
+from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Send
-from penstock.runtime.schedule.tables import Channel
 from tests.runtime.tensor.peer import Policy
 
 pytestmark = pytest.mark.timeout(300)

@@ -1,6 +1,6 @@
 """A complaint waits for those who may know of a death."""
 
-from penstock.runtime.control.complaint import AGENTS_S, DEATH_S, Complaint
+from penstock.runtime.control.controller import AGENTS_S, DEATH_S, Complaint
 
 SINCE, BEFORE, LATER = 100.0, 99.9, 100.1
 

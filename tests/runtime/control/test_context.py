@@ -2,7 +2,7 @@
 
 import zmq
 
-from penstock.runtime.control.context import SharedContext
+from penstock.runtime.control.sockets import SharedContext
 
 
 def test_users_at_the_same_time_share_one_context() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.control.client import Client
 from penstock.runtime.control.controller import Controller, PeerFault
 from penstock.runtime.control.messages import Exited, Found, Note, Post, Ready, pack, unpack
 from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.control.sockets import Client
 from penstock.runtime.record.folder import RunFolder
 from tests.gates.running import make_run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.control.endpoints import ipc_endpoint, socket_file, tcp_endpoint
+from penstock.runtime.cluster.endpoints import ipc_endpoint, socket_file, tcp_endpoint
 
 
 def test_the_socket_is_in_the_run_folder() -> None:

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from penstock.graph.types import Prompts, Rewards
 from penstock.runtime.control.codec import MessageError
-from penstock.runtime.control.exchange import (
+from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
     EXCHANGE,
@@ -33,12 +33,11 @@ from penstock.runtime.control.exchange import (
     Part,
     Refused,
 )
-from penstock.runtime.control.exchange_client import ExchangeClient
-from penstock.runtime.control.exchange_server import ExchangeServer, reply
-from penstock.runtime.control.keys import Join, Keys
-from penstock.runtime.control.listen import WireError
-from penstock.runtime.tensor.handle import Handle, HandleError
-from penstock.runtime.tensor.store import Reader, Store
+from penstock.runtime.control.security import Join, Keys
+from penstock.runtime.control.sockets import WireError
+from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer, reply
+from penstock.runtime.tensor.object_ref import Handle, HandleError
+from penstock.runtime.tensor.object_store import Reader, Store
 from tests.halt import halt
 
 from .sockets import mutated, stranger, until
@@ -378,9 +377,9 @@ import sys, time
 from pathlib import Path
 import torch
 from penstock.graph.types import Rewards
-from penstock.runtime.control.exchange_server import ExchangeServer
-from penstock.runtime.control.keys import Join
-from penstock.runtime.tensor.store import Reader, Store
+from penstock.runtime.control.value_server import ExchangeServer
+from penstock.runtime.control.security import Join
+from penstock.runtime.tensor.object_store import Reader, Store
 join = Join.read(Path(sys.argv[1]))
 server = ExchangeServer(join, "owner", Reader(join.run, host="a"), print)
 h = Store(join.run, "owner", host="a", endpoint=server.endpoint).put(Rewards(torch.ones(5)))

@@ -12,7 +12,7 @@ from penstock.graph.ir import Firing
 from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
-from penstock.runtime.control.weights import LocalWays
+from penstock.runtime.control.weight_channels import LocalWays
 from penstock.runtime.schedule.events import Command, Done, Failed, Fire, Free, Save, Saved
 
 from .nodes_for_tests import baskets, graded, make_setup, noting, owned, speaking

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from penstock.runtime.control.ranks import ALONE
+from penstock.runtime.control.agent import ALONE
 from penstock.runtime.control.worker import NEEDED
 
 SCRIPT = """

@@ -5,9 +5,9 @@ from time import monotonic
 
 import pytest
 
-from penstock.runtime.control import wire
-from penstock.runtime.control.heartbeat import Pulse
+from penstock.runtime.control import sockets
 from penstock.runtime.control.messages import Note
+from penstock.runtime.control.rendezvous import Pulse
 
 from .sockets import bench, until
 
@@ -19,7 +19,7 @@ def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch
         b.client("generator/0", 1)
         pulse = Pulse(b.join(), "generator/0", 1, interval=0.02).start()
         future = monotonic() + 100
-        monkeypatch.setattr(wire, "monotonic", lambda: future)
+        monkeypatch.setattr(sockets, "monotonic", lambda: future)
         until(lambda: b.hear() == [] and b.server.heard("generator/0:1") == future)
         pulse.stop()
         assert b.server.peers == ("generator/0:1",)

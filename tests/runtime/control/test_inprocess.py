@@ -7,11 +7,11 @@ import pytest
 
 from penstock.graph import trace
 from penstock.programs.toy import toy
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 
 

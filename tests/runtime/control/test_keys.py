@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.control.keys import Door, Join, KeyFileError, Keys
+from penstock.runtime.control.security import Door, Join, KeyFileError, Keys
 
 TCP = "tcp://127.0.0.1:0"
 

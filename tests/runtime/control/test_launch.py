@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.runtime.control import launch, stops
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control import launcher as launcher_module
+from penstock.runtime.control import signals
 from penstock.runtime.control.process import processes_of, start, sweep_processes
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.record.checkpoint import open_cut, write_cut
-from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.tensor.segments import sweep
+from penstock.runtime.record.folder import RunFolder, open_cut, write_cut
+from penstock.runtime.tensor.shm import sweep
 
 from .fake_launch import HERE, launcher
 from .sockets import until
@@ -66,8 +66,8 @@ def assert_nothing_is_left(folder: Path, run: str) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may stand still for seconds: no test meets these deadlines but those that shorten them."""
-    monkeypatch.setattr(launch, "STOP_S", 60.0)
-    monkeypatch.setattr(launch, "LOST_S", 60.0)
+    monkeypatch.setattr(launcher_module, "STOP_S", 60.0)
+    monkeypatch.setattr(launcher_module, "LOST_S", 60.0)
 
 
 def interrupt(line: Line) -> None:
@@ -118,15 +118,15 @@ def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path
 
 
 def test_a_controller_that_does_not_stop_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STOP_S", 0.3)
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.3)
     run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
     run.when["ready"] = interrupt
     assert run.run() == 130
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STOP_S", 1000.0)
-    monkeypatch.setattr(launch, "LEAVE_S", 1000.0)
+    monkeypatch.setattr(launcher_module, "STOP_S", 1000.0)
+    monkeypatch.setattr(launcher_module, "LEAVE_S", 1000.0)
     run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
 
     def twice(line: Line) -> None:
@@ -170,7 +170,7 @@ def test_a_dead_agent_is_named_to_the_controller_and_its_ranks_die(tmp_path: Pat
 def test_a_controller_that_does_nothing_about_a_dead_agent_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "LOST_S", 0.3)
+    monkeypatch.setattr(launcher_module, "LOST_S", 0.3)
     run = Run(tmp_path, "deaf")
     run.when["ready"] = lambda line: os.kill(line["pids"]["agent:local"], signal.SIGKILL)
     assert run.run() == 1
@@ -209,7 +209,7 @@ def test_output_that_nobody_reads_is_a_wish_to_stop(tmp_path: Path, error: OSErr
 def test_a_controller_hears_that_it_was_not_the_user_who_stopped_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stops, "nobody_reads", lambda descriptor: descriptor == 1)
+    monkeypatch.setattr(signals, "nobody_reads", lambda descriptor: descriptor == 1)
     run = Run(tmp_path, "wait")
     run.when["ready"] = interrupt
     assert run.run() == 130

@@ -13,14 +13,12 @@ import torch
 from msgspec import structs
 from torch._C._distributed_c10d import Store
 
-from penstock.runtime.control.board import MAX_KEPT, Board
-from penstock.runtime.control.heartbeat import Pulse
-from penstock.runtime.control.meeting import Meeting
 from penstock.runtime.control.messages import Question
-from penstock.runtime.control.wire import Server
-from penstock.runtime.tensor.bridge import Bridge
-from penstock.runtime.tensor.group import AbsentError, open_group
-from penstock.runtime.tensor.transport import TransportError
+from penstock.runtime.control.rank import Meeting
+from penstock.runtime.control.rendezvous import MAX_KEPT, Board, Pulse
+from penstock.runtime.control.sockets import Server
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import AbsentError, TransportError, open_group
 
 from .sockets import bench
 
@@ -123,7 +121,7 @@ def test_a_bridge_without_its_receivers_says_who_is_not_there(tmp_path: Path) ->
 
 
 def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.control.meeting.ANSWER_S", 0.05)
+    monkeypatch.setattr("penstock.runtime.control.rank.ANSWER_S", 0.05)
     with bench(tmp_path) as b:
         pulse = Pulse(b.join(), "generator/0", 0).start()
         store: Store = Meeting(pulse)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph.ir import Firing
+from penstock.runtime.control.codec import MessageError
 from penstock.runtime.control.messages import (
     PROTOCOL,
     Exited,
     Hello,
     Message,
-    MessageError,
     Result,
     Results,
     pack,

@@ -9,8 +9,8 @@ import torch
 
 from penstock.graph import Rewards
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.fake_engine import fault
-from penstock.runtime.control.raised import told
+from penstock.nodes.fake import fault
+from penstock.runtime.control.process import told
 
 REFUSED = Rewards(torch.tensor([1.0]))
 """A group of one."""

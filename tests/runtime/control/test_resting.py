@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.graph.ir import Firing
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
-from penstock.runtime.control.weights import LocalWays
+from penstock.runtime.control.weight_channels import LocalWays
 from penstock.runtime.schedule.events import Abort, Command, Done, Failed, Fire, Save, Saved
 from penstock.runtime.tensor import offload
 from penstock.runtime.tensor.checkpoint import read_part

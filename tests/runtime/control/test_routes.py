@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.control.routes import GRACE, Routes
-from penstock.runtime.plan.plan import Rank, Replica
-from penstock.runtime.schedule.tables import Channel
-from penstock.runtime.tensor.sync import Description, Publisher
+from penstock.runtime.schedule.compile import Channel
+from penstock.runtime.tensor.weight_sync import Description, Publisher
 from tests.runtime.tensor.peer import Policy
 
 

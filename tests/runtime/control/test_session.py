@@ -15,20 +15,18 @@ from msgspec.structs import replace
 
 from penstock.graph import trace
 from penstock.graph.ir import Firing
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import InProcess, run_in_process
 from penstock.runtime.control.messages import Order, Result, pack
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run import Orders, Session, _merge
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.session import Session, _merge
-from penstock.runtime.control.stage import Orders
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.record.checkpoint import latest_checkpoint
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Done, Published
 from penstock.runtime.tensor.checkpoint import read_part
-from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.object_ref import Handle
 
 UPDATES = 5
 VALUES = ("prompts", "fake_generate", "fake_score")

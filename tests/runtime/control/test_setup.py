@@ -8,8 +8,8 @@ import pytest
 from penstock.graph import Rewards
 from penstock.graph.ir import Firing
 from penstock.nodes.fake import FakePrompts
-from penstock.runtime.control.setup import Setup
-from penstock.runtime.plan.plan import Plan, Rank
+from penstock.runtime.cluster.placement import Plan, Rank
+from penstock.runtime.control.rank_state import Setup
 
 from .nodes_for_tests import make_setup
 

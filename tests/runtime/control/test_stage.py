@@ -8,16 +8,16 @@ import pytest
 
 from penstock.graph import trace
 from penstock.programs.toy import toy
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.messages import Manifest, Result
 from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run import Manifests, Stage
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.stage import Manifests, Stage
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Arrived, Begin, Done, Published, Send
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.tensor.sync import Publisher
+from penstock.runtime.tensor.weight_sync import Publisher
 from tests.runtime.tensor.peer import Policy
 
 CHANNEL = "policy>generator"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.runtime.control.status import EVERY, QUIET, Status
+from penstock.runtime.control.recorder import EVERY, QUIET, Status
 
 
 def test_a_status_is_due_some_time_after_the_last() -> None:

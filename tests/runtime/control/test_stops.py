@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.control.stops import STOPS, carry_on, interrupt, nobody_reads, on_stop, while_heard
+from penstock.runtime.control.signals import STOPS, carry_on, interrupt, nobody_reads, on_stop, while_heard
 
 
 def test_all_that_asks_to_stop_calls_the_act_and_is_given_back() -> None:

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from penstock.runtime.control.tracker import PAUSE_S, Tracker
+from penstock.runtime.control.sockets import PAUSE_S, Tracker
 
 
 def look(tracker: Tracker, since: int, until: int) -> list[str]:

@@ -12,11 +12,10 @@ import torch
 from penstock.graph.ir import Firing, Ref
 from penstock.graph.types import Rewards
 from penstock.nodes.curriculum import Varied
-from penstock.runtime.control.history import History
-from penstock.runtime.control.values import Values, join
+from penstock.runtime.control.rank_state import History, Values, join
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import CodecError, decode, encode, private
-from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.object_ref import Handle
 
 from .nodes_for_tests import make_setup
 

@@ -19,13 +19,10 @@ import pytest
 from msgspec import structs
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control import wire
-from penstock.runtime.control.client import Client
-from penstock.runtime.control.endpoints import ipc_endpoint
-from penstock.runtime.control.keys import Keys
-from penstock.runtime.control.listen import WireError
+from penstock.runtime.cluster.endpoints import ipc_endpoint
+from penstock.runtime.control import sockets
+from penstock.runtime.control.codec import MAX_BYTES
 from penstock.runtime.control.messages import (
-    MAX_BYTES,
     MAX_TEXT,
     AgentReady,
     Exited,
@@ -42,9 +39,10 @@ from penstock.runtime.control.messages import (
     Results,
     pack,
 )
-from penstock.runtime.control.wire import MAX_DRAIN_BYTES, MAX_NOTES, Server
+from penstock.runtime.control.security import Keys
+from penstock.runtime.control.sockets import MAX_DRAIN_BYTES, MAX_NOTES, Client, Server, WireError
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
-from penstock.runtime.tensor.handle import Handle
+from penstock.runtime.tensor.object_ref import Handle
 from tests.halt import halt
 
 from .sockets import Raw, Role, bench, mutated, stranger, until
@@ -299,7 +297,7 @@ STOPPED = """
 import sys
 from pathlib import Path
 from penstock.runtime.control import wire
-from penstock.runtime.control.keys import Door
+from penstock.runtime.control.security import Door
 from penstock.runtime.control.messages import Goodbye, Note
 wire.SILENCE = float(sys.argv[2])
 server = wire.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local"})
@@ -323,7 +321,7 @@ def test_a_controller_that_was_stopped_goes_on_with_the_same_connections(
     try:
         assert child.stdout is not None
         join = keys.join("local", child.stdout.readline().strip(), tmp_path)
-        monkeypatch.setattr(wire, "SILENCE", silence)
+        monkeypatch.setattr(sockets, "SILENCE", silence)
         client = Client(join, "rank", "generator/0")
         client.send(Note("info", "before"))
         assert until(lambda: client.receive(0.1)) == [Goodbye("before")]
@@ -346,10 +344,10 @@ CROWDED = """
 import resource, sys, threading
 from contextlib import ExitStack
 from pathlib import Path
-from penstock.runtime.control.gate import raise_descriptors
-from penstock.runtime.control.keys import Door
+from penstock.runtime.control.security import raise_descriptors
+from penstock.runtime.control.security import Door
 from penstock.runtime.control.messages import Goodbye, Note
-from penstock.runtime.control.wire import Server
+from penstock.runtime.control.sockets import Server
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
 assert raise_descriptors() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
 server = Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local", "generator/0:1": "local"})
@@ -452,7 +450,7 @@ def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pyt
     now = monotonic()
     with bench(tmp_path, silence=5.0) as b:
         client = b.client()
-        monkeypatch.setattr(wire, "monotonic", lambda: now + 100)
+        monkeypatch.setattr(sockets, "monotonic", lambda: now + 100)
         client.send(Heartbeat("generator/0", 0, 1.0))
         until(lambda: b.hear() == [] and b.server.heard("generator/0:0") == now + 100)
         assert len(b.heard) == 1

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import Program, load, trace
-from penstock.runtime.plan import cluster as module
-from penstock.runtime.plan.cluster import Cluster, ClusterError, Host, cuda_devices
-from penstock.runtime.plan.gpus import GPUS, Efficiency, Gpu, Tflops
-from penstock.runtime.plan.place import place
+from penstock.runtime.cluster import cluster as module
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, cuda_devices
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, Tflops
+from penstock.runtime.cluster.placement import place
 
 PAGES = [Path(__file__).resolve().parents[3] / "docs" / name for name in ("hosts.md", "cluster-file.md")]
 

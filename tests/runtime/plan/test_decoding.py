@@ -8,13 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.lengths import Lognormal
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.rollout import Batch, Replicas, rollout
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.slots import Lines
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import Batch, Generator, Lines, Replicas, rollout
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.workload import Lognormal
 
 ONE = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=4)
 

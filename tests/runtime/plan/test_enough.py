@@ -5,13 +5,12 @@ import re
 import pytest
 
 from penstock.graph import load, trace
-from penstock.graph.sharding import Axes
-from penstock.runtime.plan.lengths import Lognormal
+from penstock.graph.protocols import Axes
+from penstock.runtime.cluster.cluster import read_cluster
+from penstock.runtime.plan.model_shape import SHAPES
 from penstock.runtime.plan.planner import Planned, plan
 from penstock.runtime.plan.roles import PlanError
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.spec import read_cluster
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.plan.workload import Lognormal, Workload
 
 AIPO = trace(load("aipo"))
 

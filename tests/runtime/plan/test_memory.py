@@ -4,18 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.fit import check_generator, check_trainer
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.memory import RESERVED, generator_memory, slots_that_fit, trainer_memory
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.syncing import scoring_s, switch_cost, sync_cost, traffic
-from penstock.runtime.plan.tensors import layout
-from penstock.runtime.plan.training import Trainer
-from penstock.runtime.tensor.chain import chain
-from penstock.runtime.tensor.plan import BUCKET
-from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import Generator
+from penstock.runtime.plan.memory import (
+    RESERVED,
+    check_generator,
+    check_trainer,
+    generator_memory,
+    slots_that_fit,
+    trainer_memory,
+)
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.sync_cost import layout, scoring_s, switch_cost, sync_cost, traffic
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
 
 H100 = GPUS["H100"]
 TRAINER = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8))

@@ -2,10 +2,8 @@
 
 import pytest
 
-from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
-from penstock.runtime.plan.meshes import check_pools, check_ranks, read_meshes, spelled
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.plan import Plan
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host
+from penstock.runtime.cluster.placement import Plan, check_pools, check_ranks, place, read_meshes, spelled
 from tests.runtime.plan.test_place import EVALUATE, TRAIN
 
 MESHES = {"trainer": (("fsdp", 2), ("tp", 2)), "generator": (("tp", 2),)}

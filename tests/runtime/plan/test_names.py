@@ -3,7 +3,7 @@
 import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.runtime.plan.names import explain, nearest
+from penstock.runtime.cluster.cluster import explain, nearest
 
 
 class Inner(BaseModel):

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from penstock.graph.ir import Argument, Graph, Input, Node, Output, Ref
-from penstock.graph.sharding import Axes
-from penstock.runtime.plan.cluster import Cluster, ClusterError, Host
-from penstock.runtime.plan.place import GROUPS_AHEAD, SMALL_CAPACITY, STREAM_CAPACITY, place
-from penstock.runtime.plan.plan import Plan
-from penstock.runtime.schedule.tables import compile_tables
+from penstock.graph.protocols import Axes
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host
+from penstock.runtime.cluster.placement import GROUPS_AHEAD, SMALL_CAPACITY, STREAM_CAPACITY, Plan, place
+from penstock.runtime.schedule.compile import compile_tables
 
 TYPE = "penstock.graph.types:Rollouts"
 

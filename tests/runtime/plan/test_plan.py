@@ -1,6 +1,6 @@
 """A plan as a value: how it names a rank."""
 
-from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 
 
 def test_a_rank_is_named_with_its_host_where_there_are_several() -> None:

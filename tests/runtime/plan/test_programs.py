@@ -10,27 +10,21 @@ from penstock import programs
 from penstock.graph import broadcast, keep, load, program, trace
 from penstock.graph.types import Logprobs, Policy, Prompts, Reference, Rewards, Rollouts
 from penstock.nodes.advantage import group_advantage
+from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.objectives import ppo
-from penstock.nodes.learn.rescore import reference_logprobs
+from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.rewards import mixed
-from penstock.nodes.score import math_answer, score
-from penstock.runtime.plan.assumptions import assumptions
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.lengths import Lognormal
+from penstock.nodes.score import math_answer, mixed, score
+from penstock.runtime.cluster.cluster import read_cluster
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import Generator, rollout_s
 from penstock.runtime.plan.memory import trainer_memory
-from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import Planned, plan
-from penstock.runtime.plan.refilling import rollout_s
-from penstock.runtime.plan.roles import Models, PlanError, Roles
-from penstock.runtime.plan.roles_of import roles_of
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.simulated import Scene, Simulated
-from penstock.runtime.plan.spec import read_cluster
-from penstock.runtime.plan.training import Trainer
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.plan.roles import Models, PlanError, Roles, assumptions, roles_of
+from penstock.runtime.plan.simulate import Scene, Simulated
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import Lognormal, Workload
 
 WITHOUT = ("evaluate", "reward_model", "sft", "tool_sft")
 """Programs without generation, and one that is a part of others."""

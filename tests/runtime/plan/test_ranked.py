@@ -1,6 +1,6 @@
 """Things come lowest first, and groups that nobody asks for are not made."""
 
-from penstock.runtime.plan.ranked import Ranked
+from penstock.runtime.plan.candidates import Ranked
 
 
 def test_all_come_lowest_first_and_equal_ones_as_given() -> None:

@@ -11,34 +11,45 @@ from math import inf
 import pytest
 
 from penstock.graph import load, trace
+from penstock.graph.analysis import period_bound
 from penstock.graph.ir import Graph
-from penstock.graph.passes import period_bound
+from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
+from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan import search
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.cost import Cost
-from penstock.runtime.plan.decoding_side import OWN, SHARED
-from penstock.runtime.plan.found import Apart, Split
-from penstock.runtime.plan.frontier import Frontier
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.islands import Island, islands
-from penstock.runtime.plan.layouts import slot_counts, trainer_meshes
-from penstock.runtime.plan.least import Least
-from penstock.runtime.plan.lengths import Lognormal
+from penstock.runtime.plan.candidates import (
+    OWN,
+    SHARED,
+    Generating,
+    Island,
+    Pins,
+    Sides,
+    Training,
+    islands,
+    slot_counts,
+    trainer_meshes,
+)
+from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.memory import Memory, beside_memory, trainer_memory
-from penstock.runtime.plan.opener import Opener
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.period import Times, alone_s, bounds, least_period, period
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import plan
-from penstock.runtime.plan.roles import Models, PlanError, Roles
-from penstock.runtime.plan.roles_of import roles_of
-from penstock.runtime.plan.search import Search, groupings
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.sides import Pins, Sides
-from penstock.runtime.plan.spec import read_cluster
-from penstock.runtime.plan.syncing import switch_cost, sync_cost, traffic
-from penstock.runtime.plan.training import Trainer
-from penstock.runtime.plan.ways import Generating, Training
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.search import (
+    Apart,
+    Frontier,
+    Least,
+    Opener,
+    Search,
+    Split,
+    Times,
+    alone_s,
+    bounds,
+    groupings,
+    least_period,
+    period,
+)
+from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import Lognormal, Workload
 
 LATER = 1e12
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, pipeline_stages, tensor_parallel
-from penstock.runtime.plan.shape import SHAPES, ShapeError, read_shape, shape_of
-from penstock.runtime.plan.tensors import rules, stages, tensors
+from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.runtime.plan.model_shape import SHAPES, ShapeError, read_shape, shape_of
+from penstock.runtime.plan.sync_cost import rules, stages, tensors
 
 LLAMA = ModelConfig(128256, 4096, 14336, 32, 32, 8, 128)
 

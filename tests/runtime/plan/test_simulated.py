@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 
 from penstock.graph import load, trace
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.plan.decoding import Generator
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.lengths import Lengths, Listed, Lognormal
-from penstock.runtime.plan.parallel import Parallel
+from penstock.runtime.cluster.cluster import read_cluster
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import Generator
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import plan as planned
 from penstock.runtime.plan.roles import Models, PlanError
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.simulated import Scene
-from penstock.runtime.plan.simulated_decoding import Decoding, Replica, Responses
-from penstock.runtime.plan.simulated_plan import Costed, Reader, read_costed
-from penstock.runtime.plan.spec import read_cluster
-from penstock.runtime.plan.training import Trainer
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.plan.simulate import Costed, Decoding, DecodingReplica, Reader, Responses, Scene, read_costed
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import Lengths, Listed, Lognormal, Workload
 
 LLAMA = SHAPES["llama-8b"]
 TAILED = Lognormal(400, 0.8, 2048)
@@ -212,7 +208,7 @@ def test_plans_graphs_and_schedules_draw_themselves() -> None:
 
 
 def test_an_idle_replica_has_nothing_due() -> None:
-    engine = Replica(costed().generator, Responses(costed().work), {})
+    engine = DecodingReplica(costed().generator, Responses(costed().work), {})
     assert engine.due == np.inf
     engine.begin(Firing("generate", 0), 5.0)
     assert 5.0 < engine.due < np.inf

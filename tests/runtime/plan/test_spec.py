@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.plan.cluster import Cluster, ClusterError
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.islands import islands
-from penstock.runtime.plan.links import gather_s
-from penstock.runtime.plan.spec import read_cluster
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, read_cluster
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.candidates import islands
+from penstock.runtime.plan.collectives import gather_s
 
 OWN = """
 [[hosts]]

@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.runtime.plan.cost import Cost
-from penstock.runtime.plan.gpus import GPUS
-from penstock.runtime.plan.links import bandwidth, exchange_s, gather_s, reduce_s
-from penstock.runtime.plan.parallel import Parallel
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.training import Trainer
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.collectives import Cost, bandwidth, exchange_s, gather_s, reduce_s
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.train_cost import Trainer
 
 H100 = GPUS["H100"]
 ALONE = Trainer(SHAPES["llama-8b"], H100, Parallel(), micro_tokens=8192, recompute=0.0)

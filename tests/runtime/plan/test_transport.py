@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.runtime.plan.plan import Rank, Replica
-from penstock.runtime.plan.transport import why_not
+from penstock.runtime.cluster.placement import Rank, Replica, why_not
 
 
 def replica(name: str, *places: tuple[str, str]) -> Replica:

@@ -3,9 +3,8 @@
 import pytest
 
 from penstock.graph import Graph, Program, load, trace
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.turns import why_no_turns
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import place, why_no_turns
 
 ONE = Cluster(hosts=(Host(name="a", cores=4, devices=("cuda:0",)),))
 TWO = Cluster(hosts=(Host(name="a", cores=4, devices=("cuda:0", "cuda:1")),))

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.plan.lengths import LengthError, Listed, Lognormal, fitted, read_lengths
-from penstock.runtime.plan.shape import SHAPES
-from penstock.runtime.plan.workload import Workload, given_lengths
+from penstock.runtime.plan.model_shape import SHAPES
+from penstock.runtime.plan.workload import LengthError, Listed, Lognormal, Workload, fitted, given_lengths, read_lengths
 
 
 @given(st.floats(50, 5000), st.floats(0.1, 1.2), st.floats(1.2, 8))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.record.checkpoint import latest_checkpoint, open_cut, sweep_cuts, write_cut
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint, open_cut, sweep_cuts, write_cut
 
 
 @pytest.fixture

@@ -7,11 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.runtime.record.axis import COLORS, ink, make_axis
-from penstock.runtime.record.chrome import chrome_trace
-from penstock.runtime.record.gantt import gantt_text
-from penstock.runtime.record.svg import gantt_svg
 from penstock.runtime.record.timeline import Bar
+from penstock.runtime.record.trace_formats import COLORS, chrome_trace, gantt_svg, gantt_text, ink, make_axis
 
 BARS = [
     Bar("generator/0", "generate", 0, 0.00, 0.05, version=0),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.runtime.record.figures import curves_figure, schedule_figure
+from penstock.runtime.record.metrics import curves_figure, schedule_figure
 from penstock.runtime.record.timeline import Bar
 
 BARS = [
@@ -54,7 +54,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 def test_importing_does_not_import_matplotlib_and_its_absence_is_said() -> None:
     code = """
 import sys
-import penstock.runtime.record.figures as figures
+import penstock.runtime.record.metrics as figures
 assert "matplotlib" not in sys.modules
 sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None
 try:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.record import folder as module
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import LogWriter
 from penstock.runtime.record.folder import RunFolder, absolute, default_path, replacing
-from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import MetricsFile
 from tests.runtime.control.sockets import until
 

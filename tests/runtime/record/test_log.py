@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.graph.ir import Firing
-from penstock.runtime.record.faults import RecordError
-from penstock.runtime.record.log import MAGIC, LogError, LogWriter, commands_digest, read_log, segment_seconds
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import MAGIC, LogError, LogWriter, commands_digest, read_log, segment_seconds
 from penstock.runtime.schedule.events import Begin, Done, Fire
 
 

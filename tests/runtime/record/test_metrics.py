@@ -11,7 +11,7 @@ import pytest
 from penstock.graph import load, trace
 from penstock.graph.ir import Firing
 from penstock.graph.types import COLUMNS
-from penstock.runtime.record.faults import RecordError
+from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.metrics import (
     LOST,
     MetricsFile,
@@ -19,12 +19,12 @@ from penstock.runtime.record.metrics import (
     columns,
     combine,
     keep_rows,
+    open_board,
     prefixes,
     read_rows,
     read_undamaged,
     scalars,
 )
-from penstock.runtime.record.tensorboard import open_board
 
 
 def row(update: int, **figures: Any) -> dict[str, Any]:

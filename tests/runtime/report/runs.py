@@ -6,20 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph import Program, load, trace
-from penstock.runtime.control.records import record_bytes
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import Plan, Rank, place
+from penstock.runtime.control.messages import record_bytes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.plan.cluster import Cluster, Host
-from penstock.runtime.plan.place import place
-from penstock.runtime.plan.plan import Plan, Rank
+from penstock.runtime.record.event_log import LogWriter
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.log import LogWriter
 from penstock.runtime.record.metrics import MetricsFile
-from penstock.runtime.schedule.durations import Durations, Lognormal
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.simulation import Simulation
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Durations, Lognormal, Simulation, simulate
 
 TOY = "penstock.programs.toy:toy"
 HOST = Cluster(hosts=(Host(name="local", cores=2),))

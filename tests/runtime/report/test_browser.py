@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.runtime.report.schedule import schedule_html
+from penstock.runtime.report.page import schedule_html
 from penstock.runtime.report.write import write_report
 
 from .runs import Made

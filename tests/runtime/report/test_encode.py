@@ -5,8 +5,8 @@ import json
 import zlib
 from typing import Any
 
-from penstock.runtime.report.encode import Chart, Row, Strip, encode, place, thin
 from penstock.runtime.report.follow import Work
+from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode, place, thin
 
 
 def work(index: int, start: int, end: int, node: str = "n", version: int = 0) -> Work:

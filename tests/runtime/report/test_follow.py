@@ -1,8 +1,8 @@
 """What ranks did, from events and commands alone."""
 
 from penstock.graph.ir import Firing
-from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.follow import NS, cause_of
+from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.schedule.events import Done, Failed, Published, Swapped
 
 from .runs import Made

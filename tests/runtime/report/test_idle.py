@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.record.timeline import Kind
-from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.follow import Work
-from penstock.runtime.report.idle import account, slot_time, union
-from penstock.runtime.report.report import make_report, occupancy, rank_accounts, whole_accounts
-from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.report.run_history import account, read_facts, slot_time, union
+from penstock.runtime.report.summary import make_report, occupancy, rank_accounts, whole_accounts
+from penstock.runtime.schedule.simulator import Durations
 
 from .runs import Made, simulated_run
 

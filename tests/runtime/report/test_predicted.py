@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.report.facts import read_facts
-from penstock.runtime.report.predicted import Empirical, bound, fit, period, predict
-from penstock.runtime.report.report import make_report
+from penstock.runtime.report.run_history import read_facts
+from penstock.runtime.report.summary import make_report
+from penstock.runtime.report.what_if import Empirical, bound, fit, period, predict
 
 from .runs import DURATIONS, Made, simulated_run
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from penstock.runtime.report.facts import read_facts
-from penstock.runtime.report.report import rank_accounts
-from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.report.run_history import read_facts
+from penstock.runtime.report.summary import rank_accounts
+from penstock.runtime.schedule.simulator import Durations
 
 from .runs import simulated_run
 

@@ -1,9 +1,8 @@
 """The run in one line."""
 
 from penstock.graph import Graph, Program, load, trace
-from penstock.graph.passes import Bound
-from penstock.runtime.report.verdict import verdict
-from penstock.runtime.report.whatif import Case, Table
+from penstock.graph.analysis import Bound
+from penstock.runtime.report.what_if import Case, Table, verdict
 
 from .runs import TOY
 

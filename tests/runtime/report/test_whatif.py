@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.report.facts import read_facts
 from penstock.runtime.report.follow import Work
-from penstock.runtime.report.predicted import fit
-from penstock.runtime.report.whatif import Table, crowding, generators, what_if, with_lag, with_replicas
-from penstock.runtime.schedule.durations import Durations
+from penstock.runtime.report.run_history import read_facts
+from penstock.runtime.report.what_if import Table, crowding, fit, generators, what_if, with_lag, with_replicas
+from penstock.runtime.schedule.simulator import Durations
 
 from .runs import Made, simulated_run
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.plan.plan import Plan, Replica
+from penstock.runtime.cluster.placement import Plan, Replica
+from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Finish
-from penstock.runtime.schedule.tables import Rules
 
 from .facts import Facts, read_beats, read_facts
 

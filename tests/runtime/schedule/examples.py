@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from penstock.graph.ir import Firing, Graph
+from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Begin, Command, Finish, Fire, Publish
-from penstock.runtime.schedule.tables import Rules
 
 from .graphs import place
 from .world import Setting, World

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from penstock.graph.ir import Graph, Node
-from penstock.runtime.plan.plan import Plan
+from penstock.runtime.cluster.placement import Plan
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.graph.ir import Argument, Clock, Graph, Input, Node, Output, Ref
-from penstock.runtime.plan.plan import Plan, Pool, Rank, Replica
+from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 
 POLICY, ITEM, WEIGHTS = "tests:Policy", "tests:Item", "penstock.graph.types:Weights"
 

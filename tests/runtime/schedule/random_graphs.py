@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 from penstock.graph.ir import Graph, Node
-from penstock.runtime.plan.plan import Plan
+from penstock.runtime.cluster.placement import Plan
 
 from .graphs import alternate, broadcast, call, delay, graph, keep, place
 

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Fire, Publish, Save, Send
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import begun, exhaust, finish, fired, is_fire, published, run_until, versions, world
 from .graphs import aipo, broadcast, call, graph, place

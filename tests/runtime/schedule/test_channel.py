@@ -1,6 +1,6 @@
 """What may be published, sent and swapped when."""
 
-from penstock.runtime.plan.plan import Rank, Replica
+from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.schedule.channel import Way
 
 NAMES = ["generator/0", "generator/1"]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, Finish, Free, Save
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import begun, exhaust, finish, fired, is_fire, run_until, versions, world
 from .graphs import aipo, call, graph, place

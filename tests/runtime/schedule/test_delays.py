@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Graph
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Begin, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import exhaust, finish, fired, is_fire, world
 from .graphs import aipo, broadcast, call, delay, graph, place

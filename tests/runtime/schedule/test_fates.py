@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.graph.ir import Firing
+from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Abort, Begin, Checkpoint, Done, Event, Failed, Finish, Fire, Free
-from penstock.runtime.schedule.tables import Rules
 
 from .examples import begun, finish, fired, is_fire, run_until, world
 from .graphs import aipo, broadcast, call, graph

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Checkpoint, Finish, Free
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import begun, exhaust, finish, fired, is_fire, run_until, versions, world
 from .graphs import broadcast, call, graph, keep, place

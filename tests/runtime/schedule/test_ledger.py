@@ -3,7 +3,7 @@
 import json
 from random import Random
 
-from penstock.runtime.schedule.ledger import Ledger
+from penstock.runtime.schedule.state import Ledger
 
 
 def opened(count: int, finished: bool = True) -> Ledger:

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.plan.plan import Rank, Replica
-from penstock.runtime.schedule.line import Line
+from penstock.runtime.cluster.placement import Rank, Replica
+from penstock.runtime.schedule.channel import Line
 
 
 @settings(deadline=None)

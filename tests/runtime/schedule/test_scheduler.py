@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Finish, Fire
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import begun, exhaust, finish, fired, is_fire, run_until, versions, world
 from .graphs import aipo, broadcast, call, graph, place, sft

@@ -8,14 +8,11 @@ from time import perf_counter
 
 import pytest
 
+from penstock.graph.analysis import Bound, period_bound
 from penstock.graph.ir import Graph
-from penstock.graph.passes import Bound, period_bound
-from penstock.runtime.plan.plan import Plan
-from penstock.runtime.schedule.durations import Duration, Durations, Lognormal
-from penstock.runtime.schedule.simulation import Simulation
-from penstock.runtime.schedule.simulator import simulate
-from penstock.runtime.schedule.tables import Rules, compile_tables
-from penstock.runtime.schedule.verdicts import Verdicts
+from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Duration, Durations, Lognormal, Simulation, Verdicts, simulate
 
 from .graphs import aipo, alternate, broadcast, call, evaluate, graph, keep, place, sft
 from .invariants import Checker

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.plan.plan import Plan, Pool
-from penstock.runtime.schedule.pinned import check_rules
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.cluster.placement import Plan, Pool
+from penstock.runtime.schedule.compile import Rules, check_rules, compile_tables
 
 from .graphs import actor_critic, aipo, broadcast, call, evaluate, graph, place, sft
 

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, Done, Finish, Fire, Free, Settle
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
 
 from .examples import exhaust, finish, fired, is_fire, run_until, world
 from .graphs import alternate, broadcast, call, graph, place

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.verdicts import Verdicts
+from penstock.runtime.schedule.simulator import Verdicts
 
 
 def test_nothing_is_dropped_and_every_turn_is_taken_by_default() -> None:

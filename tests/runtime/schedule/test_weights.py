@@ -3,8 +3,8 @@
 from random import Random
 
 from penstock.graph.ir import Firing
+from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Begin, Finish, Fire, Publish, Send, Swap
-from penstock.runtime.schedule.tables import Rules
 
 from .examples import begun, exhaust, finish, fired, is_fire, published, run_until, world
 from .graphs import actor_critic, aipo, broadcast, call, evaluate, graph, place

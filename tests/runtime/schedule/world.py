@@ -9,7 +9,8 @@ from typing import Any
 from msgspec import structs
 
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.plan.plan import Plan
+from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -28,9 +29,8 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
-from penstock.runtime.schedule.rules.fates import end_updates
 from penstock.runtime.schedule.scheduler import Scheduler
-from penstock.runtime.schedule.tables import Rules, compile_tables
+from penstock.runtime.schedule.transitions import end_updates
 
 from .books import Lineage
 from .invariants import Checker

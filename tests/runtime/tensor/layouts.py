@@ -6,9 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.box import Box, Boxes, Holding
-from penstock.runtime.tensor.layout import Layout, TensorLayout
-from penstock.runtime.tensor.mesh import Mesh, Placement, Split
+from penstock.runtime.tensor.layout import Box, Boxes, Holding, Layout, Mesh, Placement, Split, TensorLayout
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 

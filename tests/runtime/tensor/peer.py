@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
-from penstock.runtime.tensor.transport import Receiving
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Receiving
+from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
 
 CHANNEL = "policy>generator"
 

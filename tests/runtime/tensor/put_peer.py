@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor import memory as memories
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor import shm_transport as memories
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.memory import Exported, SharedMemory
-from penstock.runtime.tensor.sync import Publisher, Receiver
-from penstock.runtime.tensor.transport import Transport
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Transport
+from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver
 from tests.runtime.tensor.peer import CHANNEL, Policy, answer, published, receive
 
 

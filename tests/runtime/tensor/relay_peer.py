@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.broadcast_chain import Leg, Relay
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.messages import MessageTransport
-from penstock.runtime.tensor.relay import Leg, Relay
-from penstock.runtime.tensor.sync import Receiver
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.send_recv import MessageTransport
+from penstock.runtime.tensor.weight_sync import Receiver
 
 from .peer import CHANNEL, answer, hurry, receive
 

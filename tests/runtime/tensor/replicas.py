@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from penstock.graph.sharding import Axes, Rule, Sharding
-from penstock.runtime.tensor.adder import Adder
-from penstock.runtime.tensor.arena import Parts
-from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.bridge import Bridge
-from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.memory import SharedMemory
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
-from penstock.runtime.tensor.sync import Publisher, Receiver
-from penstock.runtime.tensor.transport import Transport
+from penstock.graph.protocols import Axes, Rule, Sharding
+from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.layout import Box, Copy, Mesh, sharded
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Adder, Transport
+from penstock.runtime.tensor.shm_transport import SharedMemory
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver
 
 from .peer import published, receive
 

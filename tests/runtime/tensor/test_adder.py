@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.adder import Adder
-from penstock.runtime.tensor.transport import TransportError
+from penstock.runtime.tensor.process_group import Adder, TransportError
 
 from .replicas import sound, together
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.blocks import Blocks
+from penstock.runtime.tensor.object_ref import Blocks
 
 SIZE = 64
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from penstock.runtime.tensor.bridge import Bridge
 from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.sync import Moved, Publisher, Receiver
-from penstock.runtime.tensor.transport import Transport, TransportError
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Transport, TransportError
+from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
 from tests.halt import halt
 
 from .peer import CHANNEL, Policy, hurry, published, receive

@@ -4,12 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.chain import SLACK, chain, forwards
-from penstock.runtime.tensor.layout import Box, Copy
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
-from penstock.runtime.tensor.plan import Plan
-from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.layout import Box, Copy, Mesh, sharded
+from penstock.runtime.tensor.reshard import SLACK, Plan, chain, forwards, reshard
 
 
 def plan_of(trainers: int, generators: int) -> Plan:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Axes, Sharding
-from penstock.runtime.record.folder import sync
-from penstock.runtime.tensor.checkpoint import layout_of, read_part, write_part
+from penstock.graph.protocols import Axes, Sharding
+from penstock.runtime.record.folder import part_path, sync
+from penstock.runtime.tensor.checkpoint import StateError, layout_of, read_part, save_state, write_part
 from penstock.runtime.tensor.codec import CodecError
-from penstock.runtime.tensor.files import StateError, save_state
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.part_file import part_path
+from penstock.runtime.tensor.layout import Mesh
 
 SHAPES = {"up.weight": (7, 6), "down.weight": (6, 7), "norm.weight": (5,)}
 RULES = {"up.weight": (0, 0), "down.weight": (1, 0), "norm.weight": None}

@@ -8,13 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, tensor_parallel
-from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.convert import FORMATS, Format, converted, cut_through, scale_holding
-from penstock.runtime.tensor.layout import Layout, LayoutError, TensorLayout
-from penstock.runtime.tensor.mesh import Mesh, Placement, Split, whole
-from penstock.runtime.tensor.parallel import sharded
+from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
+from penstock.runtime.tensor.layout import (
+    Box,
+    Layout,
+    LayoutError,
+    Mesh,
+    Placement,
+    Split,
+    TensorLayout,
+    sharded,
+    whole,
+)
 from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.wire_format import FORMATS, Format, converted, cut_through, scale_holding
 
 from .layouts import layouts_of
 

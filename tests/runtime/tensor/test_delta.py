@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.tensor.delta import (
-    HEADER,
+    DELTA_HEADER,
     NONE,
     Chain,
     Delta,
@@ -24,7 +24,7 @@ from penstock.runtime.tensor.delta import (
     parse,
     payload_bytes,
 )
-from penstock.runtime.tensor.plan import BUCKET
+from penstock.runtime.tensor.reshard import BUCKET
 
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -56,7 +56,7 @@ def test_every_bit_comes_back_and_no_delta_is_larger_than_dense(
 ) -> None:
     before, after = pair(elements, itemsize, density, seed)
     delta = encode(before, after, itemsize, 8, 7)
-    assert delta.wire_bytes <= after.nbytes + HEADER
+    assert delta.wire_bytes <= after.nbytes + DELTA_HEADER
     assert delta.payload.nbytes == payload_bytes(delta.header())
     arrived, guarded = sent(delta), torch.cat([torch.full((64,), 77, dtype=torch.uint8), before, after[:0]])
     target = guarded[64:]
@@ -130,12 +130,12 @@ def test_bytes_that_are_no_delta_are_refused_or_write_inside(data: Any, itemsize
     delta = encode(before, after, itemsize, 8, 7)
     header, payload = bytearray(delta.header()), delta.payload.clone()
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, HEADER + len(payload) - 1))
+        place = data.draw(st.integers(0, DELTA_HEADER + len(payload) - 1))
         value = data.draw(st.integers(0, 255))
-        if place < HEADER:
+        if place < DELTA_HEADER:
             header[place] = value
         else:
-            payload[place - HEADER] = value
+            payload[place - DELTA_HEADER] = value
     payload = payload[: len(payload) - data.draw(st.sampled_from([0, 0, 0, 1, 2, 7]))]
     guarded = torch.full((len(before) + 128,), 77, dtype=torch.uint8)
     guarded[64:-64] = before
@@ -160,7 +160,7 @@ def test_a_header_of_another_bucket_or_of_more_than_dense_is_refused_before_its_
         payload_bytes(larger, 2000)
 
 
-@given(st.binary(max_size=2 * HEADER))
+@given(st.binary(max_size=2 * DELTA_HEADER))
 def test_random_headers_are_refused(data: bytes) -> None:
     with pytest.raises(DeltaError, match="needed"):
         parse(data, torch.zeros(10, dtype=torch.uint8))

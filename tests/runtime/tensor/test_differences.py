@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from penstock.graph.sharding import Axes
-from penstock.runtime.tensor.bridge import Bridge
-from penstock.runtime.tensor.delta import NONE
-from penstock.runtime.tensor.differences import DeltaTransport
-from penstock.runtime.tensor.put import PutTransport
-from penstock.runtime.tensor.segments import sweep
-from penstock.runtime.tensor.transport import TransportError
+from penstock.graph.protocols import Axes
+from penstock.runtime.tensor.delta import NONE, DeltaTransport
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.process_group import TransportError
+from penstock.runtime.tensor.shm import sweep
 
 from .replicas import CHANNEL, RUN, Both, ShardedPolicy, sound, together, wholes
 

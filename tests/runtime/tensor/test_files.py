@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime.tensor.files import StateError, load_state, save_state
+from penstock.runtime.tensor.checkpoint import StateError, load_state, save_state
 
 
 def test_tensors_and_facts_come_back_equal(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_writing_replaces(tmp_path: Path) -> None:
 
 WRITE = """
 import resource, sys, torch
-from penstock.runtime.tensor.files import save_state
+from penstock.runtime.tensor.checkpoint import save_state
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 save_state(sys.argv[1], {"a": torch.ones(1_000_000)}, {})
 """

@@ -7,9 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.layout import Box, Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.layout import Box, Layout, Mesh, sharded
 
 from .layouts import boxes, layouts_of, shapes
 

@@ -18,10 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.layout import LayoutError
-from penstock.runtime.tensor.mesh import Mesh, Placement, Split
-from penstock.runtime.tensor.parallel import sharded
+from penstock.runtime.tensor.layout import Box, LayoutError, Mesh, Placement, Split, sharded
 
 from .layouts import meshes, placements, shapes
 

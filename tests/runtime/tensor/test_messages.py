@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.arena import Part
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor.buffers import Part
 from penstock.runtime.tensor.layout import Box, Boxes, Layout, TensorLayout
-from penstock.runtime.tensor.plan import BUCKET
-from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.reshard import BUCKET, reshard
 
 
 @pytest.mark.parametrize("bucket", [BUCKET, 1 << 16])
@@ -22,7 +21,7 @@ def test_boxes_are_resharded_between_two_and_three_ranks(
 ) -> None:
     """Rows on two ranks to columns on three, large and strided pieces among them: each rank a thread here. Small
     buckets make more messages than there are staging buffers."""
-    monkeypatch.setattr("penstock.runtime.tensor.parcel.BUCKET", bucket)
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.BUCKET", bucket)
     shapes = {"big": (1200, 600), "small": (5, 6), "tall": (9, 1)}
     wholes = {n: torch.arange(s[0] * s[1], dtype=torch.float32).view(s) for n, s in shapes.items()}
     src = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 0, 2)) for n, s in shapes.items()))

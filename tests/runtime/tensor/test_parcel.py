@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.tensor.arena import Part
+from penstock.runtime.tensor.buffers import Part
 from penstock.runtime.tensor.layout import Box, Copy
-from penstock.runtime.tensor.parcel import BUCKET, LARGE, Staging, bundle, pack, parcels, unpack
+from penstock.runtime.tensor.reshard import BUCKET, LARGE
+from penstock.runtime.tensor.send_recv import Staging, bundle, pack, parcels, unpack
 
 CPU = torch.device("cpu")
 SHAPE = (3000, 2000)

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from penstock.runtime.tensor.arena import allocate
-from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.layout import Layout
-from penstock.runtime.tensor.mesh import Mesh
-from penstock.runtime.tensor.parallel import sharded
-from penstock.runtime.tensor.proof import Prover, alone, chosen
+from penstock.runtime.tensor.buffers import allocate
+from penstock.runtime.tensor.digest import ProofError, Prover, alone, chosen, digest
+from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 
 NAMES = [f"model.layers.{k}.weight" for k in range(400)]
 

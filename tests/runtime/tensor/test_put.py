@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor import memory as memories
-from penstock.runtime.tensor.bridge import Bridge
+from penstock.runtime.tensor import shm_transport as memories
 from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.memory import MappedMemory, Place, SharedMemory, copy_elements
-from penstock.runtime.tensor.put import PutTransport
-from penstock.runtime.tensor.segments import SHM, SegmentError, sweep
-from penstock.runtime.tensor.sync import Publisher, Receiver, SyncError
-from penstock.runtime.tensor.transport import TransportError
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.process_group import TransportError
+from penstock.runtime.tensor.shm import SHM, SegmentError, sweep
+from penstock.runtime.tensor.shm_transport import MappedMemory, Place, SharedMemory, copy_elements
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver, SyncError
 from tests.halt import halt
 
 from .peer import CHANNEL, Policy, hurry, published, receive

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.tensor.arena import allocate
-from penstock.runtime.tensor.box import Box
+from penstock.runtime.tensor.buffers import allocate
 from penstock.runtime.tensor.codec import NAMES
-from penstock.runtime.tensor.convert import FORMATS, Format, converted
 from penstock.runtime.tensor.digest import digest, finish, partial
-from penstock.runtime.tensor.layout import Layout, TensorLayout
-from penstock.runtime.tensor.mesh import Mesh, Placement, Split
+from penstock.runtime.tensor.layout import Box, Layout, Mesh, Placement, Split, TensorLayout
 from penstock.runtime.tensor.quantise import ConversionError, Converter, absmax, cast, dequantise, quantise, scales
+from penstock.runtime.tensor.wire_format import FORMATS, Format, converted
 
 from .layouts import meshes, placements
 

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from penstock.runtime.tensor.arena import Parts
-from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.bridge import Bridge, Side
+from penstock.runtime.tensor.broadcast_chain import Arrivals, Leg, Open, Relay
+from penstock.runtime.tensor.buffers import Parts
 from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.messages import MessageTransport, Tell
-from penstock.runtime.tensor.relay import Arrivals, Leg, Open, Relay
-from penstock.runtime.tensor.sync import Publisher, Receiver
-from penstock.runtime.tensor.transport import TransportError
+from penstock.runtime.tensor.layout import Box, Copy
+from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.process_group import Side, TransportError
+from penstock.runtime.tensor.send_recv import MessageTransport, Tell
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver
 from tests.halt import halt
 
 from .peer import CHANNEL, Policy, hurry, published, receive
@@ -258,8 +257,8 @@ FSDP, TP = (("fsdp", 2),), (("tp", 2),)
 def test_replicas_of_several_ranks_have_the_parts_that_direct_ones_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
-    monkeypatch.setattr("penstock.runtime.tensor.parcel.BUCKET", bucket)
-    monkeypatch.setattr("penstock.runtime.tensor.parcel.LARGE", min(bucket, 1 << 13))
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.BUCKET", bucket)
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.LARGE", min(bucket, 1 << 13))
     several = Several(tmp_path, FSDP, TP, 3)
     for version in (0, 1, 3):
         sound(several.move(version))
@@ -280,7 +279,7 @@ def test_a_replica_passes_messages_on_before_the_last_one_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer holds its last message back until half of the others are at the end of the chain."""
-    monkeypatch.setattr("penstock.runtime.tensor.parcel.LARGE", 1 << 13)
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.LARGE", 1 << 13)
     several = Several(tmp_path, (("fsdp", 1),), (("tp", 1),), 3)
     sound(several.move(0))
     two_at_the_end = threading.Event()

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.sharding import Axes
+from penstock.graph.protocols import Axes
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import LayoutError
-from penstock.runtime.tensor.memory import SharedMemory
-from penstock.runtime.tensor.put import PutTransport
-from penstock.runtime.tensor.segments import sweep
-from penstock.runtime.tensor.sync import Publisher, Receiver
-from penstock.runtime.tensor.transport import LocalTransport
+from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.process_group import LocalTransport
+from penstock.runtime.tensor.shm import sweep
+from penstock.runtime.tensor.shm_transport import SharedMemory
+from penstock.runtime.tensor.weight_sync import Publisher, Receiver
 from tests.runtime.control.sockets import until
 
 from .peer import published, receive

@@ -11,12 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.parallel import parameter_shapes, pipeline_stages, tensor_parallel
-from penstock.runtime.tensor.layout import ITEMSIZE, Box, Boxes, Copy, Layout, LayoutError, TensorLayout
-from penstock.runtime.tensor.mesh import Mesh, Placement
-from penstock.runtime.tensor.parallel import sharded
-from penstock.runtime.tensor.plan import LARGE, Plan
-from penstock.runtime.tensor.reshard import reshard
+from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.runtime.tensor.layout import (
+    ITEMSIZE,
+    Box,
+    Boxes,
+    Copy,
+    Layout,
+    LayoutError,
+    Mesh,
+    Placement,
+    TensorLayout,
+    sharded,
+)
+from penstock.runtime.tensor.reshard import LARGE, Plan, reshard
 
 from .layouts import boxes, grids, layouts_of, shapes
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.tensor.segments import SHM, SegmentError, create_segment, open_segment, segment_name, sweep
+from penstock.runtime.tensor.shm import SHM, SegmentError, create_segment, open_segment, segment_name, sweep
 
 OWNER = """
 import sys
 from pathlib import Path
-from penstock.runtime.tensor.segments import create_segment
+from penstock.runtime.tensor.shm import create_segment
 segment = create_segment(sys.argv[1], 8192, [Path(sys.argv[2])])
 print("ready", flush=True)
 sys.stdin.read()

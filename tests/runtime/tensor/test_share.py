@@ -5,7 +5,7 @@ import heapq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.share import share
+from penstock.runtime.tensor.reshard import share
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 30), st.integers(1, 12))

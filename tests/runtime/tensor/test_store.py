@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.graph.types import Prompts, Rewards, Rollouts
-from penstock.runtime.tensor.handle import Handle, HandleError
-from penstock.runtime.tensor.segments import SegmentError
-from penstock.runtime.tensor.store import Reader, Store
+from penstock.runtime.tensor.object_ref import Handle, HandleError
+from penstock.runtime.tensor.object_store import Reader, Store
+from penstock.runtime.tensor.shm import SegmentError
 
 RUN = f"t{os.getpid()}"
 
@@ -101,8 +101,8 @@ def test_nothing_leaks_over_ten_thousand_puts(store: Store) -> None:
 READ = """
 import sys
 from penstock.graph.types import Rollouts
-from penstock.runtime.tensor.handle import Handle
-from penstock.runtime.tensor.store import Reader
+from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_store import Reader
 run, segment, offset, nbytes, meta, owner = sys.argv[1:]
 value = Reader(run).get(Handle(segment, int(offset), int(nbytes), meta, owner), Rollouts)
 print(value.texts, int(value.tokens_NS.sum()), value.logprobs_NT.dtype)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.graph.protocols import Carried
-from penstock.runtime.tensor.arena import Parts
+from penstock.runtime.tensor.buffers import Parts
 from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import Copy, LayoutError
-from penstock.runtime.tensor.sync import Moved, Publisher, Receiver, SyncError, hand_over
-from penstock.runtime.tensor.transport import LocalTransport, TransportError
+from penstock.runtime.tensor.process_group import LocalTransport, TransportError
+from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver, SyncError, hand_over
 
 from .peer import CHANNEL, Policy
 

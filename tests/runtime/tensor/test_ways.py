@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor import ways
-from penstock.runtime.tensor.bridge import Bridge
-from penstock.runtime.tensor.memory import Exported, SharedMemory
-from penstock.runtime.tensor.messages import MessageTransport
-from penstock.runtime.tensor.put import PutTransport
-from penstock.runtime.tensor.segments import sweep
-from penstock.runtime.tensor.transport import Transport, TransportError
-from penstock.runtime.tensor.ways import CHOICES, Choice, can_go
+from penstock.runtime.tensor import link
+from penstock.runtime.tensor.link import CHOICES, Bridge, Choice, can_go
+from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.process_group import Transport, TransportError
+from penstock.runtime.tensor.send_recv import MessageTransport
+from penstock.runtime.tensor.shm import sweep
+from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
 
 pytestmark = pytest.mark.timeout(300)
 RUN = f"testways{os.getpid()}"
@@ -87,7 +86,7 @@ HERE, BOTH = [5, 9], 0b11
     ],
 )
 def test_a_way_needs_all_ranks_on_one_host_and_for_a_gpu_the_same_gpus(said: Any, choice: Any, verdict: Any) -> None:
-    assert ways._verdict(said, choice) == verdict
+    assert link._verdict(said, choice) == verdict
 
 
 def test_a_way_that_is_none_is_refused(tmp_path: Path) -> None:

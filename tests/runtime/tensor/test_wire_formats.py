@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph.sharding import Axes
-from penstock.runtime.tensor.arena import allocate
-from penstock.runtime.tensor.box import Box
-from penstock.runtime.tensor.convert import FORMATS, SCALE, converted
+from penstock.graph.protocols import Axes
+from penstock.runtime.tensor.buffers import allocate
 from penstock.runtime.tensor.digest import ProofError
-from penstock.runtime.tensor.layout import Layout
+from penstock.runtime.tensor.layout import Box, Layout
 from penstock.runtime.tensor.quantise import ConversionError, Converter, dequantise
-from penstock.runtime.tensor.segments import sweep
-from penstock.runtime.tensor.sync import Publisher
+from penstock.runtime.tensor.shm import sweep
+from penstock.runtime.tensor.weight_sync import Publisher
+from penstock.runtime.tensor.wire_format import FORMATS, SCALE, converted
 
 from .replicas import CHANNEL, RUN, SHAPES, Both, ShardedPolicy, sound, wholes
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from penstock.runtime.tensor.world import Free, Lockstep, WorldError, open_world
+from penstock.runtime.tensor.process_group import Free, Lockstep, WorldError, open_world
 
 RANKS, ORDERS, STEPS_EACH = 3, 40, 6
 

@@ -1,0 +1,210 @@
+"""What can be computed from a graph before it runs: orders, reachability, staleness, a lower bound on the period.
+
+A graph with faults (see `check`) has no order and no period. Importing this module imports networkx.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import networkx as nx  # type: ignore[import-untyped]
+
+from penstock.graph.errors import Fault, GraphError, nearest
+from penstock.graph.ir import Graph, Ref
+
+
+class Edge(NamedTuple):
+    """An input of a node, and where its value comes from."""
+
+    tail: Ref
+    node: str
+    input: str
+
+    def __str__(self) -> str:
+        return f"{self.tail} → {self.node}.{self.input}"
+
+
+def edges(graph: Graph) -> list[Edge]:
+    """All edges in program order, but for those from one turn of a group to its next."""
+    return [Edge(i.ref, n.name, i.name) for n in graph.nodes for i in n.inputs if not i.back]
+
+
+def dataflow(graph: Graph) -> "nx.DiGraph[str]":
+    """Arguments and nodes, with an edge to each from what it reads: one update of the program, without feedback."""
+    flow = nx.DiGraph()
+    flow.add_nodes_from([a.name for a in graph.arguments] + [n.name for n in graph.nodes])
+    flow.add_edges_from((edge.tail.node, edge.node) for edge in edges(graph))
+    return flow
+
+
+def donations(graph: Graph) -> list[tuple[str, str]]:
+    """(reader, maker): a node that makes a carried value's next value changes it in place, so it waits until every
+    other node that reads the value as it is has done so."""
+    makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+    return [
+        (n.name, makers[i.ref.node])
+        for n in graph.nodes
+        for i in n.inputs
+        if n.fires and i.ref.node in makers and n.name != makers[i.ref.node]
+    ]
+
+
+def feedback(graph: Graph) -> "nx.DiGraph[str]":
+    """The data flow closed over updates. An edge's `span` is the number of updates between its two ends: 1 from the
+    node that makes a carried value to that value, `lag` into a broadcast or a delay."""
+    flow = dataflow(graph)
+    nx.set_edge_attributes(flow, 0, "span")
+    flow.add_edges_from(donations(graph), span=0)
+    for node in graph.nodes:
+        if not node.fires:
+            flow.edges[node.inputs[0].ref.node, node.name]["span"] = node.lag
+    for carried in graph.carried:
+        if maker := graph.producer(carried.name):
+            flow.add_edge(maker, carried.name, span=1)
+    return flow
+
+
+def order(graph: Graph) -> tuple[str, ...]:
+    """The nodes' names, each after all that it reads; program order where that leaves a choice.
+
+    Raises GraphError for a graph with a cycle.
+    """
+    flow, place = dataflow(graph), {node.name: i for i, node in enumerate(graph.nodes)}
+    try:
+        names = list(nx.lexicographical_topological_sort(flow, key=lambda name: place.get(name, -1)))
+    except nx.NetworkXUnfeasible:
+        given = " → ".join(tail for tail, _ in nx.find_cycle(flow))
+        what = f"{graph.name}: the nodes have no order"
+        raise GraphError(Fault(what, f"the cycle {given}", "a graph that `check` accepts", graph.where)) from None
+    return tuple(name for name in names if name in place)
+
+
+def reach(graph: Graph) -> dict[str, frozenset[str]]:
+    """For each argument and node, the nodes that depend on it within one update."""
+    flow = dataflow(graph)
+    return {name: frozenset(nx.descendants(flow, name)) for name in flow}
+
+
+def staleness(graph: Graph) -> dict[Edge, int]:
+    """For each edge, by how many updates the oldest weights that had a part in its value may be behind the policy of
+    the update that consumes it: the largest sum of lags on a way to it. Carried values as they are have 0."""
+    age = {argument.name: 0 for argument in graph.arguments}
+    for name in order(graph):
+        node = graph[name]
+        age[name] = (node.lag or 0) + max((age[i.ref.node] for i in node.inputs), default=0)
+    return {edge: age[edge.tail.node] for edge in edges(graph)}
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No schedule needs fewer than `seconds` per update in the long run, because of a `cycle` of nodes that spans
+    `span` updates, or of the work of a `pool`."""
+
+    seconds: float
+    cycle: tuple[str, ...] = ()
+    span: int = 1
+    pool: str = ""
+
+    @property
+    def cause(self) -> str:
+        if self.pool:
+            return f"the work of pool {self.pool}"
+        if not self.cycle:
+            return "nothing takes time"
+        updates = "1 update" if self.span == 1 else f"{self.span} updates"
+        return f"the cycle {' → '.join((*self.cycle, self.cycle[0]))}, which spans {updates}"
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.6g} s per update: {self.cause}"
+
+
+def period_bound(
+    graph: Graph,
+    durations: Mapping[str, float],
+    batch: int,
+    servers: Mapping[str, int] | None = None,
+    pools: Mapping[str, str] | None = None,
+) -> Bound:
+    """A lower bound on the seconds between updates in the long run: the maximum cycle ratio of the firings.
+
+    `durations` are seconds of one firing by node; a broadcast's is publish, wire and swap together, 0 if not given.
+    `servers` is the number of firings that a pool has in work at once, replicas × capacity; 1 if not given. `pools`
+    is where the plan puts each node, if not where its label says. Sources are read ahead and cost nothing.
+
+    A cycle. Its durations follow one another, and at each stretch of per-group nodes the whole batch must get through
+    before the update: b groups, through stages of s servers and d seconds each, take Σd and the dearest way to fill
+    b - 1 places with hops of s places and d seconds (at a stage, group g waits for group g - s). For one stage that
+    is (ceil(b / s) - 1) · d. The sum is divided by the updates that the cycle spans: 1 for a carried value, `lag`
+    more for a broadcast. A stretch that serves m further updates' batches before the cycle closes spans m more.
+
+    A pool. The work of its nodes per update, over its servers.
+
+    The bound is exact, for durations that do not vary, where each pool runs one node, one carried value changes,
+    transfers take less than the bound, and free servers are given the next group in order. Where several nodes share
+    a pool their firings queue for each other, which no cycle shows: the simulator decides. Groups that a filter drops
+    and turns after the first only add to it, and so does a node that fires at some updates only, in a cycle.
+    """
+    seconds, held, capacity = _durations(graph, durations), dict(pools or {}), dict(servers or {})
+    pool_of = {n.name: held.get(n.name, n.pool) for n in graph.nodes}
+    # A node that keeps a state does one firing at a time.
+    free = {n.name: 1 if n.stateful else capacity.get(pool_of[n.name], 1) for n in graph.nodes}
+    always = {name: 0.0 if name in graph and graph[name].every > 1 else took for name, took in seconds.items()}
+    bounds = [_cycle_bound(graph, span, cycle, batch, always, free) for cycle, span in _cycles(graph)]
+    work: dict[str, float] = {}
+    for node in graph.nodes:
+        if node.fires:
+            firings = batch if node.clock == "group" else 1 / node.every
+            work[pool_of[node.name]] = work.get(pool_of[node.name], 0.0) + seconds[node.name] * firings
+    bounds += [Bound(total / capacity.get(pool, 1), pool=pool) for pool, total in work.items()]
+    return max([Bound(0.0), *bounds], key=lambda bound: bound.seconds)
+
+
+Stage = tuple[int, float]
+"""Servers of a per-group node, and seconds of one of its firings."""
+
+FURTHER = 32
+"""Batches beyond its own that a stretch is followed for: where queueing across updates still makes a difference."""
+
+
+def _cycle_bound(
+    graph: Graph, span: int, cycle: Sequence[str], batch: int, seconds: Mapping[str, float], servers: Mapping[str, int]
+) -> Bound:
+    """The bound of one cycle, which begins at a carried value."""
+    base = sum(seconds.get(name, 0.0) for name in cycle)
+    clocks = groupby(cycle, key=lambda name: name in graph and graph[name].clock == "group")
+    stretches = [[(servers[name], seconds[name]) for name in names] for per_group, names in clocks if per_group]
+    further = [min(FURTHER, max(s for s, _ in stages)) for stages in stretches]
+    fills = [_fill(stages, batch * (more + 1) - 1) for stages, more in zip(stretches, further, strict=True)]
+    once = base + sum(fill[batch - 1] for fill in fills)
+    ratios = [once / span]
+    for fill, more in zip(fills, further, strict=True):
+        ratios += [(once - fill[batch - 1] + fill[batch * (m + 1) - 1]) / (span + m) for m in range(1, more + 1)]
+    return Bound(max(ratios), tuple(cycle), span)
+
+
+def _fill(stages: Sequence[Stage], places: int) -> list[float]:
+    """For each number of places up to `places`, the most seconds of hops that fit into it."""
+    best = [0.0] * (places + 1)
+    for place in range(1, places + 1):
+        best[place] = max([best[place - 1], *(d + best[place - s] for s, d in stages if s <= place)])
+    return best
+
+
+def _cycles(graph: Graph) -> Iterator[tuple[list[str], int]]:
+    """The simple cycles with their spans, each from a carried value on."""
+    flow = feedback(graph)
+    for cycle in nx.simple_cycles(flow):
+        start = next(i for i, name in enumerate(cycle) if name not in graph)
+        names = cycle[start:] + cycle[:start]
+        yield names, sum(flow.edges[edge]["span"] for edge in zip(names, names[1:] + names[:1], strict=True))
+
+
+def _durations(graph: Graph, given: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by node. Raises GraphError for a name that is none, and for a node without a duration."""
+    names = [n.name for n in graph.nodes]
+    for name in given.keys() - names - {a.name for a in graph.arguments}:
+        raise GraphError(Fault(f"{graph.name}: durations", f"{name!r}", f"names of nodes{nearest(name, names)}"))
+    if missing := [n.name for n in graph.nodes if n.fires and n.name not in given]:
+        raise GraphError(Fault(f"{graph.name}: durations", f"none of {', '.join(missing)}", "one for each node"))
+    return {name: float(given.get(name, 0.0)) for name in names}

@@ -1,0 +1,231 @@
+"""Import paths: what names a function or a class in a graph, so that another process finds the same one.
+
+"package.module:name", or "/absolute/file.py:name" for a module that was loaded from a file. Names of the built-in
+programs ("aipo") are short for `penstock.programs.aipo:aipo`.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import math
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, UnionType
+from typing import Any, get_args
+
+from penstock.graph.errors import fault, nearest
+from penstock.graph.ir import Json
+
+PROGRAMS = "penstock.programs"
+
+PATHS = (Path, Path | None, "Path", "Path | None")
+"""The annotations of an option that is a file or a folder, evaluated or not."""
+LISTS = (list[Path], Sequence[Path], tuple[Path, ...], "list[Path]", "Sequence[Path]", "tuple[Path, ...]")
+"""And of one that is several of them."""
+
+_files: dict[str, str] = {}
+"""The modules that were loaded from a file: their names, and the files' absolute paths."""
+
+
+def path_of(thing: Any) -> str:
+    """The import path of a function, class, node or program."""
+    module = thing.__module__
+    if module == "__main__" and (file := getattr(sys.modules["__main__"], "__file__", None)):
+        module = os.path.abspath(file)
+    return f"{_files.get(module, module)}:{thing.__qualname__}"
+
+
+def short(path: str) -> str:
+    """The name in a path, without its module."""
+    return path.rpartition(":")[2].rpartition("<locals>.")[2]
+
+
+def load(path: str) -> Any:
+    """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program.
+
+    Raises GraphError with the nearest names if there is none. What a module itself raises while it is imported is
+    not caught: its traceback names the line.
+    """
+    place, _, name = path.rpartition(":")
+    if not place and not name.endswith(".py"):
+        place = f"{PROGRAMS}.{name}"
+        if not name.isidentifier() or importlib.util.find_spec(place) is None:
+            needed = '"package.module:name", "file.py:name" or the name of a built-in program'
+            raise fault("nothing to load", repr(path), needed + nearest(name, _built_in()), "")
+    elif name.endswith(".py"):
+        place, name = path, ""
+    module = _from_file(path, place) if place.endswith(".py") else _import(path, place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise _unknown(path, module, name)
+        found = getattr(found, part)
+    return found
+
+
+def imported(path: str) -> Any:
+    """What `load` finds, if this process has imported its module; None if not."""
+    place, _, name = path.rpartition(":")
+    found: Any = sys.modules.get(place)
+    if place.endswith(".py"):
+        found = _main(place) or sys.modules.get(_module_name(place))
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _main(real: str) -> ModuleType | None:
+    """The module that this process runs, if that is its file."""
+    main = sys.modules.get("__main__")
+    return main if main is not None and os.path.abspath(getattr(main, "__file__", None) or "") == real else None
+
+
+def _module_name(real: str) -> str:
+    """The same in every process, since keys and digests may hold it."""
+    return f"penstock_file_{hashlib.blake2b(os.fsencode(real), digest_size=6).hexdigest()}"
+
+
+def _import(path: str, module: str) -> ModuleType:
+    _reachable(os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing or not f"{module}.".startswith(f"{missing}."):
+            raise
+    needed = "a module that can be imported here (is it installed, or in the current folder?)"
+    raise fault("nothing to load", f"{path!r}: there is no module {missing!r}", needed, "")
+
+
+def _from_file(path: str, file: str) -> ModuleType:
+    """The module of a file: loaded once, whatever its path was given as."""
+    real = os.path.abspath(file)
+    if not os.path.isfile(real):
+        siblings = [p.name for p in Path(real).parent.glob("*.py")]
+        given = f"{path!r}: there is no file {real}"
+        raise fault("nothing to load", given, "an existing file" + nearest(Path(real).name, siblings), "")
+    if (main := _main(real)) is not None:
+        return main
+    module = _module_name(real)
+    if module in sys.modules:
+        return sys.modules[module]
+    spec = importlib.util.spec_from_file_location(module, real)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[module], _files[module] = made, real
+    _reachable(os.path.dirname(real))
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[module]
+        raise
+    return made
+
+
+def reach(path: str) -> None:
+    """Let modules beside the file that a program's path names be imported, as when it was traced."""
+    place = path.rpartition(":")[0]
+    if place.endswith(".py"):
+        _reachable(os.path.dirname(os.path.abspath(place)))
+
+
+def _reachable(folder: str) -> None:
+    """Let modules beside a user's file be imported; last in the path, so that they shadow nothing."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _unknown(path: str, module: ModuleType, name: str) -> Exception:
+    public = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+    own = [n for n, v in public.items() if getattr(v, "__module__", "") == module.__name__]
+    needed = 'a name after ":"' if not name else f"a name that is defined at the top of {module.__file__}"
+    if "<locals>" in name or "<lambda>" in name:
+        needed += " (other processes cannot import what is defined inside a function)"
+    return fault("nothing to load", repr(path), needed + nearest(name, own or public), "")
+
+
+def _built_in() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__)]
+
+
+def encode(value: Any, what: str) -> Json:
+    """An option as JSON; a node, function or class as `{"path": …}`, a `functools.partial` of one with its keyword
+    arguments as `{"path": …, "options": {…}}`; paths absolute, so that a run can be resumed from any folder. `what`
+    names the option in the error."""
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
+        return value
+    if isinstance(value, Integral) or (isinstance(value, Real) and not math.isnan(value)):  # such as NumPy's
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, list | tuple):
+        return [encode(item, what) for item in value]
+    if isinstance(value, dict) and all(type(key) is str for key in value) and not names_function(value):
+        return {key: encode(item, what) for key, item in value.items()}
+    if isinstance(value, partial):
+        if value.args:
+            raise fault(what, f"{value!r}, with arguments by place", "a functools.partial with keyword arguments only")
+        annotations = getattr(value.func, "__annotations__", {})
+        for name, bound in value.keywords.items():
+            require_no_function(bound, annotations.get(name), f"{what}: option {name!r}")
+        function = encode(value.func, what)  # a partial itself, where that has attributes
+        return {**function, "options": {**function.get("options", {}), **encode(value.keywords, what)}}
+    if isinstance(value, FunctionType | BuiltinFunctionType | type) or hasattr(value, "__wrapped__"):
+        path = path_of(value)
+        if "<" not in path:
+            return {"path": path}
+        needed = "a function that other processes can import: NAME, or functools.partial(NAME, number=…), of a "
+        needed += "`def NAME(…)` at the top of a module"
+        if isinstance(value, type):
+            needed = "a class that other processes can import, at the top of a module"
+        raise fault(what, path, needed)
+    if isinstance(value, float):
+        raise fault(what, repr(value), "a finite number")
+    needed = "a constant (number, text, True, False, None, or lists and dicts of them), a function or a node"
+    raise fault(what, f"{value!r} ({type(value).__name__})", needed)
+
+
+def require_no_function(value: Any, annotation: Any, what: str) -> None:
+    """Raises GraphError for a function in place of a number, a truth value or a text, as the annotation says."""
+    allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    plain = {int: "a number", float: "a number", bool: "True or False", str: "a text"}
+    if callable(value) and allowed[0] in plain and set(allowed) <= {*plain, NoneType}:
+        raise fault(what, path_of(value) if hasattr(value, "__qualname__") else repr(value), plain[allowed[0]])
+
+
+def names_function(option: Json) -> bool:
+    """Is an encoded option a function?"""
+    return isinstance(option, dict) and set(option) in ({"path"}, {"path", "options"})
+
+
+def resolve(option: Json) -> Any:
+    """The inverse of `encode`, but for tuples, which stay lists, and paths, which stay texts outside of functions."""
+    if isinstance(option, list):
+        return [resolve(item) for item in option]
+    if isinstance(option, dict):
+        if names_function(option):
+            function = load(option["path"])
+            return partial(function, **arguments(function, option["options"])) if "options" in option else function
+        return {key: resolve(item) for key, item in option.items()}
+    return option
+
+
+def arguments(function: Callable[..., Any], options: Mapping[str, Json]) -> dict[str, Any]:
+    """Encoded options as a function takes them: with a `Path` for a text where that is its annotation."""
+    annotations = getattr(function, "__annotations__", {})
+    return {name: located(resolve(option), annotations.get(name)) for name, option in options.items()}
+
+
+def located(value: Any, annotation: Any) -> Any:
+    """An option's value, and an absolute `Path` for each file or folder that its annotation says it is."""
+    if annotation in PATHS and isinstance(value, str | Path):
+        return Path(value).absolute()
+    if annotation in LISTS and isinstance(value, list | tuple):
+        return [located(item, Path) for item in value]
+    return value

@@ -1,0 +1,299 @@
+"""`@node`: a function with a typed signature that a program can call.
+
+What runs where a program says `keep`: the predicate, and its verdict on a group.
+"""
+
+import copy
+import functools
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
+
+from penstock.graph.errors import defined, fault, nearest
+from penstock.graph.imports import path_of
+from penstock.graph.interface import Interface, interface
+from penstock.graph.ir import Clock
+from penstock.graph.trace import current, has_handles
+from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards, Weights
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S")
+Ts = TypeVarTuple("Ts")
+
+
+class NodeDef(Generic[P, T]):
+    """A node's definition. Typed as it reads in a program: without the state, and without the metrics.
+
+    Called in a program it records one node and returns handles. Called anywhere else it is the plain function `fn`:
+    same arguments, state included, and same result, metrics included.
+
+    `bound` are inputs and options that every call of this node is given, by name (see `given`). `answering` is the node
+    that stands for this one as the second of `alternate`, None where it can be that itself. `written` is how a program
+    says this one, for messages.
+    """
+
+    __name__: str
+
+    def __init__(self, fn: Callable[..., Any], pool: str, clock: Clock, init: Callable[..., Any] | None = None) -> None:
+        if clock not in ("group", "update"):
+            raise fault(f"{fn.__name__}: clock", repr(clock), '"group" or "update"', defined(fn))
+        functools.update_wrapper(self, fn)
+        self.fn, self.pool, self.init = fn, pool, init
+        self.clock: Clock = clock
+        self.beat = 1
+        self.label = ""
+        self.bound: Mapping[str, Any] = {}
+        self.answering: NodeDef[..., Any] | None = None
+        self.written: str = fn.__name__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = current.get()
+        if recorder is not None:
+            made: T = recorder.call(self, args, kwargs)
+            return made
+        if has_handles((*args, *kwargs.values())):
+            needed = "a call while the program is traced; values of a program exist only there"
+            raise fault(self.__name__, "a value of a program that has been traced", needed)
+        result: T = self.fn(*args, **{**self.bound, **kwargs})
+        return result
+
+    def __repr__(self) -> str:
+        return f"<node {self.path}>"
+
+    @property
+    def per_update(self) -> Self:
+        """This node, fired once per update on the whole batch, its per-group inputs joined."""
+        return self._changed(clock="update")
+
+    def on(self, pool: str) -> Self:
+        """This node, in another pool."""
+        return self._changed(pool=pool)
+
+    def named(self, name: str) -> Self:
+        """This node, whose call is named `name` in the graph: in figures (`solver.loss`), in flags
+        (`--duration solver=0.3`) and on the display. Without, it has its function's name, with a number from the second
+        call on (`policy_update_2`).
+
+        Raises GraphError for what is no plain name of letters, digits and "_". A program refuses a name that another
+        call has. That of an argument may be taken: `policy_update.named("solver")(solver, …)`.
+        """
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII):
+            needed = 'a name of letters, digits and "_", at most 64, such as "solver"'
+            raise fault(f"{self.__name__}.named", repr(name), needed)
+        return self._changed(label=name)
+
+    def every(self, updates: int) -> Self:
+        """This per-update node, fired at every so-manieth update only. What it makes stays as it is in between."""
+        if self.clock != "update":
+            needed = f"one that fires per update: {self.__name__}.per_update.every({updates!r})"
+            raise fault(f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
+        return self._changed(beat=updates)
+
+    def given(self, **values: Any) -> "NodeDef[..., T]":
+        """This node with some of its inputs and options, by name, which a call then leaves out.
+
+        alternate(generate, customer.given(persona=personas, patience=3), prompts, behaviour, turns=4)
+        """
+        known = [*(port.name for port in self.interface.inputs), *self.interface.options]
+        if unknown := [name for name in values if name not in known]:
+            needed = f"an input or option of {self.__name__}{nearest(unknown[0], known)}"
+            raise fault(f"{self.__name__}.given: {unknown[0]!r}", repr(values[unknown[0]]), needed)
+        return self._changed(bound={**self.bound, **values})
+
+    def of(self, value: Any) -> "NodeDef[..., T]":
+        """This node with the weights of a carried value for its input of weights: `generate.of(judge)`.
+
+        A value that never changes is given as it is. Of one that updates change a broadcast says how old the weights
+        may be: `generate.of(broadcast(judge, lag=1))`.
+        """
+        ports = self.weights
+        if len(ports) != 1:
+            given = f"a node with {len(ports)} inputs of weights" if ports else "a node without an input of weights"
+            raise fault(f"{self.__name__}.of", given, "one with a single input of the type Weights")
+        recorder = current.get()
+        if recorder is None:
+            raise fault(f"{self.__name__}.of", "a call outside of a program", "a call in a function with @program")
+        return self._changed(bound={**self.bound, ports[0]: recorder.weights(value, f"{self.__name__}.of")})
+
+    def answers(self) -> "NodeDef[..., Any]":
+        """The node that this one is where it answers in `alternate`, given what this one is given."""
+        if self.answering is None:
+            return self
+        made = self.answering.given(**self.bound)
+        return made._changed(pool=self.pool, label=self.label, written=f"{self.__name__}.of(…)")
+
+    def _changed(self, **changes: Any) -> Self:
+        made = copy.copy(self)
+        made.__dict__.update(changes)
+        return made
+
+    @property
+    def path(self) -> str:
+        return path_of(self.fn)
+
+    @property
+    def weights(self) -> list[str]:
+        """The inputs that are weights."""
+        return [port.name for port in self.interface.inputs if port.type is Weights]
+
+    @functools.cached_property
+    def interface(self) -> Interface:
+        """Read at the first use, since annotations may name classes that stand further down the file."""
+        return interface(self.fn, stateful=self.init is not None)
+
+    def run(self, state: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Call the function as a worker does. `state` is ignored by a node without one."""
+        inputs = self.interface.gathered(inputs)
+        if self.init is None:
+            return self.fn(**inputs, **options)
+        return self.fn(state, **inputs, **options)
+
+    def split(self, result: Any, *, stateful: bool) -> tuple[Any, dict[str, Any], Metrics]:
+        """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
+
+        A `Stream` hands its outputs over without the state. Raises TypeError for a result that does not fit the
+        return annotation, ValueError for rewards that are none.
+        """
+        shape = self.interface
+        parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
+        state = parts.pop(0) if stateful else None
+        metrics: Any = parts.pop() if shape.metrics and parts else {}
+        values = shape.values(parts[0] if len(parts) == 1 else tuple(parts))
+        fit = len(values) == len(shape.outputs) and isinstance(metrics, dict)
+        if not fit or not all(_fits(v, port.type) for v, port in zip(values, shape.outputs, strict=True)):
+            names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
+            given = f"tuple[{names}]" if names else type(result).__name__
+            raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {shape.returns}")
+        for lack in (value.lack() for value in values if isinstance(value, Rewards)):
+            if lack:
+                raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {lack}")
+        outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
+        if len(metrics) > MOST_FIGURES:
+            given = f"{self.__name__} returned {len(metrics)} figures"
+            raise ValueError(f"{defined(self.fn)}: {given}, needed at most {MOST_FIGURES} of a firing")
+        return state, outputs, {name: self._figure(name, value) for name, value in metrics.items()}
+
+    def _figure(self, name: Any, value: Any) -> float:
+        """One of the metrics. Raises TypeError for a name that is no text, and a value that is no number; ValueError
+        for a name that rows have a column of their own for, or that cannot be shown."""
+        try:
+            figure = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with several elements
+            figure = None
+        if figure is None or not isinstance(name, str):
+            given = f"{reprlib.repr(name)}: {reprlib.repr(value)} among its metrics"
+            raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed a name with one number")
+        if name in COLUMNS or name == f"{self.__name__}_update":
+            taken = ", ".join(sorted({*COLUMNS, f"{self.__name__}_update"}))
+            given = f"{name!r} among its metrics, which a row of metrics.jsonl has of its own"
+            raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {given}; needed another name than {taken}")
+        if not (0 < len(name) <= NAME_LENGTH and name.isprintable()):
+            given = f"a figure named {reprlib.repr(name)} ({len(name)} characters)"
+            needed = f"a name of 1 to {NAME_LENGTH} printable characters"
+            raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {needed}")
+        return figure
+
+
+def _fits(value: Any, type_: Any) -> bool:
+    return type_ is Any or getattr(type_, "_is_protocol", False) or isinstance(value, type_)
+
+
+class Stateless(Protocol):
+    """What `@node(pool=…)` is."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Metrics], /) -> NodeDef[P, None]: ...
+    @overload
+    def __call__(self, fn: Callable[P, tuple[T, Metrics]], /) -> NodeDef[P, T]: ...
+    @overload
+    def __call__(self, fn: Callable[P, tuple[*Ts, Metrics]], /) -> NodeDef[P, tuple[*Ts]]: ...
+    @overload
+    def __call__(self, fn: Callable[P, T], /) -> NodeDef[P, T]: ...
+
+
+class Stateful(Protocol[S]):
+    """What `@node(init=…)` is: the function's first parameter and its first result are the state."""
+
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, Metrics]], /) -> NodeDef[P, None]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, T, Metrics]], /) -> NodeDef[P, T]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, T]], /) -> NodeDef[P, T]: ...
+
+
+@overload
+def node(fn: Callable[P, Metrics], /) -> NodeDef[P, None]: ...
+@overload
+def node(fn: Callable[P, tuple[T, Metrics]], /) -> NodeDef[P, T]: ...
+@overload
+def node(fn: Callable[P, tuple[*Ts, Metrics]], /) -> NodeDef[P, tuple[*Ts]]: ...
+@overload
+def node(fn: Callable[P, T], /) -> NodeDef[P, T]: ...
+@overload
+def node(*, pool: str = ..., clock: Clock = ..., init: None = ...) -> Stateless: ...
+@overload
+def node(*, pool: str = ..., clock: Clock = ..., init: Callable[..., S]) -> Stateful[S]: ...
+def node(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    pool: str = "default",
+    clock: Clock = "group",
+    init: Callable[..., Any] | None = None,
+) -> Any:
+    """Make a function a node. Its signature is the interface.
+
+    Values on edges are immutable to their readers: each firing gets inputs of its own, which no other node sees,
+    however the run is driven. A result is copied when it is returned; to change it later changes nothing. The state of
+    a node, and a carried value in the node that makes its next value, belong to the node, which may change them. A node
+    that only reads a carried value or `Weights` must not: these are large and not copied.
+
+    Positional parameters are inputs (their annotations the edges' types), keyword-only ones options, the return
+    annotation the outputs: one class, `tuple[A, B]` or a NamedTuple. A `Metrics` (dict of float) at the end of a
+    returned tuple is not an output: its figures end in `metrics.jsonl`. A node that returns `Metrics` alone, or None,
+    has no outputs.
+
+    `pool` is a label for the planner. `clock` says how often it fires: once per prompt group, or once per update, on
+    the whole batch. `init(context, **options)` makes it stateful: the function's first parameter is the state, and it
+    returns `(state, outputs)` or `(state, outputs, metrics)`. A keyword-only parameter `context: Context | None = None`
+    is no option: a run fills it with what its flags say.
+
+        @node(pool="scorer")
+        def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:
+            return rewards - weight * rollouts.lengths()
+    """
+    if fn is not None:
+        return NodeDef(fn, pool, clock)
+    return lambda fn: NodeDef(fn, pool, clock, init)
+
+
+class Dropped:
+    """Instead of outputs: the group is to be dropped."""
+
+
+def _single(verdict: Any) -> bool:
+    """Is it an array of one element, of whatever library?"""
+    shape = getattr(verdict, "shape", None)
+    return shape is not None and all(length == 1 for length in shape)
+
+
+class Filter:
+    """The definition of a `keep`, with what a `NodeDef` has for those who run nodes. Its outputs are its inputs."""
+
+    init = None
+
+    def run(self, state: None, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> "tuple[Any, ...] | Dropped":
+        """Raises TypeError for a predicate that answers neither yes nor no, such as one that forgets to return."""
+        values, when = tuple(inputs.values()), options["when"]
+        verdict = when(*values)
+        answer = verdict.item() if _single(verdict) else verdict
+        if not isinstance(answer, bool):
+            given = f"keep: {path_of(getattr(when, 'func', when))} returned {verdict!r}"
+            raise TypeError(f"{given}, needed True or False for the whole group")
+        return values if answer else Dropped()
+
+    def split(self, result: tuple[Any, ...], *, stateful: bool) -> tuple[None, dict[str, Any], Metrics]:
+        return None, {str(index): value for index, value in enumerate(result)}, {}

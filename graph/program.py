@@ -1,0 +1,415 @@
+"""`@program` and `trace`: a program is called once, with handles, and what it calls becomes the graph.
+
+What a program can say beside calling nodes: how weights travel, which groups stay, what is read later, turns.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, overload
+
+from penstock.graph.check import by_place, check
+from penstock.graph.errors import Fault, GraphError, caller, defined, fault, nearest
+from penstock.graph.imports import LISTS, PATHS, encode, located, path_of, resolve, short
+from penstock.graph.imports import arguments as decoded
+from penstock.graph.interface import REQUIRED, signature, type_of
+from penstock.graph.ir import Argument, Graph, Json, Ref
+from penstock.graph.node import NodeDef
+from penstock.graph.trace import Assembly, Handle, Recorder, current
+from penstock.graph.types import Replies, Rollouts, Weights
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A keyword argument of a program. `default` is `interface.REQUIRED` if it has none."""
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+
+    @property
+    def is_path(self) -> bool:
+        """Does it name a file or a folder (`Path`, or `Path | None`)?"""
+        return self.annotation in PATHS
+
+    @property
+    def is_paths(self) -> bool:
+        """Does it name several (`list[Path]`, `tuple[Path, ...]`)?"""
+        return self.annotation in LISTS
+
+
+class Program(Generic[P, T]):
+    """A program: from the carried state and the sources to the next carried state.
+
+    `evaluation` and `defaults` are those of `@program`. `names` are the names that its carried arguments have in the
+    graph, where `of` has given them others. Calling a program calls its function.
+    """
+
+    __name__: str
+
+    def __init__(
+        self,
+        fn: Callable[P, T],
+        evaluation: "Program[..., Any] | None" = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.evaluation = fn, evaluation
+        self.defaults = dict(defaults or {})
+        self.names: dict[str, str] = {}
+        self.renamed = ""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<program {self.path}>"
+
+    def of(self, **names: str) -> Self:
+        """This program on carried values of other names: `evaluate.of(policy="solver")` is `evaluate` with the carried
+        value `solver` wherever it says `policy`.
+
+        Raises GraphError for a name that is no argument of this program, or that two arguments would have. `trace`
+        refuses sources: they are the program's own, whatever they are called.
+        """
+        arguments = list(inspect.signature(self.fn).parameters)
+        made = copy.copy(self)
+        made.names, made.renamed = {**self.names, **names}, caller()
+        for argument, name in names.items():
+            what = f"{self.name}.of: {argument}={name!r}"
+            if argument not in arguments:
+                raise fault(what, repr(argument), f"a carried argument of {self.name}{nearest(argument, arguments)}")
+            if not isinstance(name, str) or not name.isidentifier():
+                raise fault(what, repr(name), 'the name of a carried value, such as "policy"')
+            others = [other for other in arguments if other != argument and made.names.get(other, other) == name]
+            if others:
+                raise fault(
+                    what, f"{name!r}, as the argument {others[0]!r} is called", "another name for each argument"
+                )
+        return made
+
+    @property
+    def name(self) -> str:
+        return self.__name__
+
+    @property
+    def path(self) -> str:
+        return path_of(self.fn)
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.fn) or ""
+
+    @property
+    def where(self) -> str:
+        return defined(self.fn)
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The positional parameters with their types; `Any` for one without annotation."""
+        found = {}
+        for parameter in signature(self.fn).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                continue
+            what = f"{self.name}: argument {parameter.name!r}"
+            if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                needed = "a plain parameter for each carried value or source, and options after `*`"
+                raise fault(what, f"a parameter that is {parameter.kind.description}", needed, self.where)
+            if parameter.default is not parameter.empty:
+                needed = "no default for a carried value or source; options stand after `*`"
+                raise fault(what, f"the default {parameter.default!r}", needed, self.where)
+            untyped = parameter.annotation is parameter.empty
+            found[parameter.name] = Any if untyped else type_of(parameter.annotation, what, self.where)
+        return found
+
+    @functools.cached_property
+    def flags(self) -> tuple[Flag, ...]:
+        """The keyword-only parameters in order, with their help from the docstring's "Args:"."""
+        help_texts = _args_section(self.doc)
+        parameters = [p for p in signature(self.fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+        def annotation(parameter: inspect.Parameter) -> Any:
+            if parameter.annotation is not parameter.empty:
+                return parameter.annotation
+            kind = Path if isinstance(parameter.default, Path) else type(parameter.default)
+            return Any if parameter.default is None or parameter.default is REQUIRED else kind
+
+        return tuple(Flag(p.name, annotation(p), p.default, help_texts.get(p.name, "")) for p in parameters)
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All flags' values. Raises GraphError for an unknown or missing one."""
+        flags = {flag.name: flag.default for flag in self.flags}
+        for name in given.keys() - flags.keys():
+            needed = f"an option of {self.name}{nearest(name, flags)}"
+            raise fault(f"{self.name}: option {name!r}", repr(given[name]), needed, self.where)
+        values = {name: resolve(given[name]) if name in given else default for name, default in flags.items()}
+        values = {flag.name: located(values[flag.name], flag.annotation) for flag in self.flags}
+        if missing := [name for name, value in values.items() if value is REQUIRED]:
+            needed = "a value, since it has no default"
+            raise fault(f"{self.name}: option {missing[0]!r}", "nothing", needed, self.where)
+        return values
+
+
+@overload
+def program(fn: Callable[P, T], /) -> Program[P, T]: ...
+@overload
+def program(
+    *, evaluation: Program[..., Any] | None = None, defaults: Mapping[str, Any] | None = None
+) -> Callable[[Callable[P, T]], Program[P, T]]: ...
+def program(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    evaluation: Program[..., Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """Make a function a program. Its positional parameters are carried values (those it returns) and sources, its
+    keyword-only parameters the options, which are flags of the command line.
+
+    `evaluation` is a program that measures what this one trains: a run calls it on `--eval-groups` held-out groups,
+    once before the first update and once after the last; the figure `accuracy` of its nodes is the accuracy of the run.
+    Its carried arguments must be carried values of this program, by name and type; `of` points them at others. Its
+    sources are its own and read held-out data (`Context.split` is "evaluate"). Options that this program has too, with
+    the same default, are given its values; the others have their defaults. Without an evaluation nothing is measured
+    beside the training.
+
+        @program(evaluation=evaluate.of(policy="solver"))
+        def self_play(proposer: Policy, solver: Policy, prompts: Prompts) -> dict[str, Policy]: ...
+
+    `defaults` are this program's own for flags that every program has, by name: `{"updates": 60, "max_tokens": 24}`.
+    The command line and `--config` override them. A name that is no flag is refused.
+    """
+    if fn is not None:
+        return Program(fn)
+    return lambda fn: Program(fn, evaluation, defaults)
+
+
+def trace(
+    program: Program[..., Any],
+    options: Mapping[str, Any] | None = None,
+    prefix: str = "",
+    *,
+    batch: int | None = None,
+) -> Graph:
+    """The graph of a program, by calling it once with handles.
+
+    What is returned names the carried values: one value is the next of the first argument; a dict or dataclass names
+    its arguments. All other arguments are sources. `options` overrides the program's flags. `prefix` goes before the
+    names of nodes and sources, so that two graphs can share carried values in one run ("evaluate.").
+
+    Raises GraphError at the user's line for calls that cannot be recorded; `check` finds what is wrong with the whole.
+    An option that a node cannot take is left out and tracing goes on: the error has all of them, and what `check` finds
+    in the rest, given the `batch`. Any other such call is the last of its faults.
+    """
+    if not isinstance(program, Program):
+        raise fault("trace", repr(program), "a function with @program")
+    values = program.options(options or {})
+    encoded = _encoded(program, values)
+    recorder = Recorder(program.arguments, prefix, program.names.values())
+    try:
+        graph = _called(program, recorder, values, encoded)
+    except GraphError as error:
+        if recorder.faults:
+            raise GraphError(*recorder.faults, *error.faults) from None
+        raise
+    if recorder.faults:
+        raise GraphError(*sorted([*recorder.faults, *check(graph, batch=batch)], key=by_place))
+    return graph
+
+
+def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, batch: int | None = None) -> Graph:
+    """The graph of a program's evaluation on the carried values of the program, which `graph` has traced.
+
+    Options that both have with the same default are the program's: what is measured is played by the same rules. With
+    another default an option is the evaluation's own, such as a temperature of 0.
+    Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program or of another
+    type: a run would make a value of its own for it, which no update changes.
+    """
+    evaluation = program.evaluation
+    assert evaluation is not None
+    defaults = {flag.name: flag.default for flag in program.flags}
+    alike = {f.name for f in evaluation.flags if f.name in defaults and defaults[f.name] == f.default}
+    shared = {name: value for name, value in graph.options if name in alike}
+    traced = trace(evaluation, decoded(evaluation.fn, shared), prefix, batch=batch)
+    held = {argument.name: argument for argument in graph.carried}
+    bases = {name: {name, *above} for name, above in (*graph.types, *traced.types)}
+    faults: list[Fault] = []
+    for argument in traced.carried:
+        own = held.get(argument.name)
+        if own is None or argument.type not in bases.get(own.type, {own.type}):
+            faults.append(_unmeasured(evaluation, argument, graph, bases))
+    if faults:
+        raise GraphError(*sorted([*faults, *check(traced, batch=batch)], key=by_place))
+    # The value is the program's: what makes it and where it lives is what the program says of it.
+    return traced.replace(
+        arguments=tuple(held.get(argument.name, argument) for argument in traced.arguments),
+        types=tuple(sorted({**dict(graph.types), **dict(traced.types)}.items())),
+    )
+
+
+def _unmeasured(
+    evaluation: Program[..., Any], argument: Argument, graph: Graph, bases: Mapping[str, set[str]]
+) -> Fault:
+    """An argument of the evaluation is no value that the program carries."""
+    parameter = {name: key for key, name in evaluation.names.items()}.get(argument.name, argument.name)
+    own = graph.argument(argument.name)
+    fitting = [c.name for c in graph.carried if argument.type in bases.get(c.type, {c.type})]
+    if own is None:
+        given = f"{argument.name!r}, which {graph.name} does not have, or no node of it reads"
+    elif own.kind == "source":
+        given = f"{argument.name!r}, which is a source of {graph.name}"
+    else:
+        given = f"{argument.name!r}, a {short(own.type)} in {graph.name}"
+    needed = f"a carried value of {graph.name} that is a {short(argument.type)}"
+    if fitting:
+        needed += f": @program(evaluation={evaluation.name}.of({parameter}=NAME)), NAME one of "
+        needed += ", ".join(f'"{name}"' for name in fitting)
+    what = f"{graph.name}: evaluation {evaluation.name}: argument {parameter!r}"
+    return Fault(what, given, needed, evaluation.renamed or graph.where)
+
+
+def _encoded(program: Program[..., Any], values: Mapping[str, Any]) -> dict[str, Json]:
+    """The program's options as JSON. Raises GraphError with all that cannot be."""
+    encoded: dict[str, Json] = {}
+    faults: list[Fault] = []
+    for name, value in sorted(values.items()):
+        try:
+            encoded[name] = encode(value, f"{program.name}: option {name!r}")
+        except GraphError as error:
+            faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
+    if faults:
+        raise GraphError(*faults)
+    return encoded
+
+
+def _called(
+    program: Program[..., Any], recorder: Recorder, values: Mapping[str, Any], encoded: Mapping[str, Json]
+) -> Graph:
+    handles = [Handle(recorder, Ref(name)) for name in program.arguments]
+    token = current.set(recorder)
+    try:
+        returned = program.fn(*handles, **values)
+    finally:
+        current.reset(token)
+    return Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
+
+
+def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> dict[str, Ref]:
+    """The next value of each carried value, by its name."""
+    what, arguments = f"{program.name}: its result", list(program.arguments)
+    needed = "the next carried value, or a dict or dataclass of them by argument name"
+    if isinstance(returned, Handle) and arguments:
+        named = {arguments[0]: returned}
+    elif isinstance(returned, Mapping):
+        named = dict(returned)
+    elif dataclasses.is_dataclass(returned) and not isinstance(returned, type):
+        named = {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)}
+    else:
+        raise fault(what, repr(returned), needed, program.where)
+    for name, value in named.items():
+        if name not in arguments:
+            given = f"{name!r}, which is no argument"
+            raise fault(what, given, f"names of arguments{nearest(str(name), arguments)}", program.where)
+        if not isinstance(value, Handle) or value._recorder is not recorder:
+            raise fault(f"{what} {name!r}", repr(value), needed, program.where)
+    return {name: named[name]._ref for name in arguments if name in named}
+
+
+def _args_section(doc: str) -> dict[str, str]:
+    """The texts of a docstring's "Args:" by parameter name."""
+    _, _, section = doc.partition("Args:\n")
+    texts: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        start = re.match(r" {2,4}(\w+)(?: \([^)]*\))?: +(.*)", line)
+        if start:
+            name, texts[start[1]] = start[1], start[2]
+        elif name and line.startswith("      "):
+            texts[name] += " " + line.strip()
+        elif line.strip():
+            break
+    return texts
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+Q = ParamSpec("Q")
+
+
+def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
+    """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
+
+    `every`: only every so-manieth version is sent, which must not be later than the lag allows.
+    """
+    return cast(Weights, _recorder("broadcast").broadcast(value, lag, every))
+
+
+def delay(value: A, *, lag: int = 0) -> A:
+    """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
+
+    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it. Which
+    update a group is for must be known by then, so a program has delays or filters, not both. At each update the value
+    is copied whole, and lag + 2 copies are kept: it should be small, and must not be a model.
+    """
+    return cast(A, _recorder("delay").delay(value, lag))
+
+
+@overload
+def keep(value: A, /, *, when: Callable[[A], bool]) -> A: ...
+@overload
+def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]: ...
+@overload
+def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
+def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
+    """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
+    take their place: an update consumes its `batch` kept ones, in order."""
+    return _recorder("keep").keep(values, when)
+
+
+@overload
+def alternate(
+    speak: NodeDef[P, A], answer: NodeDef[Q, Rollouts], *inputs: Any, turns: int | None = None, **options: Any
+) -> tuple[A, Replies]: ...
+@overload
+def alternate(
+    speak: NodeDef[P, A], answer: NodeDef[Q, B], *inputs: Any, turns: int | None = None, **options: Any
+) -> tuple[A, B]: ...
+def alternate(
+    speak: NodeDef[..., Any], answer: NodeDef[..., Any], *inputs: Any, turns: int | None = None, **options: Any
+) -> Any:
+    """Let two nodes take turns on each prompt group, such as a generator and an environment, at most `turns` times.
+
+    `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
+    `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
+    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. Whoever reads
+    their outputs gets those of the last turn.
+
+    A generator that answers, `generate.of(judge)`, is the node `reply`: what its model says are the replies.
+
+    Inputs of the answering node's own are given to it beforehand: `customer.given(persona=personas)`,
+    `generate.of(judge)`. Both nodes start when all inputs of both are there. An optional input `earlier` of it is what
+    it made itself in the turn before. `options` go to the one that has them; one that both have is given to the
+    answering node by `given`.
+    """
+    for role, node in (("speaks", speak), ("answers", answer)):
+        if not isinstance(node, NodeDef):
+            needed = "a function with @node or, for an environment, @environment"
+            raise fault(f"alternate: the node that {role}", repr(node), needed)
+    return _recorder("alternate").alternate(speak, answer.answers(), inputs, turns, options)
+
+
+def _recorder(construct: str) -> Recorder:
+    recorder = current.get()
+    if recorder is None:
+        raise fault(construct, "a call outside of a program", "a call in a function with @program")
+    return recorder

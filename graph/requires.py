@@ -1,0 +1,296 @@
+"""What a maker needs of a run, and a node of its call, looked at before any process of a run starts.
+
+A node's call, for those who require something of it: its options, its inputs, and where these come from.
+
+A graph with what the rules of `check` look up. It can be any graph, edited JSON included.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from penstock.graph.errors import Fault, GraphError, defined
+from penstock.graph.imports import imported, load, names_function, path_of, short
+from penstock.graph.interface import strange
+from penstock.graph.ir import Argument, Graph, Input, Json, Node, Ref
+from penstock.graph.node import NodeDef
+from penstock.graph.protocols import Source
+from penstock.graph.trace import ANY
+from penstock.graph.types import Context, Rollouts
+
+
+class View:
+    """A graph with what the rules look up. Of two things with one name it shows the first."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        batch: int | None,
+        pools: Mapping[str, str],
+        sources: Mapping[str, Source] | None = None,
+        contexts: Mapping[str, Context] | None = None,
+    ) -> None:
+        self.graph, self.batch = graph, batch
+        self.sources, self.contexts = dict(sources or {}), dict(contexts or {})
+        self.things: tuple[Argument | Node, ...] = (*graph.arguments, *graph.nodes)
+        self.nodes: dict[str, Node] = {}
+        self.arguments: dict[str, Argument] = {}
+        for node in graph.nodes:
+            self.nodes.setdefault(node.name, node)
+        for argument in graph.arguments:
+            self.arguments.setdefault(argument.name, argument)
+        self.bases = {name: {name, *bases} for name, bases in graph.types}
+        self.makers = {c: ref.node for c, ref in graph.results if ref != Ref(c)}
+        self.pools = {thing.name: pools.get(thing.name, thing.pool) for thing in self.things}
+
+    def inputs(self) -> Iterator[tuple[Node, Input]]:
+        for node in self.graph.nodes:
+            for item in node.inputs:
+                yield node, item
+
+    def readers(self, name: str) -> list[Node]:
+        return [node for node, item in self.inputs() if item.ref.node == name]
+
+    def type_of(self, ref: Ref) -> str | None:
+        """The type of what an edge carries; None if there is no such value."""
+        if ref.node in self.nodes:
+            return next((o.type for o in self.nodes[ref.node].outputs if o.name == ref.output), None)
+        argument = self.arguments.get(ref.node)
+        return argument.type if argument and ref.output == "out" else None
+
+    def fits(self, given: str, needed: str) -> bool:
+        return ANY in (given, needed) or needed in self.bases.get(given, {given})
+
+    def changing(self, ref: Ref) -> bool:
+        """Does it name a carried value that updates change?"""
+        return ref.node in self.arguments and ref.node in self.makers
+
+    def per_group(self, ref: Ref) -> bool:
+        argument = self.arguments.get(ref.node)
+        node = self.nodes.get(ref.node)
+        return (argument is not None and argument.kind == "source") or (node is not None and node.clock == "group")
+
+
+ROLLOUTS = path_of(Rollouts)
+
+
+class Call:
+    """What a check of `requires` is given for a node, or for a function that is an option of a node.
+
+    `options` are the node's, as the graph has them, with those that are bound to the function. `clock` is "group" or
+    "update", `left_out` has the optional inputs that the call does not pass, `what` begins the message.
+    `context` is the node's, None where the call is not looked at for a run.
+    """
+
+    def __init__(
+        self, view: View, node: Node, definition: "NodeDef[..., Any]", what: str, bound: Mapping[str, Json]
+    ) -> None:
+        self.view, self.node, self.what = view, node, what
+        self.clock, self.context = node.clock, view.contexts.get(node.name)
+        self.options: dict[str, Json] = {**dict(node.options), **bound}
+        self._inputs = {item.name: item.ref for item in node.inputs if not item.back}
+        self.left_out = frozenset(p.name for p in definition.interface.inputs if p.optional) - {
+            item.name.partition("[")[0] for item in node.inputs
+        }
+
+    def lack(self, given: str, needed: str, option: str = "", *, input: str = "") -> GraphError:
+        """What to raise, at the line of the call; `option` or `input` is what it is about."""
+        fault = self._fault(given, needed, option)
+        return GraphError(replace(fault, what=f"{self.what}: input {input!r}") if input else fault)
+
+    def numbers(self, needed: str, fit: Callable[[float], bool], *options: str) -> None:
+        """Raises for options that are no numbers, or do not fit, with all of them; None, and what was not bound to the
+        function, is not looked at."""
+        given = {name: self.options[name] for name in options if self.options.get(name) is not None}
+        wrong = [name for name, value in given.items() if type(value) not in (int, float) or not fit(value)]
+        if wrong:
+            raise GraphError(*(self._fault(repr(self.options[name]), needed, name) for name in wrong))
+
+    def _fault(self, given: str, needed: str, option: str) -> Fault:
+        what = f"{self.what}: option {option!r}" if option else self.what
+        return Fault(what, given, needed, self.node.where)
+
+    def samples(self, name: str) -> int | None:
+        """Responses per prompt of an input, as the option `samples` of all that it comes from says; None where that is
+        not one number, or where a node makes rollouts of rollouts, since it may fork or pick them."""
+        counts = set(self._samples(self._inputs[name])) if name in self._inputs else set()
+        return counts.pop() if len(counts) == 1 else None
+
+    def _samples(self, ref: Ref) -> Iterator[int | None]:
+        behind, seen = [(ref.node, False)], set()
+        while behind:
+            name, counted = way = behind.pop()
+            node, argument = self.view.nodes.get(name), self.view.arguments.get(name)
+            if way in seen:
+                continue
+            seen.add(way)
+            if node is not None and node.fires:
+                count = dict(node.options).get("samples")
+                if type(count) is int:
+                    yield count
+                elif _makes_anew(node, ROLLOUTS):
+                    yield None
+                behind += [(i.ref.node, counted or type(count) is int) for i in node.inputs if not i.back]
+            elif argument is not None and argument.kind == "source" and not counted:
+                yield None  # whatever it has
+
+    def weights_of(self, name: str) -> Argument | None:
+        """The carried value that an input is the weights of; None for any other input."""
+        ref = self._inputs.get(name)
+        way = self.view.nodes.get(ref.node) if ref is not None else None
+        if way is None or way.construct != "broadcast" or not way.inputs:
+            return None
+        return self.view.arguments.get(way.inputs[0].ref.node)
+
+    def readers(self, type_: type, *, sure: bool = False) -> Iterator[Node]:
+        """The nodes that read what this call makes of a type, as it is or through nodes that pass such values on.
+
+        A node with several inputs of the type passes any of them on, or compares one with another; `sure` leaves out
+        what is behind such a node.
+        """
+        path = path_of(type_)
+
+        def fits(given: str) -> bool:
+            return path in self.view.bases.get(given, {given})
+
+        found: dict[str, Node] = {}
+        pending = [Ref(self.node.name, output.name) for output in self.node.outputs if fits(output.type)]
+        seen = set(pending)
+        while pending:
+            ref = pending.pop()
+            for node, item in self.view.inputs():
+                if item.ref != ref:
+                    continue
+                found[node.name] = node
+                outputs = node.outputs
+                if node.construct == "keep":  # what comes out is what went in
+                    outputs = outputs[node.inputs.index(item) :][:1]
+                elif sure and sum(fits(other.type) for other in node.inputs if not other.back) > 1:
+                    outputs = ()
+                further = {Ref(node.name, output.name) for output in outputs if fits(output.type)} - seen
+                seen |= further
+                pending += further
+        yield from found.values()
+
+    def first(self, name: str) -> Any:
+        """The first value of the source that an input is, where `source` knows it."""
+        source = self.source(name)
+        return None if source is None else source.read(0)
+
+    def source(self, name: str) -> Source | None:
+        """The source that an input is, filtered or not; None for any other input, and where the call is not looked at
+        for a run."""
+        ref, seen = self._inputs.get(name), set()
+        while ref is not None and ref not in seen:
+            seen.add(ref)
+            node = self.view.nodes.get(ref.node)
+            if node is None:
+                return self.view.sources.get(ref.node)
+            passed = zip(node.inputs, node.outputs, strict=False) if node.construct == "keep" else ()
+            ref = next((item.ref for item, output in passed if output.name == ref.output), None)
+        return None
+
+
+def _makes_anew(node: Node, type_: str) -> bool:
+    return node.construct == "call" and type_ in {i.type for i in node.inputs} & {o.type for o in node.outputs}
+
+
+S = TypeVar("S")
+Check = Callable[[S], object]
+"""Raises ValueError, with what was given and what is needed, for what lacks something; a node's `call.lack(…)`."""
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def requires(*checks: Check[Any]) -> Callable[[M], M]:
+    """Have each check called by `penstock check`, and before a run starts or a source is opened.
+
+    Above a maker, it gets the maker's context. It looks at options, directories and files, and makes nothing: the maker
+    is called later, once in each process.
+
+        @requires(check_teacher)
+        def open_teacher(context: Context) -> Carried: ...
+
+    Above a node, or a function that a node is given as an option, such as a loss, it gets the `Call`, and `check` has
+    what it raises among the faults of the graph.
+
+        @requires(several_samples)
+        @node(pool="scorer")
+        def group_advantage(rewards: Rewards) -> Advantages: ...
+    """
+
+    def mark(made: M) -> M:
+        made.requires = (*checks, *requirements(made))  # type: ignore[attr-defined]
+        return made
+
+    return mark
+
+
+def opens(spec: Callable[[Context], Any], *, words: bool = True) -> Callable[[M], M]:
+    """Say of a maker which model it opens: `spec(context)` gives what is known of it before any weights are read.
+
+    A node that computes with the weights of a carried value, such as `generate`, takes the shape and the tokenizer from
+    the spec of that value's maker, which is called with the context that the maker is given. For the nodes of this
+    package a spec is a `penstock.nodes.open_model.ModelSpec`. `words` is False for a model whose head gives a number.
+
+        @opens(judge_spec)
+        def open_judge(context: Context) -> Carried: ...
+    """
+
+    def mark(made: M) -> M:
+        made.opens = spec, words  # type: ignore[attr-defined]
+        return made
+
+    return mark
+
+
+def opened(maker: str) -> tuple[Callable[[Context], Any], bool] | None:
+    """The spec that the maker of this import path was given by `opens`, and whether its model says words; None for a
+    maker that says nothing of a model."""
+    found: tuple[Callable[[Context], Any], bool] | None = getattr(load(maker), "opens", None)
+    return found
+
+
+def requirements(made: Callable[..., Any] | None) -> tuple[Check[Any], ...]:
+    """What `requires` was given for a maker, a node or a function; nothing for one that needs nothing."""
+    found: tuple[Check[Any], ...] = getattr(made, "requires", ())
+    return found
+
+
+def calls(view: View) -> Iterator[Fault]:
+    """What nodes require, and functions that are their options, or are bound to these in turn: a rule of `check`.
+
+    Only modules that this process has imported are asked, as one has that has traced the program.
+    """
+    for node in view.graph.nodes:
+        definition = imported(node.op) if node.construct == "call" else None
+        if not isinstance(definition, NodeDef):
+            continue
+        own = dict(node.options)
+        yield from strange(definition.fn, own, node.name, node.where)
+        yield from _lacks(definition, Call(view, node, definition, node.name, {}))
+        for function, what, bound in _functions(node.name, own):
+            yield from strange(function, bound, what, node.where)
+            yield from _lacks(function, Call(view, node, definition, what, bound))
+
+
+def _functions(what: str, options: Mapping[str, Json]) -> Iterator[tuple[Callable[..., Any], str, dict[str, Json]]]:
+    """The functions among options, however deep: (the function, how the message begins, what is bound to it)."""
+    for name, option in options.items():
+        for item in option if isinstance(option, list) else [option]:
+            if names_function(item) and callable(function := imported(item["path"])):
+                said, bound = f"{what}: {name} {short(item['path'])}", item.get("options", {})
+                if not isinstance(function, NodeDef):
+                    yield function, said, bound
+                yield from _functions(said, bound)
+
+
+def _lacks(made: Callable[..., Any], call: Call) -> Iterator[Fault]:
+    for check in requirements(made):
+        try:
+            check(call)
+        except GraphError as error:
+            yield from error.faults
+        except ValueError as error:
+            needed = f"what {getattr(check, '__name__', 'its check')} requires ({defined(check)})"
+            yield Fault(call.what, str(error), needed, call.node.where)

@@ -1,0 +1,190 @@
+"""On-policy distillation: a teacher says of each token that the student sampled how likely it finds it.
+
+Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabulary.
+
+On-policy distillation from the sampled tokens alone: the teacher scores what the student has written.
+
+Shapes: P response tokens of many responses, one after the other. `logprobs_P` are the student's, `teacher_P` the
+teacher's log-probabilities of the tokens that the student sampled (nats).
+
+Log-probabilities of sampled tokens under another policy than the one that sampled them.
+
+Shapes: N responses, T tokens of a response.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.graph import node, opens, requires
+from penstock.graph.protocols import STAGE, Carried, num_ranks
+from penstock.graph.types import (
+    AnyPolicy,
+    Context,
+    Logprobs,
+    Metrics,
+    Policy,
+    Reference,
+    Rollouts,
+    Teacher,
+    TokenAdvantages,
+)
+from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_lengths, sampled_mask
+from penstock.nodes.learn.losses import reads, reinforce_loss, reverse_kl
+from penstock.nodes.learn.schedules import Schedule
+from penstock.nodes.model import Llama, ModelError, load_model
+from penstock.nodes.open_model import ModelSpec, directory_spec, run_spec
+from penstock.nodes.option_checks import ADAMW
+from penstock.nodes.policy import LanguageModel, language_model, language_policy
+from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
+from penstock.nodes.trainable import Frozen, Step
+
+
+def distillation_advantages(logprobs_P: Tensor, teacher_P: Tensor) -> Tensor:
+    """−(log π − log π_T) of each token, without a gradient: the reward of reverse-KL distillation.
+
+    Thinking Machines Lab, "On-Policy Distillation" (2025); the policy gradient of MiniLLM (Gu et al. 2023,
+    arXiv 2306.08543), section 2.2, with discount 0: a token answers for its own divergence, not for later ones.
+    """
+    return (teacher_P - logprobs_P).detach()
+
+
+def distillation_loss(logprobs_P: Tensor, teacher_P: Tensor) -> Tensor:
+    """sg(log π − log π_T) · log π: its mean gradient over tokens sampled with π is that of `reverse_kl`.
+
+    Its value is no divergence; `kl_estimate` gives that. Without the stop gradient a term log π · ∇ log π would come in
+    that knows of no teacher. For tokens sampled with older weights, give `distillation_advantages` to `aipo_loss`.
+    """
+    return reinforce_loss(logprobs_P, distillation_advantages(logprobs_P, teacher_P))
+
+
+class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
+    """A teacher with the student's tokens."""
+
+
+def require_teacher(context: Context) -> None:
+    """Raises ModelError without a directory that the program's option `teacher_model` names, or where that holds no
+    model with the policy's tokens; its weights are not read."""
+    _open(context, "meta")
+
+
+def teacher_spec(context: Context) -> ModelSpec:
+    """Its shape and its tokenizer. Raises ModelError without a directory."""
+    return directory_spec(_directory(context))
+
+
+@opens(teacher_spec)
+@requires(require_teacher)
+def open_teacher(context: Context) -> Carried:
+    """The model of the directory that the program's option `teacher_model` names, in the run's dtype.
+
+    Raises ModelError as `require_teacher` does.
+    """
+    model, tokenizer = _open(context, context.device)
+    return FrozenTeacher(model.requires_grad_(False), tokenizer, context)
+
+
+def _directory(context: Context) -> str:
+    folder = str(context.options.get("teacher_model") or "")
+    if not folder:
+        needed = "a model directory with the policy's tokenizer: --teacher-model DIR"
+        raise ModelError(f"teacher_model: given no directory, needed {needed}")
+    return folder
+
+
+def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
+    folder = _directory(context)
+    unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+    model, tokenizer = load_model(folder, context.dtype, device, unread=unread), load_tokenizer(folder)
+    own = run_spec(context).tokenizer
+    theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
+    if theirs != ours:
+        given, needed = f"a tokenizer of {len(theirs)} tokens", f"the policy's own tokenizer, which has {len(ours)}"
+        raise ModelError(f"teacher_model {folder}: given {given}, needed {needed}")
+    return model, tokenizer
+
+
+@requires(reads("behaviour"))
+@node(pool="teacher")
+def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[TokenAdvantages, Metrics]:
+    """log π_T − log μ of each sampled token: what the teacher thinks of it (Thinking Machines Lab 2025).
+
+    `teacher` is at the temperature that was sampled at, as `reference_logprobs` gives it.
+
+    Figure: `teacher_kl`, the mean of its negative, which is KL(μ ‖ π_T) per token, estimated (k1, nats). Raises
+    ValueError for rollouts without μ.
+    """
+    mask_NT, behaviour_NT = sampled_mask(rollouts), behaviour_logprobs(rollouts, "distillation_advantage")
+    advantages_NT = distillation_advantages(behaviour_NT, teacher.logprobs_NT).masked_fill(~mask_NT, 0.0)
+    return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
+
+
+@requires(*ADAMW)
+@node(pool="trainer", clock="update")
+def distill_update(
+    policy: AnyPolicy,
+    teacher: Teacher,
+    rollouts: Rollouts,
+    *,
+    lr: float | Schedule = 1e-4,
+    clip_norm: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+    micro_tokens: int | None = None,
+) -> tuple[AnyPolicy, Metrics]:
+    """One AdamW step on KL(π ‖ π_T) over the whole vocabulary, averaged over sampled tokens (GKD, arXiv 2306.13649).
+
+    Whoever sampled, π weighs the words; μ still says after which words. Both distributions are taken at the temperature
+    of the samples (Hinton et al. 2015, arXiv 1503.02531, section 2, without the factor T²), so that the divergence is 0
+    where the student has its teacher's logits. Policy and teacher are in one pool, and memory grows with the tokens of
+    a micro-batch times the vocabulary.
+    """
+    learner, guide = language_policy(policy), language_model(teacher)
+    if learner.ranks.size(STAGE) > 1:
+        raise ValueError(f"distill_update: given a mesh of {learner.ranks}, needed one without stages ({STAGE})")
+
+    def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            teacher_PV = _all_logprobs(guide.model, packed)
+        total = reverse_kl(_all_logprobs(model, packed), teacher_PV).sum()
+        return total, total.detach()
+
+    tokens = int(sampled_lengths(rollouts).sum())
+    sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
+    rate = learner.rate(lr)
+    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
+    mean = float(torch.stack(sums).sum()) / tokens
+    return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens), "lr": rate}
+
+
+def _all_logprobs(model: Llama, packed: Packed) -> Tensor:
+    """log π of every word of the vocabulary before each target, at the target's temperature, float32 [P, V]."""
+    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
+    logits_PV = model.logits(hidden_PD).float()
+    if packed.temperature_P is not None:
+        logits_PV = logits_PV / packed.temperature_P[:, None]
+    return torch.log_softmax(logits_PV, dim=-1)
+
+
+@node(pool="reference")
+def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
+    """log π_ref of each sampled token, float32 [N, T]; zero elsewhere.
+
+    π_ref is at the temperature that was sampled at, as π is: a policy that has not moved from it has no divergence.
+    """
+    return _logprobs(reference, rollouts, micro_tokens)
+
+
+@node(pool="trainer", clock="update")
+def policy_logprobs(policy: Policy, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
+    """log π of each sampled token by the policy as it is before the update, at the temperature that was sampled at,
+    float32 [N, T]; zero elsewhere."""
+    return _logprobs(policy, rollouts, micro_tokens)
+
+
+def _logprobs(policy: Policy, rollouts: Rollouts, micro_tokens: int | None) -> Logprobs:
+    model = language_model(policy)
+    micro_batches = model.pack(rollouts, micro_tokens)
+    logprobs_NT = torch.zeros(rollouts.versions_NT.shape, device=model.device)
+    for packed, logprobs_P in zip(micro_batches, model.logprobs(micro_batches), strict=True):
+        logprobs_NT[packed.sequence_P, packed.step_P] = logprobs_P
+    return Logprobs(logprobs_NT.to(rollouts.versions_NT.device))

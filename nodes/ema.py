@@ -1,0 +1,59 @@
+"""A copy that follows the policy in the trainer's pool: its moving average, or a snapshot taken now and then."""
+
+from typing import ClassVar
+
+import torch
+
+from penstock.graph import node, opens, requires
+from penstock.graph.protocols import Carried
+from penstock.graph.types import AnyAverage, Average, Context, Metrics, Policy
+from penstock.nodes import option_checks
+from penstock.nodes.model import Llama
+from penstock.nodes.open_model import open_model, require_model, run_spec
+from penstock.nodes.policy import LanguageModel, language_policy
+from penstock.nodes.trainable import Mastered
+
+
+class FollowingPolicy(LanguageModel, Mastered[Llama], Average):
+    """A policy that does not learn by itself."""
+
+    called: ClassVar[str] = "average"
+
+
+@opens(run_spec)
+@requires(require_model)
+def make_average(context: Context) -> Carried:
+    """The first policy itself: what it follows has not moved yet."""
+    model, tokenizer = open_model(context, "float32")
+    return FollowingPolicy(model.requires_grad_(False), tokenizer, context)
+
+
+@requires(option_checks.decay("decay"))
+@node(pool="trainer", clock="update")
+def ema(average: AnyAverage, policy: Policy, *, decay: float = 0.9) -> tuple[AnyAverage, Metrics]:
+    """average ← decay · average + (1 − decay) · policy, in float32: Polyak and Juditsky 1992, with a fixed decay.
+
+    `policy` is the one after its update. Figure: `average_distance`, the 2-norm of the difference before this step, as
+    a share of the policy's.
+    """
+    return average, _follow(average, policy, decay)
+
+
+@node(pool="trainer", clock="update")
+def refresh(average: AnyAverage, policy: Policy) -> tuple[AnyAverage, Metrics]:
+    """average ← policy, as it is after its update. Figure: `average_distance`, as of `ema`."""
+    return average, _follow(average, policy, 0.0)
+
+
+@torch.no_grad()
+def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
+    if not isinstance(average, FollowingPolicy):
+        raise TypeError(f"average: given a {type(average).__name__}, needed a FollowingPolicy")
+    goals = language_policy(policy).masters
+    apart = {name: average.masters[name] - goal for name, goal in goals.items()}
+    distance = average.workers.norm(apart) / average.workers.norm(goals)
+    for name, goal in goals.items():
+        average.masters[name].lerp_(goal, 1 - decay)  # exactly the goal where decay is 0
+    average.copy_masters()
+    average.version += 1
+    return {"average_distance": distance}

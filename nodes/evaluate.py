@@ -1,0 +1,76 @@
+"""Measure weights while others train: greedy accuracy on held-out problems, on a pool of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.graph import node, requires
+from penstock.graph.types import Context, Metrics, Weights
+from penstock.nodes.data import open_prompts
+from penstock.nodes.generate import make_engine
+from penstock.nodes.generate.kv_cache import room
+from penstock.nodes.option_checks import count
+from penstock.nodes.score import Rule, math_answer, score
+
+
+@dataclass
+class _Exam:
+    """A measurement in work: the version it is of, and the problems' rewards so far."""
+
+    version: int
+    rewards: list[float] = field(default_factory=list)
+
+
+class Examiner:
+    """State of `measure`: a `Stream` whose firings are whole exams, each of `problems` held-out prompts."""
+
+    def __init__(self, context: Context, problems: int, by: Rule) -> None:
+        self.source = open_prompts(replace(context, split="evaluate"))
+        self.engine = make_engine(context, samples=1, temperature=0.0)
+        self.problems, self.by = problems, by
+        self.exams: dict[Any, _Exam] = {}
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        behaviour: Weights = inputs["behaviour"]
+        self.exams[tag] = _Exam(behaviour.version)
+        for ordinal in range(self.problems):
+            self.engine.submit((tag, ordinal), {"prompts": self.source.read(ordinal), "behaviour": behaviour})
+
+    def step(self) -> Sequence[tuple[Any, Metrics]]:
+        finished = []
+        for (tag, _), (rollouts, _) in self.engine.step():
+            exam = self.exams[tag]
+            exam.rewards += score.fn(rollouts, by=self.by)[0].values_N.tolist()
+            if len(exam.rewards) == self.problems:
+                del self.exams[tag]
+                accuracy = sum(exam.rewards) / self.problems
+                finished.append((tag, {"accuracy": accuracy, "accuracy_version": float(exam.version)}))
+        return finished
+
+    def busy(self) -> bool:
+        return bool(self.exams)
+
+    def reset(self) -> None:
+        self.exams.clear()
+        self.engine.reset()
+
+
+def _make_examiner(context: Context, *, problems: int, by: Rule) -> Examiner:
+    return Examiner(context, problems, by)
+
+
+@requires(count(1, "problems"), room)
+@node(pool="examiner", clock="update", init=_make_examiner)
+def measure(
+    examiner: Examiner, behaviour: Weights, *, problems: int = 100, by: Rule = math_answer
+) -> tuple[Examiner, Metrics]:
+    """Greedy accuracy of the weights on the first `problems` held-out problems: `accuracy`, and the version it is of.
+
+    It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
+    """
+    tag = object()
+    examiner.submit(tag, {"behaviour": behaviour})
+    while True:
+        for done, metrics in examiner.step():
+            if done is tag:
+                return examiner, metrics

@@ -1,0 +1,268 @@
+"""Keys and values of what has been decoded so far: a fixed place per slot, attended to in fixed blocks.
+
+A row's result must not depend on its neighbours, to the bit. So every slot is computed at every step, and attention
+takes the positions in blocks whose bounds never change, one after the other, carrying each row's maximum and sum
+along. A block that a row does not need leaves that row exactly as it was (weights of exp(−∞) = 0, a factor of
+exp(0) = 1), so blocks beyond the longest live row are not computed at all.
+
+Memory is laid out block by block, so that a step reads one contiguous piece per block.
+
+Shapes: S slots (rows), G key-value heads, H query heads, C positions, K width of a head, B positions of a block,
+R rows of a prefill, P padded prompt length, M copies. X is slots × key-value heads, N the query heads of each.
+
+What a generator keeps on its device: the cache of all slots, and the tensors of a step. Its size is known ahead.
+
+Shapes: S slots, V vocabulary, T tokens of a response.
+
+How long prompts and responses may be: a slot's room, and what is looked at before a run starts.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import nlargest
+
+import psutil
+import torch
+from torch import Tensor
+
+from penstock.graph.errors import Fault, GraphError
+from penstock.graph.requires import Call
+from penstock.graph.types import Context, Prompts
+from penstock.nodes.data import FilePrompts
+from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.llama import attend_causal
+from penstock.nodes.open_model import spec_of
+from penstock.nodes.tokenizer import Tokenizer
+
+FIRST_BLOCK, LARGEST_BLOCK = 16, 256
+
+
+def block_bounds(length: int) -> list[tuple[int, int]]:
+    """Begin and end of each block: 16 positions, then as many as stand before it, up to 256."""
+    bounds, begin = [], 0
+    while begin < length:
+        end = min(length, begin + min(LARGEST_BLOCK, max(FIRST_BLOCK, begin)))
+        bounds.append((begin, end))
+        begin = end
+    return bounds
+
+
+def stored_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """How keys and values of a model in `dtype` are kept. Attention computes in float32: a CPU would spend more time
+    on converting all of them at each step than on the step (bfloat16: 1.5 times), so there they are kept so."""
+    return torch.float32 if torch.device(device).type == "cpu" else dtype
+
+
+class Cache:
+    """Dense keys and values of all slots, and the attention of one decode step over them."""
+
+    def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: str) -> None:
+        self.slots, self.groups, self.width = slots, config.num_key_value_heads, config.head_dim
+        self.per_group = config.num_attention_heads // self.groups
+        self.bounds = block_bounds(length)
+        rows, places_C = slots * self.groups, torch.arange(length)
+        shape = (config.num_hidden_layers, rows * length, self.width)
+        stored = stored_dtype(dtype, device)
+        self._keys, self._values = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
+        # Row x of a block [begin, end) keeps position c at rows · begin + x · (end − begin) + c − begin.
+        sizes_C = torch.cat([torch.full((end - begin,), end - begin) for begin, end in self.bounds])
+        begins_C = torch.cat([torch.full((end - begin,), begin) for begin, end in self.bounds])
+        self._places_C, self._sizes_C = places_C.to(device), sizes_C.to(device)
+        self._offsets_C = ((rows - 1) * begins_C + places_C).to(device)
+        self._rows_X = torch.arange(rows, device=device)
+        self._written_X = self._rows_X
+        self._biases: list[Tensor] = []
+
+    def blocks(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each block, both [X, B, K], as views."""
+        rows = len(self._rows_X)
+        keys, values = self._keys[layer], self._values[layer]
+        pieces = [slice(rows * begin, rows * end) for begin, end in self.bounds]
+        return [(keys[p].view(rows, -1, self.width), values[p].view(rows, -1, self.width)) for p in pieces]
+
+    def begin(self, positions_S: Tensor, reach: int) -> None:
+        """Prepare a step: row s writes at `positions_S[s]` and sees all up to it; live rows stay under `reach`."""
+        positions_X = positions_S.repeat_interleave(self.groups)
+        self._written_X = self._rows_X * self._sizes_C[positions_X] + self._offsets_C[positions_X]
+        blocks = [(begin, end) for begin, end in self.bounds if begin < reach]
+        hidden_XC = self._places_C[: blocks[-1][1]] > positions_X[:, None]
+        bias_X1C = torch.zeros(hidden_XC.shape, device=hidden_XC.device).masked_fill_(hidden_XC, -math.inf)[:, None]
+        self._biases = [bias_X1C[:, :, begin:end].repeat(1, self.per_group, 1) for begin, end in blocks]
+
+    def attend(self, layer: int, q_S1HK: Tensor, k_S1GK: Tensor, v_S1GK: Tensor) -> Tensor:
+        """One token per row, over the row's own positions; softmax in float32. An `Attend` of the model."""
+        rows = len(self._rows_X)
+        keys, values = self._keys[layer], self._values[layer]
+        keys.index_copy_(0, self._written_X, k_S1GK.reshape(rows, self.width).to(keys.dtype))
+        values.index_copy_(0, self._written_X, v_S1GK.reshape(rows, self.width).to(values.dtype))
+        q_XNK = q_S1HK.reshape(rows, self.per_group, self.width).float()
+        return self._attend(q_XNK, self.blocks(layer)).to(q_S1HK.dtype).view(q_S1HK.shape)
+
+    def _attend(self, q_XNK: Tensor, blocks: list[tuple[Tensor, Tensor]]) -> Tensor:
+        scale = 1 / math.sqrt(self.width)
+        out_XNK = top_XN1 = total_XN1 = q_XNK  # each is set by the first block
+        for index, bias_XNB in enumerate(self._biases):
+            k_XBK, v_XBK = (x.float() for x in blocks[index])
+            scores_XNB = torch.baddbmm(bias_XNB, q_XNK, k_XBK.transpose(1, 2), alpha=scale)
+            peak_XN1 = scores_XNB.amax(-1, keepdim=True)
+            if index > 0:
+                peak_XN1 = torch.maximum(peak_XN1, top_XN1)
+            weights_XNB = scores_XNB.sub_(peak_XN1).exp_()
+            sum_XN1, part_XNK = weights_XNB.sum(-1, keepdim=True), torch.bmm(weights_XNB, v_XBK)
+            if index > 0:
+                shrink_XN1 = (top_XN1 - peak_XN1).exp_()
+                sum_XN1 += total_XN1 * shrink_XN1
+                part_XNK += out_XNK * shrink_XN1
+            out_XNK, top_XN1, total_XN1 = part_XNK, peak_XN1, sum_XN1
+        return out_XNK.div_(total_XN1)
+
+    def place(self, prefix: "Prefix", rows_M: Tensor, slots_M: Tensor) -> None:
+        """Copy computed prompts into slots: row `rows_M[m]` of the prefix to slot `slots_M[m]`."""
+        for layer, (keys_RGPK, values_RGPK) in enumerate(prefix.layers):
+            keys_MGPK, values_MGPK = (x[rows_M].to(self._keys.dtype) for x in (keys_RGPK, values_RGPK))
+            for (begin, end), (k_XBK, v_XBK) in zip(self.bounds, self.blocks(layer), strict=True):
+                end = min(end, keys_MGPK.shape[2])
+                if begin < end:
+                    shape = (self.slots, self.groups, -1, self.width)
+                    k_XBK.view(shape)[:, :, : end - begin].index_copy_(0, slots_M, keys_MGPK[:, :, begin:end])
+                    v_XBK.view(shape)[:, :, : end - begin].index_copy_(0, slots_M, values_MGPK[:, :, begin:end])
+
+
+class Prefix:
+    """Keys and values of padded prompts, kept while the model computes them causally."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, layer: int, q_RPHK: Tensor, k_RPGK: Tensor, v_RPGK: Tensor) -> Tensor:
+        """An `Attend` of the model."""
+        assert layer == len(self.layers)
+        self.layers.append((k_RPGK.transpose(1, 2), v_RPGK.transpose(1, 2)))
+        return attend_causal(layer, q_RPHK, k_RPGK, v_RPGK)
+
+
+@dataclass
+class Memory:
+    """`tokens_S` were sampled last, and the next ones are from `logits_SV`; `uniform_TS` are whole responses' draws."""
+
+    cache: Cache
+    tokens_S: Tensor
+    logits_SV: Tensor
+    uniform_TS: Tensor
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much of it there is: `length` positions for each slot, `max_tokens` of them for a response."""
+
+    config: ModelConfig
+    slots: int
+    length: int
+    max_tokens: int
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of every layer, for every position of every slot."""
+        entries = self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim
+        return 2 * entries * self.length * self.slots * stored_dtype(self.dtype, self.device).itemsize
+
+    def check(self) -> None:
+        """Raises ValueError if the device has less memory left than the cache takes."""
+        available = available_bytes(self.device)
+        if self.cache_bytes > available:
+            raise ValueError(
+                f"generate: given {self.slots} slots of {self.length} positions, whose keys and values take "
+                f"{self.cache_bytes} bytes ({_gib(self.cache_bytes)}), needed at most the {available} bytes "
+                f"({_gib(available)}) that {self.device} has left: give fewer --slots or fewer --max-tokens, or the "
+                f"program an option max_prompt (tokens of the longest prompt) below {self.length - self.max_tokens}"
+            )
+
+    def take(self) -> Memory:
+        """All of it, as zeros. Raises ValueError as `check` does: weights have come since it was asked."""
+        self.check()
+        zeros = torch.zeros
+        return Memory(
+            Cache(self.config, self.slots, self.length, self.dtype, self.device),
+            tokens_S=zeros(self.slots, dtype=torch.long, device=self.device),
+            logits_SV=zeros(self.slots, self.config.vocab_size, dtype=self.dtype, device=self.device),
+            uniform_TS=zeros(self.max_tokens, self.slots, dtype=torch.float64, device=self.device),
+        )
+
+
+def available_bytes(device: str) -> int:
+    """Memory that this process could still take on a device."""
+    if torch.device(device).type == "cuda":
+        # What torch holds and has not given out counts as taken for the driver.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return int(psutil.virtual_memory().available)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+MAX_PROMPT = 2048
+"""Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
+program has an option `max_prompt`."""
+MOST_LOOKED_AT, MOST_TOLD = 20_000, 5
+"""Prompts of a file that are turned into tokens before a run starts, the longest texts first: a few seconds' worth. And
+how many of those that are too long are told."""
+
+
+def cache_length(positions: int, context: Context) -> int:
+    """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most those of
+    the model's context. Every slot has its cache from the start: a context of 128k tokens would fit no machine.
+
+    Raises GraphError for a `max_tokens` that leaves no room for a prompt.
+    """
+    if not 1 <= context.max_tokens < positions:
+        needed = f"1 to {positions - 1}: the model's context has {positions} tokens, and a prompt takes at least one"
+        raise GraphError(Fault("--max-tokens", str(context.max_tokens), needed))
+    return min(positions, int(context.options.get("max_prompt", MAX_PROMPT)) + context.max_tokens)
+
+
+def needed_prompt(length: int, context: Context) -> str:
+    """What is needed of a prompt, or a conversation so far, where a slot has so many positions."""
+    return f"at most {length - context.max_tokens}: the context of {length} less max_tokens {context.max_tokens}"
+
+
+def room(call: Call) -> None:
+    """What sampling requires: weights of a model that is known and says words, with room for a response, and prompts
+    with room for one after them.
+
+    All prompts of a file are looked at, as far as `MOST_LOOKED_AT` goes, and of another source the first.
+    """
+    spec = spec_of(call, "behaviour")
+    if call.context is None or spec is None:
+        return
+    length = cache_length(spec.config.max_position_embeddings, call.context)
+    source, most = call.source("prompts"), length - call.context.max_tokens
+    if isinstance(source, FilePrompts):
+        found = _too_long(source, spec.tokenizer, most)
+    elif isinstance(first := call.first("prompts"), Prompts):
+        texts = [(f"group {ordinal}", text) for ordinal, text in zip(first.ordinals, first.texts, strict=True)]
+        found = _measured(spec.tokenizer, texts, most)
+    else:
+        return
+    if found:
+        needed = needed_prompt(length, call.context)
+        more = f", one of {len(found)} that are too long" if len(found) > MOST_TOLD else ""
+        told = found[:MOST_TOLD]
+        raise GraphError(*(Fault("a prompt", f"a prompt of {n} tokens{more}", needed, place) for place, n in told))
+
+
+def _too_long(source: FilePrompts, tokenizer: Tokenizer, most: int) -> list[tuple[str, int]]:
+    """The file's prompts that have more tokens, with their places, in the file's order."""
+    suspects = [(place, text) for place, text in source.texts() if tokenizer.bound(text) > most]
+    longest = {place for place, _ in nlargest(MOST_LOOKED_AT, suspects, key=lambda suspect: len(suspect[1]))}
+    found = _measured(tokenizer, (suspect for suspect in suspects if suspect[0] in longest), most)
+    return sorted(found, key=lambda item: int(item[0].rpartition(":")[2]))
+
+
+def _measured(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], most: int) -> list[tuple[str, int]]:
+    counts = ((place, len(tokenizer.encode_prompt(text))) for place, text in texts)
+    return [(place, count) for place, count in counts if count > most]

@@ -1,0 +1,97 @@
+"""A linear map without bias that uses the faster of the CPU's two matrix libraries.
+
+In float32 torch multiplies with MKL, which keeps to AVX2 on processors other than Intel's; oneDNN uses AVX-512 there
+(Zen 5, one core: 93 against 188 GFLOP/s) and is equal or better elsewhere. Both results are right to the last few
+bits, and trainer and generator use the same one.
+
+The root-mean-square norm, with a backward pass in few operations.
+
+torch computes the gradient of its own on a CPU operation by operation, each a pass over memory: for 800 tokens of
+width 256 in float32, both ways take 1030 µs, and 405 µs here.
+
+Shapes: D hidden width; any number of dimensions before it, R rows in all.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_onednn = None
+if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` without bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, with `weight` [out, in] and any number of leading dimensions of `x`."""
+    if _onednn is None or x.dtype != torch.float32 or x.device.type != "cpu" or x.dtype != weight.dtype:
+        return F.linear(x, weight)
+    if type(weight) not in _PLAIN:  # a DTensor, whose own rules say how it is multiplied
+        return F.linear(x, weight)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Linear.apply(x, weight)  # type: ignore[no-any-return,no-untyped-call]
+    return _matmul(x, weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _matmul(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = _matmul(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = grad.reshape(-1, grad.shape[-1])
+            grad_weight = _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t())
+        return grad_x, grad_weight
+
+
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+    assert _onednn is not None
+    return _onednn(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4), in
+    float32 at least and rounded once. The bits are the same with gradients and without."""
+    if x.device.type == "cpu" and torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad):
+        return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With n = x / rms: ∂/∂weight = Σ g · n, and ∂/∂x = (g · weight − n · mean(g · weight · n)) / rms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
+        ctx.save_for_backward(x, inverse, weight_D)
+        # torch's own, so that what an update computes is what a generator has computed and `mismatch` has measured.
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, inverse, weight_D = ctx.saved_tensors
+        normed = x * inverse
+        product_RD = (grad * normed).flatten(0, -2)
+        mean = (product_RD @ weight_D).div_(-normed.shape[-1]).view(inverse.shape)
+        grad_x = (grad * weight_D).addcmul_(normed, mean).mul_(inverse)
+        return grad_x, product_RD.sum(0), None

@@ -1,0 +1,188 @@
+"""How models of the Llama family are cut over ranks, as plain data: tensor parallelism, pipeline stages. Pure.
+
+Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, section 3): the matrices that widen (queries, keys, values,
+gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and head over
+the vocabulary; norms, and the head of a scorer, are whole on every rank.
+
+One rank's part of a language model under tensor parallelism, for generation: plain tensors, explicit collectives.
+
+As in Megatron-LM (Shoeybi et al., 2019, section 3): each rank has some of the heads and of the MLP's inner width, and
+what attention and MLP write is summed over the ranks. The embedding is cut over the vocabulary, so that a look-up is
+such a sum too; so is the head, and logits are gathered. Ranks sample from logits that are the same to the bit.
+
+Shapes: B rows, S tokens of a row, D hidden width, V vocabulary, W words of a rank.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.graph.protocols import Rule
+from penstock.nodes.model.config import ModelConfig, ModelError
+from penstock.nodes.model.kernels import linear
+from penstock.nodes.model.llama import Llama
+
+
+def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
+    """The rule of every parameter, by the end of its name. Attention is cut between heads, keys and values between
+    theirs: with more ranks than key-value heads, neighbours hold the same ones.
+    """
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    return {
+        "embed_tokens.weight": (0, 0),
+        "q_proj.weight": (0, heads),
+        "k_proj.weight": (0, groups),
+        "v_proj.weight": (0, groups),
+        "o_proj.weight": (1, heads),
+        "gate_proj.weight": (0, 0),
+        "up_proj.weight": (0, 0),
+        "down_proj.weight": (1, 0),
+        "norm.weight": None,
+        "layernorm.weight": None,
+        "lm_head.weight": (0, 0),
+        "score.weight": None,
+    }
+
+
+def trainer_rules(config: ModelConfig) -> dict[str, Rule]:
+    """The same for a model that learns, which keeps embedding and head whole on every rank."""
+    return {**tensor_parallel(config), "embed_tokens.weight": None, "lm_head.weight": None}
+
+
+def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:
+    """Raises ModelError for a model that cannot be cut into so many parts. With `shared_heads` several ranks may hold
+    the same key-value head."""
+    heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    divided = groups % parts == 0 or (shared_heads and parts % groups == 0)
+    faults = [f"{heads} attention heads"] if heads % parts else []
+    faults += [] if divided else [f"{groups} key-value heads"]
+    faults += [f"an intermediate_size of {inner}"] if inner % parts else []
+    if faults:
+        needed = f"numbers that tp {parts} divides" + (", or fewer key-value heads that divide it" * shared_heads)
+        raise ModelError(f"tensor parallelism: given {', '.join(faults)}, needed {needed}")
+
+
+def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
+    """The shapes of one rank's part by `tensor_parallel`, as a configuration: heads, inner width and vocabulary.
+
+    Raises ModelError as `check_tensor_parallel` does, and for a vocabulary of which a rank would get nothing.
+    """
+    check_tensor_parallel(config, parts, shared_heads=True)
+    words = -(-config.vocab_size // parts)
+    if words * (parts - 1) >= config.vocab_size:
+        raise ModelError(f"tensor parallelism: given {config.vocab_size} words over tp {parts}, needed some for each")
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // parts,
+        num_key_value_heads=max(1, config.num_key_value_heads // parts),
+        intermediate_size=config.intermediate_size // parts,
+        vocab_size=min(words, config.vocab_size - part * words),
+    )
+
+
+def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter of the language model: layers in runs of nearly equal length, the embedding
+    on the first, norm and head on the last. A tied embedding is on both.
+    """
+    if not 1 <= stages <= config.num_hidden_layers:
+        needed = f"1 to {config.num_hidden_layers}, the number of layers"
+        raise ModelError(f"pipeline: given {stages} stages, needed {needed}")
+    first, last = 0, stages - 1
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_shapes(config), (last,))
+    found["model.embed_tokens.weight"] = tuple(sorted({first, last})) if config.tie_word_embeddings else (first,)
+    for layer in range(config.num_hidden_layers):
+        for name in _layer_shapes(config):
+            found[f"model.layers.{layer}.{name}"] = (layer * stages // config.num_hidden_layers,)
+    return found
+
+
+def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[str, tuple[int, ...]]:
+    """The same for the parameters of any model of the family: what stands on top is on the last stage."""
+    found = pipeline_stages(config, stages)
+    return {name: found.get(name, (stages - 1,)) for name in names}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of the language model, in the order of the module's own, without making it."""
+    layer = _layer_shapes(config)
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+    return {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        **{f"model.layers.{i}.{name}": s for i in range(config.num_hidden_layers) for name, s in layer.items()},
+        "model.norm.weight": (config.hidden_size,),
+        **head,
+    }
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    width, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+
+
+class LlamaPart(Llama):
+    """Part `part` of `parts`, which are the ranks of the default group in order. No gradient goes through it.
+
+    `config` is that of the whole model. Raises ModelError for a model that cannot be cut so.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int) -> None:
+        super().__init__(part_config(config, parts, part), dtype, device)
+        self._heads, self.config, self.parts = self.config, config, parts
+        self._most_words = -(-config.vocab_size // parts)
+        self.model.embed_tokens = _Words(self.model.embed_tokens, part * self._most_words)
+        for name, module in self.model.named_modules():
+            if name.endswith(("o_proj", "down_proj")):
+                module.register_forward_hook(_sum)
+
+    @property
+    def attention_config(self) -> ModelConfig:
+        return replace(self._heads, vocab_size=self.config.vocab_size)
+
+    def head_weight(self) -> Tensor:
+        """The matrix of the whole vocabulary, [V, D], put together each time."""
+        return self._gather(super().head_weight().T).T
+
+    def logits(self, hidden_BSD: Tensor) -> Tensor:
+        return self._gather(linear(hidden_BSD, super().head_weight()))
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """[…, W] of each rank as […, V]."""
+        padded = F.pad(own, (0, self._most_words - own.shape[-1])).contiguous()
+        every = [torch.empty_like(padded) for _ in range(self.parts)]
+        dist.all_gather(every, padded)
+        return torch.cat(every, dim=-1)[..., : self.config.vocab_size]
+
+
+class _Words(nn.Embedding):
+    """An embedding of the words from `first` on; the others are on other ranks."""
+
+    def __init__(self, own: nn.Embedding, first: int) -> None:
+        super().__init__(own.num_embeddings, own.embedding_dim, _weight=own.weight)
+        self.first = first
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        own_BS = tokens_BS - self.first
+        elsewhere_BS = (own_BS < 0) | (own_BS >= self.num_embeddings)
+        found_BSD = F.embedding(own_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        return _sum(self, (), found_BSD.masked_fill(elsewhere_BS[..., None], 0.0))
+
+
+def _sum(module: nn.Module, given: tuple[Tensor, ...], own: Tensor) -> Tensor:
+    """Over all ranks. A hook of the modules whose output each rank has a summand of."""
+    dist.all_reduce(own)
+    return own

@@ -1,0 +1,228 @@
+"""The model that a run starts from, an HF directory or a small untrained one made from the seed; and what is known of
+the model of a carried value before its weights are there.
+
+Whether a model can be cut as a mesh wants it, told from shapes alone, before any rank is there.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from penstock.graph.errors import Fault, GraphError
+from penstock.graph.imports import short
+from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks
+from penstock.graph.requires import Call, opened
+from penstock.graph.types import Context, Rollouts
+from penstock.nodes.model import (
+    Llama,
+    ModelConfig,
+    ModelError,
+    Scorer,
+    grow_scorer,
+    load_model,
+    read_config,
+    torch_dtype,
+)
+from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_config, pipeline_stages
+from penstock.nodes.parallel.mesh import Ranks
+from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+
+ALPHABET = "0123456789+-=:"
+"""What arithmetic is written in."""
+ARITHMETIC_CONTEXT, BYTE_CONTEXT = 32, 2048
+"""Tokens of prompt and response together; attention over a cache costs as much as it can hold."""
+
+
+def open_model(context: Context, dtype: str | None = None) -> tuple[Llama, Tokenizer]:
+    """The model in `dtype` (the run's, if None) on the run's device, and its tokenizer.
+
+    With no `context.model` it is `initial_model`, its weights drawn from the seed alone: every pool makes the same.
+    """
+    dtype = dtype or context.dtype
+    if context.model:
+        unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+        return load_model(context.model, dtype, context.device, unread=unread), load_tokenizer(context.model)
+    config, tokenizer = initial_model(context.data)
+    model = Llama(config, torch_dtype(dtype), context.device)
+    model.init_weights(context.seed)
+    return model, tokenizer
+
+
+def open_scorer(context: Context, dtype: str) -> tuple[Scorer, Tokenizer]:
+    """The same model with a head that gives every token the number zero, until it has learnt."""
+    if context.model:
+        unread = num_ranks(context.mesh) > 1
+        return grow_scorer(context.model, dtype, context.device, unread=unread), load_tokenizer(context.model)
+    config, tokenizer = initial_model(context.data)
+    model = Scorer(config, torch_dtype(dtype), context.device)
+    model.init_weights(context.seed)
+    nn.init.zeros_(model.score.weight)
+    return model, tokenizer
+
+
+def require_model(context: Context) -> None:
+    """What makers that open it require. Raises ModelError for a directory that holds no such model; its weights are not
+    read."""
+    open_model(replace(context, device="meta"))
+
+
+def require_scorer(context: Context) -> None:
+    """The same for those that put a head on it."""
+    open_scorer(replace(context, device="meta"), context.dtype)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What is known of a model before its weights are read: its shape, and the tokenizer of its words."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def run_spec(context: Context) -> ModelSpec:
+    """The model that `open_model` and `open_scorer` open: that of `--model`."""
+    return directory_spec(context.model) if context.model else ModelSpec(*initial_model(context.data))
+
+
+def directory_spec(folder: str) -> ModelSpec:
+    """The model of a directory. Raises ModelError or TokenizerError where that cannot be read."""
+    return ModelSpec(read_config(folder), load_tokenizer(folder))
+
+
+def weights_spec(context: Context, name: str = "behaviour") -> ModelSpec:
+    """The model whose weights the input `name` of a node is, as the maker of that carried value says it (`opens`).
+
+    Without a graph, where the context says nothing of weights, it is the run's own. Raises ModelError for a maker that
+    does not say which model it opens, or opens one that says no words.
+    """
+    origin = context.weights.get(name)
+    if origin is None:
+        return run_spec(context)
+    if lack := _spec_lack(origin.maker, origin.context.node):
+        raise ModelError(f"{context.node}: input {name!r}: given {lack[0]}, needed {lack[1]}")
+    found = opened(origin.maker)
+    assert found is not None
+    spec = found[0](origin.context)
+    if not isinstance(spec, ModelSpec):
+        given = f"the weights of {origin.context.node!r}, of which {origin.maker} says a {type(spec).__name__}"
+        raise ModelError(f"{context.node}: input {name!r}: given {given}, needed a penstock.nodes.open_model.ModelSpec")
+    return spec
+
+
+def spec_of(call: Call, name: str) -> ModelSpec | None:
+    """The same before a run: of an input of a call. None where the call is not looked at for a run.
+
+    Raises GraphError, at the line of the call, for the weights of a value whose maker does not say which model it
+    opens, or opens one that says no words.
+    """
+    argument, origin = call.weights_of(name), None if call.context is None else call.context.weights.get(name)
+    # A value of two graphs is made as the first of them says, which the run's context knows.
+    maker, value = (argument.maker, argument.name) if argument is not None else ("", "")
+    maker, value = (origin.maker, origin.context.node) if origin is not None else (maker, value)
+    if maker and (lack := _spec_lack(maker, value)):
+        raise call.lack(*lack, input=name)
+    return None if call.context is None else weights_spec(call.context, name)
+
+
+def same_words(call: Call) -> None:
+    """What sampling requires of those of this package that read its tokens with a model of their own, such as updates
+    and log-probabilities: a model with the same words. Others may read texts.
+
+    It is looked at for a run, where the models are known. Raises GraphError at the line of the reader.
+    """
+    origin = None if call.context is None else call.context.weights.get("behaviour")
+    own = None if origin is None else opened(origin.maker)
+    if origin is None or own is None:
+        return
+    lacks = []
+    for reader in call.readers(Rollouts):
+        ours = reader.op.startswith("penstock.nodes.")
+        for argument in [call.view.arguments.get(item.ref.node) for item in reader.inputs] if ours else ():
+            context = None if argument is None else call.view.contexts.get(argument.name)
+            theirs = None if argument is None or context is None else opened(argument.maker)
+            if argument is None or context is None or theirs is None:
+                continue
+            if theirs[0] is own[0] and replace(context, node=origin.context.node) == origin.context:
+                continue  # the same model, whose tokenizer need not be read twice
+            given, needed = (
+                spec[0](made).tokenizer.backend.get_vocab() for spec, made in ((own, origin.context), (theirs, context))
+            )
+            if given != needed:
+                said = f"tokens of {origin.context.node!r}, whose tokenizer has {len(given)}, by {call.node.name}"
+                words = f"those of {argument.name!r}, which it reads them with; that one has {len(needed)}"
+                lacks.append(Fault(f"{reader.name}: rollouts", said, words, reader.where))
+    if lacks:
+        raise GraphError(*lacks)
+
+
+def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:
+    """What is given and what is needed, where nothing can decode with the weights of a carried value; None if all is
+    well."""
+    try:
+        found = opened(maker)
+    except GraphError:
+        return None  # there is no such maker, which is told of the value itself
+    if found is None:
+        given = f"the weights of {value!r}, of which its maker {maker} does not say which model it opens"
+        needed = f"@opens(spec) above {short(maker)}: spec(context) returns the ModelSpec (shape and tokenizer)"
+        return given, f"{needed} of these weights, such as penstock.nodes.open_model.run_spec for that of --model"
+    if not found[1]:
+        return f"the weights of {value!r}, a model whose head gives a number", "those of a model that says words"
+    return None
+
+
+def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:
+    """Two layers, 128 wide: enough for three-digit arithmetic. Other data than arithmetic is read by bytes.
+
+    Weights start near 1 / √width: from the usual 0.02 so narrow a model stays on its first plateau for over 1000
+    updates of arithmetic, instead of some 200.
+    """
+    arithmetic = data.partition(":")[0] in ("", "arithmetic")
+    tokenizer = byte_tokenizer(ALPHABET if arithmetic else None)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.08,
+        max_position_embeddings=ARITHMETIC_CONTEXT if arithmetic else BYTE_CONTEXT,
+        eos_token_ids=tokenizer.stops,
+        pad_token_id=tokenizer.pad,
+    )
+    return config, tokenizer
+
+
+def check_mesh(spec: ModelSpec, mesh: Axes, *, decodes: bool = False) -> None:
+    """Raises ModelError, with what was given and is needed, for a mesh on which a model does not fit: to be decoded
+    with, or else to be held by ranks that train or read it."""
+    check = check_decoding if decodes else check_shards
+    check(spec.config, Ranks(mesh).mesh)
+
+
+def check_shards(config: ModelConfig, mesh: Axes) -> None:
+    """For `Shards`: any number of shards and copies, but heads that "tp" divides, and a layer for each stage."""
+    sizes = dict(mesh)
+    if (parts := sizes.get(TENSOR, 1)) > 1:
+        check_tensor_parallel(config, parts, shared_heads=False)
+    if (stages := sizes.get(STAGE, 1)) > 1:
+        check_stages(config, stages)
+
+
+def check_stages(config: ModelConfig, stages: int) -> None:
+    """Of a pipeline."""
+    if config.tie_word_embeddings:
+        raise ModelError(f"given tied embeddings over {stages} stages, needed a head of its own or one stage")
+    pipeline_stages(config, stages)
+
+
+def check_decoding(config: ModelConfig, mesh: Axes) -> None:
+    """For a generator's parts."""
+    ranks = Ranks(mesh)
+    if ranks.count > ranks.size(TENSOR):
+        needed = f"the axis {TENSOR} alone: replicas are more of its pool"
+        raise ModelError(f"generate: given a mesh of {ranks}, needed {needed}")
+    if ranks.count > 1:
+        part_config(config, ranks.count, 0)

@@ -1,0 +1,203 @@
+"""A model whose weights are cut over ranks, and the work on micro-batches that they share.
+
+The same as `Lanes` to those who use it, for ranks in place of threads: all ranks are given the same micro-batches,
+each works on its share, and every rank gets all results. Weights are cut by torch's own tools: tensor parallelism by
+DTensor, then FSDP2 (HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has
+some of the layers (`Stage`).
+
+The float32 shards are the masters; what is computed with is gathered layer by layer, in the run's dtype.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
+from penstock.nodes.learn.batching import Packed
+from penstock.nodes.model import Decoder
+from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, trainer_rules
+from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
+from penstock.nodes.parallel.pipeline import Stage
+
+Model = TypeVar("Model", bound=Decoder)
+Result = TypeVar("Result")
+
+
+class Shards(Generic[Model]):
+    """Cuts `model`, which every rank has whole, in place. It computes in `dtype`.
+
+    `parameters` are this rank's parts as plain tensors, by name: changed in place, they change the model.
+    """
+
+    def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype) -> None:
+        self.model, self.ranks, self.rules = model, ranks, trainer_rules(model.config)
+        self.count = ranks.shares
+        self._wholes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+        self._stage = Stage(model, ranks, dtype) if ranks.size(STAGE) > 1 else None
+        _cut(model, ranks, dtype, self.rules)
+        self._parts: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.parameters: dict[str, Tensor] = {
+            name: nn.Parameter(part.to_local().detach(), part.requires_grad) for name, part in self._parts.items()
+        }
+
+    def map(self, work: Callable[[Model, Packed], Result], items: Sequence[Packed]) -> list[Result]:
+        """`work(model, item)` of each item, in order, without a gradient."""
+        with torch.no_grad():
+            return self._share(lambda item, counts: work(self.model, item), items)
+
+    def backward(self, loss: Callable[[Model, Packed], tuple[Tensor, Result]], items: Sequence[Packed]) -> list[Result]:
+        """Add up the gradients of the items' losses; what `loss` gave beside each, in order."""
+
+        def work(item: Packed, counts: bool) -> Result:
+            total, found = loss(self.model, item)
+            (total if counts else total * 0).backward()  # type: ignore[no-untyped-call]
+            return found
+
+        return self._share(work, items)
+
+    def collect(self) -> dict[str, Tensor]:
+        """This rank's parts of the gradients since the last call, summed over all ranks, float32, by name."""
+        total = {}
+        for name, part in self._parts.items():
+            if isinstance(part.grad, DTensor):
+                total[name] = part.grad.to_local().float()
+            part.grad = None
+        return total
+
+    def update(self, masters: Mapping[str, Tensor]) -> None:
+        """Forget what was gathered of `masters`, which are the parameters, and have changed."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def norm(self, parts: Mapping[str, Tensor]) -> float:
+        """The 2-norm of whole tensors of which each rank has parts that lie as the weights do, by name."""
+        own = [part for name, part in parts.items() if self._answers_for(name)]
+        square = float(torch.nn.utils.get_total_norm(own)) ** 2
+        total = torch.tensor(square, dtype=torch.float64, device=self.model.device)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
+        for name, (shape, dtype) in self._wholes.items():
+            owner = self._owner(name)
+            tensor = torch.empty(0, dtype=dtype)
+            if name in self._parts:
+                tensor = _gathered(self._parts[name])
+                if self.ranks.rank == owner != 0:
+                    dist.send(tensor, 0)
+            elif self.ranks.rank == 0:
+                tensor = torch.empty(shape, dtype=dtype, device=self.model.device)
+                dist.recv(tensor, owner)
+            yield name, tensor.cpu() if self.ranks.rank == 0 else tensor.new_empty(0)
+
+    def _share(self, work: Callable[[Packed, bool], Result], items: Sequence[Packed]) -> list[Result]:
+        """Results of all items. A rank with fewer ones than others repeats the smallest, which does not count: weights
+        are gathered by all ranks at once."""
+        if not items:
+            return []
+        costs = [item.tokens_RW.numel() for item in items]
+        shares = assign(costs, self.count)
+        own, rounds = shares[self.ranks.share()], max(map(len, shares))
+        filler = items[costs.index(min(costs))]
+        todo = [(items[index], True) for index in own] + [(filler, False)] * (rounds - len(own))
+        try:
+            found = self._stage.run(work, todo) if self._stage else [work(*each) for each in todo]
+        finally:
+            self.update(self.parameters)
+        every = gather(found, self.model.device)
+        results: dict[int, Result] = {}
+        for share, rank in zip(shares, self.ranks.speakers(), strict=True):
+            results |= zip(share, every[rank][: len(share)], strict=True)
+        return [results[index] for index in range(len(items))]
+
+    def _owner(self, name: str) -> int:
+        """The first rank that has parts of a tensor."""
+        stages = self.ranks.size(STAGE)
+        held = (0,) if stages == 1 else stages_of(self.model.config, self._wholes, stages)[name]
+        return next(rank for rank in range(self.ranks.count) if self.ranks.place(STAGE, rank) in held)
+
+    def _answers_for(self, name: str) -> bool:
+        """Is this rank the first of those that have the same part of a tensor?"""
+        cut = rule_of(name, self.rules) is not None
+        return self.ranks.place(DATA) == 0 and (cut or self.ranks.place(TENSOR) == 0)
+
+
+def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule]) -> None:
+    """Tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as one more.
+    Of what has not been read yet, a rank never has more than its parts and one whole layer.
+    """
+    if dist.get_world_size() != ranks.count:
+        raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
+    mesh, layers = _device_mesh(ranks.mesh, model.device.type), list(model.model.layers.children())
+    if ranks.size(TENSOR) > 1:
+        check_tensor_parallel(model.config, ranks.size(TENSOR), shared_heads=False)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
+    for each in (*layers, model):
+        model.load(each)
+        if ranks.size(TENSOR) > 1 and each is not model:
+            parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
+        # The head is used after the forward pass: what is outside of layers stays until `update`.
+        module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=each is not model)
+        module.set_gradient_divide_factor(1.0)  # sums over ranks, not means
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    for name, buffer in list(model.named_buffers()):
+        setattr(model, name, buffer.to(dtype))
+
+
+def _gathered(part: DTensor) -> Tensor:
+    """The whole of a tensor. Over "tp" last, as it was cut first."""
+    axes = zip(part.device_mesh.mesh_dim_names or (), part.placements, strict=True)
+    placements = [placement if axis == TENSOR else Replicate() for axis, placement in axes]
+    cut: Any = part.detach()
+    whole: Tensor = cut.redistribute(placements=placements).full_tensor()
+    return whole.contiguous()
+
+
+def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, ParallelStyle]:
+    """How each linear map of a layer is cut. Attention and MLP get their input once, for all of their maps."""
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": PrepareModuleInput(
+            input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+    }
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            rule = rule_of(f"{name}.weight", rules)
+            assert rule is not None
+            plan[name] = ColwiseParallel() if rule[0] == 0 else RowwiseParallel()
+    return plan
+
+
+@lru_cache
+def _device_mesh(axes: Axes, device: str) -> DeviceMesh:
+    """All axes of a model, outermost first, whatever the order of `axes`; one for all models of this process.
+
+    Its groups wait as long as the default group does: torch gives new ones half an hour.
+    """
+    names, sizes = [name for name, _ in axes], dict(axes)
+    ranks = torch.arange(num_ranks(axes)).view([size for _, size in axes])
+    ranks = ranks.permute([names.index(name) for name in AXES if name in names])
+    mesh = DeviceMesh(device, ranks.reshape([sizes.get(name, 1) for name in AXES]), mesh_dim_names=AXES)
+    timeout = c10d._get_default_group()._get_backend(torch.device(device)).options._timeout
+    for group in mesh.get_all_groups():
+        c10d._set_pg_timeout(timeout, group)
+    return mesh

@@ -1,0 +1,163 @@
+"""The ranks that train or run one model together: axes of a mesh, and this rank's place. Plain data, no torch.
+
+Over "dp" and "fsdp" ranks work on micro-batches of their own; over "fsdp" the weights are cut, over "dp" they are
+replicated. Over "tp" ranks share each micro-batch, and cut the matrices; over "pp" each has some of the layers.
+
+Which rank works on which micro-batches: a pure function of their sizes, so that all ranks agree without a word.
+
+What ranks have found of their micro-batches, on every rank: JSON and tensors only, so that nothing is pickled.
+
+All numbers travel as float64, in which those of every floating type are exact.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
+from penstock.graph.types import Context
+
+AXES = (STAGE, DATA, FSDP, TENSOR)
+"""The axes of a model, outermost first."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The `mesh` of a replica; `rank` is this one's place on it.
+
+    Raises ValueError for an axis that means nothing to a model, a size below 1, and a place outside the mesh.
+    """
+
+    mesh: Axes = ()
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.mesh]
+        given = f"given a mesh of {self}"
+        if len(set(names)) < len(names) or not set(names) <= set(AXES):
+            raise ValueError(f"{given}, needed each of the axes {', '.join(AXES)} at most once")
+        if any(size < 1 for _, size in self.mesh):
+            raise ValueError(f"{given}, needed sizes of 1 or more")
+        if not 0 <= self.rank < self.count:
+            raise ValueError(f"{given} and rank {self.rank}, needed a rank of 0 to {self.count - 1}")
+
+    @classmethod
+    def of(cls, context: Context) -> Self:
+        return cls(tuple((name, size) for name, size in context.mesh), context.rank)
+
+    @property
+    def count(self) -> int:
+        return num_ranks(self.mesh)
+
+    def size(self, axis: str) -> int:
+        """1 for an axis that is not there."""
+        return dict(self.mesh).get(axis, 1)
+
+    def place(self, axis: str, rank: int | None = None) -> int:
+        """The coordinate of a rank (this one, if None) on an axis; 0 on one that is not there."""
+        rank = self.rank if rank is None else rank
+        for name, size in reversed(self.mesh):
+            rank, at = divmod(rank, size)
+            if name == axis:
+                return at
+        return 0
+
+    @property
+    def shares(self) -> int:
+        """How many different micro-batches are worked on at the same time."""
+        return self.size(DATA) * self.size(FSDP)
+
+    def share(self, rank: int | None = None) -> int:
+        """Which of them a rank works on."""
+        return self.place(DATA, rank) * self.size(FSDP) + self.place(FSDP, rank)
+
+    def speakers(self) -> list[int]:
+        """For each share the rank that speaks for it: the first of the last stage that have the same."""
+        last = self.size(STAGE) - 1
+        ranks = [r for r in range(self.count) if self.place(TENSOR, r) == 0 and self.place(STAGE, r) == last]
+        return sorted(ranks, key=self.share)
+
+    def neighbour(self, axis: str, step: int) -> int:
+        """The rank that is `step` further along an axis, and at the same place on all others."""
+        inner = self.mesh[[name for name, _ in self.mesh].index(axis) + 1 :]
+        return self.rank + step * num_ranks(inner)
+
+    def __str__(self) -> str:
+        return described(self.mesh)
+
+
+def assign(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """The items of each part, in the order of `costs`: the costliest first, each to the part that has least so far.
+
+    Among equals the first item and the first part are taken. No part gets more than ⌈items / parts⌉, because every
+    rank takes part in as many rounds as the one with most items.
+    """
+    most = -(-len(costs) // parts)
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        part = min((p for p in range(parts) if len(shares[p]) < most), key=lambda p: totals[p])
+        shares[part].append(item)
+        totals[part] += costs[item]
+    return [sorted(share) for share in shares]
+
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+Form = list[tuple[str, str, list[int]]]
+"""(name, dtype, shape) of each tensor of a result; "" is the name of one that is no mapping's."""
+
+
+def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
+    """[rank][i]: result i of each rank of the default group; ranks may have different numbers of them.
+
+    A result is a floating-point tensor, a mapping of such by name, or None. Raises TypeError for another.
+    """
+    leaves = [_leaves(result) for result in results]
+    forms = [
+        None if each is None else [(name, str(leaf.dtype), list(leaf.shape)) for name, leaf in each.items()]
+        for each in leaves
+    ]
+    parts = [leaf.detach().double().reshape(-1) for each in leaves if each is not None for leaf in each.values()]
+    own = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *parts])
+    heads = _all_gather(torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8).to(device))
+    values = _all_gather(own)
+    return [_rebuilt(json.loads(bytes(head.tolist())), value) for head, value in zip(heads, values, strict=True)]
+
+
+def _all_gather(own: Tensor) -> list[Tensor]:
+    """The vectors of all ranks, whatever their lengths."""
+    length = torch.tensor([len(own)], device=own.device)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)
+    longest = max(int(each) for each in lengths)
+    every = [own.new_empty(longest) for _ in lengths]
+    dist.all_gather(every, torch.nn.functional.pad(own, (0, longest - len(own))))
+    return [each[: int(length)] for each, length in zip(every, lengths, strict=True)]
+
+
+def _leaves(result: Any) -> dict[str, Tensor] | None:
+    if result is None:
+        return None
+    leaves = dict(result) if isinstance(result, Mapping) else {"": result}
+    for leaf in leaves.values():
+        if not isinstance(leaf, Tensor) or str(leaf.dtype) not in _DTYPES:
+            given = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"result of a micro-batch: given {given}, needed a tensor of {', '.join(_DTYPES)}")
+    return leaves
+
+
+def _rebuilt(forms: Sequence[Form | None], values: Tensor) -> list[Any]:
+    found: list[Any] = []
+    for form in forms:
+        leaves = {}
+        for name, dtype, shape in form or ():
+            count = torch.Size(shape).numel()
+            leaves[name] = values[:count].view(shape).to(_DTYPES[dtype])
+            values = values[count:]
+        found.append(None if form is None else leaves.get("", leaves))
+    return found

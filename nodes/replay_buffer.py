@@ -1,0 +1,83 @@
+"""A buffer of past prompt groups, some of which are learnt from once more beside each fresh batch.
+
+Shapes: N rows, of an update or of the buffer.
+"""
+
+import random
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from penstock.graph import node, requires
+from penstock.graph.protocols import Array
+from penstock.graph.types import Advantages, Context, Metrics, Rollouts
+from penstock.nodes.option_checks import count
+
+
+@dataclass
+class Past(Rollouts):
+    """Rollouts with the values of their advantages, [N] or [N, T], and the updates in which they were fresh."""
+
+    values_N: Array = None
+    born_N: Array = None
+
+
+@dataclass
+class Memory(Past):
+    """What a buffer holds, flat, so that a checkpoint can keep it: rows, the updates so far, and the key of its draws.
+
+    Before the first update it has no rows, and no arrays.
+    """
+
+    key: int = 0
+    update: int = 0
+
+    def past(self) -> Past:
+        return Past(**{field.name: getattr(self, field.name) for field in fields(Past)})
+
+
+def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> Memory:
+    """An empty buffer."""
+    nothing: dict[str, Array] = dict.fromkeys(field.name for field in fields(Rollouts))
+    nothing |= dict.fromkeys(("ordinals", "prompts", "answers", "texts", "transcripts", "turn_rewards"), ())
+    return Memory(**nothing, key=context.key("replay"))
+
+
+@requires(count(1, "capacity", "take", "max_age"))
+@node(pool="trainer", clock="update", init=open_memory)
+def replay(
+    memory: Memory, rollouts: Rollouts, advantage: Advantages, *, capacity: int = 256, take: int = 16, max_age: int = 4
+) -> tuple[Memory, tuple[Rollouts, Advantages], Metrics]:
+    """The fresh batch, and after it `take` past prompt groups, or as many as there are.
+
+    Which ones is drawn anew at each update, each group alike. A group stays until it is more than `max_age` updates
+    old, or `capacity` groups are younger. It keeps its advantage, and each token its log-probability and version: the
+    loss has to weight them. The rollouts say which rows are past ones (`replayed_N`), and an update counts their tokens
+    apart (see `update_figures`). Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none)
+    and `buffered` (groups in the buffer after the update).
+    """
+    born_N = torch.full((len(rollouts),), memory.update)
+    fresh = Past(**_columns(rollouts), values_N=advantage.values_N, born_N=born_N)
+    past = list(dict.fromkeys(memory.ordinals))
+    drawn = set(random.Random(Context(seed=memory.key).key(memory.update)).sample(past, min(take, len(past))))
+    chosen = [row for row, ordinal in enumerate(memory.ordinals) if ordinal in drawn]
+    old = [memory.past().take(chosen)] if chosen else []
+    mixed = Past.concat([fresh, *old])
+    ages = [float((memory.update - each.born_N).float().mean()) for each in old]
+    everything = Past.concat([memory.past(), fresh]) if past else fresh
+    kept = everything.take(_young(everything, memory.update + 1 - max_age, capacity))
+    figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
+    learnt = replace(Rollouts(**_columns(mixed)), replayed_N=mixed.born_N < memory.update)
+    worth = replace(advantage, values_N=mixed.values_N)
+    return Memory(**vars(kept), key=memory.key, update=memory.update + 1), (learnt, worth), figures
+
+
+def _columns(rollouts: Rollouts) -> dict[str, Array]:
+    return {field.name: getattr(rollouts, field.name) for field in fields(Rollouts)}
+
+
+def _young(past: Past, oldest: int, capacity: int) -> list[int]:
+    """The rows of the newest `capacity` groups among those that were fresh in update `oldest` or later."""
+    born = dict(zip(past.ordinals, past.born_N.tolist(), strict=True))
+    young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] >= oldest}
+    return [row for row, ordinal in enumerate(past.ordinals) if ordinal in young]

@@ -1,0 +1,306 @@
+"""Weights that learn: float32 masters with their optimizer, and the model that computes.
+
+Weights that change during a run, and the model that computes with them.
+
+Master weights are float32. Where the run's dtype is another, the model that computes holds a copy in that dtype,
+the same numbers that are broadcast, so that trainer and generator work with equal weights. Over several ranks each has
+its parts of the masters, and what computes is converted as it is gathered.
+
+A decoder with its tokenizer and its lanes, ready to read rollouts: what every model of a run has in common.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.graph.protocols import STAGE, Sharding
+from penstock.graph.types import Context, Rollouts
+from penstock.nodes.learn.batching import Packed, group_rows, pack, sampled_mask
+from penstock.nodes.learn.data_parallel_threads import Lanes
+from penstock.nodes.learn.schedules import Schedule
+from penstock.nodes.model import Decoder, save_tensors, torch_dtype
+from penstock.nodes.model.hf import check_names, check_shape
+from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel, trainer_rules
+from penstock.nodes.parallel.mesh import Ranks
+from penstock.nodes.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.nodes.parallel.fsdp import Shards
+
+
+CPU_MICRO_TOKENS, MICRO_TOKENS = 2048, 16384
+"""Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device
+without too many activations for the backward pass to keep."""
+
+Model = TypeVar("Model", bound=Decoder)
+
+
+class SequenceModel(Generic[Model]):
+    """A model with its tokenizer. Its `workers` are several ranks that hold it in parts (`Shards`), or one rank's
+    lanes: on a CPU its threads work on micro-batches of their own (`Lanes`). `shapes` are those of the whole weights.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.ranks, self.dtype = Ranks.of(context), torch_dtype(context.dtype)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.workers = _workers(model, self.ranks, context)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
+        """Micro-batches of at most `max_tokens` tokens with padding; by default what suits the device.
+
+        Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled at. With
+        `whole_groups` no prompt group is cut, however large.
+        """
+        lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
+        tokens_NS, settings = rollouts.tokens_NS.to(self.device), (sampled_mask(rollouts), rollouts.temperature_N)
+        group_N = group_rows(rollouts.ordinals) if whole_groups else None
+        return self.pack_tokens(tokens_NS, *lengths, max_tokens, *settings, group_N)
+
+    def pack_tokens(
+        self,
+        tokens_NS: Tensor,
+        prompts_N: Tensor,
+        responses_N: Tensor,
+        max_tokens: int | None = None,
+        sampled_NT: Tensor | None = None,
+        temperature_N: Tensor | None = None,
+        group_N: Tensor | None = None,
+    ) -> list[Packed]:
+        """The same of bare tokens: prompts and responses of the given lengths, padded on the right; see `pack`."""
+        bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
+        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT, temperature_N, group_N)
+
+    def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """As `encode_texts`. Raises ValueError for a row that is longer than the model's context."""
+        return encode_texts(self.tokenizer, texts, responses, self.model.config.max_position_embeddings)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's parts, in the run's dtype."""
+        return {name: p.detach().to(self.dtype) for name, p in self.workers.parameters.items()}
+
+    def sharding(self) -> Sharding:
+        """How the ranks hold the weights in parts."""
+        config, stages = self.model.config, self.ranks.size(STAGE)
+        cut = stages_of(config, self.shapes, stages) if stages > 1 else {}
+        return Sharding(self.ranks.mesh, self.shapes, trainer_rules(config), tensor_parallel(config), cut)
+
+    def export(self, folder: str) -> None:
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer.
+
+        All ranks call it, to bring the parts of each tensor together, and the first one writes.
+        """
+        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole()}
+        if self.ranks.rank == 0:
+            save_tensors(self.model, tensors, folder)
+            self.tokenizer.save(folder)
+
+
+class Frozen(SequenceModel[Model]):
+    """A model that never changes, so that the directory it was read from is all the state it has."""
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {}, {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Nothing was saved."""
+
+    def export(self, folder: str) -> None:
+        """It is the model that the run was given."""
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], responses: Sequence[str], limit: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.
+
+    Each response ends with an end token. Raises ValueError for a row of more than `limit` tokens.
+    """
+    prompts = [tokenizer.encode_prompt(text) for text in texts]
+    wholes = [
+        prompt + tokenizer.encode(response) + [tokenizer.eos]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    prompt_lengths_N = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
+    lengths_N = torch.tensor([len(whole) for whole in wholes], dtype=torch.long)
+    tokens_NS = torch.zeros(len(wholes), max(map(len, wholes), default=0), dtype=torch.long)
+    for row, whole in enumerate(wholes):
+        if limit is not None and len(whole) > limit:
+            raise ValueError(f"demonstration {texts[row]!r}: given {len(whole)} tokens, needed at most {limit}")
+        tokens_NS[row, : len(whole)] = torch.tensor(whole)
+    return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
+
+
+def _workers(model: Model, ranks: Ranks, context: Context) -> "Lanes[Model] | Shards[Model]":
+    if ranks.count == 1:
+        return Lanes(model, context.threads if context.device == "cpu" else 1)
+    from penstock.nodes.parallel.fsdp import Shards  # half a second of imports, for those who need it
+
+    return Shards(model, ranks, torch_dtype(context.dtype))
+
+
+MASTER = "master"
+"""What the names of master weights begin with in a state."""
+
+
+class Mastered(SequenceModel[Model]):
+    """A model with float32 masters. `version` counts the updates that changed them."""
+
+    called: ClassVar[str] = "model"
+    """What error messages call it."""
+
+    def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
+        parted, dtype = Ranks.of(context).count > 1, torch_dtype(context.dtype)
+        copied = not parted and dtype != torch.float32
+        super().__init__(deepcopy(master).to(dtype) if copied else master, tokenizer, context)
+        self.masters = dict(master.named_parameters()) if copied else self.workers.parameters
+        self.version = 0
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        return {f"{MASTER}.{name}": p.detach() for name, p in self.masters.items()}, {"version": self.version}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Raises ModelError for the state of another model."""
+        where = f"state of the {self.called}"
+        needed = {f"{kind}.{name}": p for kind in self._kinds(facts) for name, p in self.masters.items()}
+        # From another mesh, what other stages hold comes as tensors without elements.
+        check_names(needed, {name: t for name, t in tensors.items() if t.numel() or name in needed}, where)
+        for name, parameter in needed.items():
+            if parameter.numel() or tensors[name].numel():  # no rows of a width are no rows of another
+                check_shape(name, tensors[name].shape, parameter, where)
+        for name, parameter in self.masters.items():
+            with torch.no_grad():
+                parameter.copy_(tensors[f"{MASTER}.{name}"].view(parameter.shape))
+        self.copy_masters()
+        self.version = facts["version"]
+
+    def offloadable(self) -> Mapping[str, Tensor]:
+        """The masters, where they are not what computes."""
+        if self.masters is self.workers.parameters:
+            return {}
+        return {f"{MASTER}.{name}": parameter for name, parameter in self.masters.items()}
+
+    def copy_masters(self) -> None:
+        """The model computes with the masters as they are now."""
+        self.workers.update(self.masters)
+
+    def _kinds(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a state with these facts has of each parameter: a tensor of its shape."""
+        return (MASTER,)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The optimizer's tensors, each as large as the weights."""
+
+Figures = TypeVar("Figures")
+
+
+@dataclass(frozen=True)
+class Step:
+    """How to take an optimizer step; `clip_norm` bounds the 2-norm of the whole gradient."""
+
+    lr: float
+    clip_norm: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+
+class Learner(Mastered[Model]):
+    """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
+    says how the run was started, and keys what updates draw."""
+
+    def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
+        super().__init__(master, tokenizer, context)
+        self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
+        self.updates, self.context = context.updates, context
+
+    def backward(
+        self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]]
+    ) -> list[Figures]:
+        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order.
+
+        Workers call `loss` at the same time, each with a model of its own: it changes nothing.
+        """
+        try:
+            found = self.workers.backward(loss, items)
+        except BaseException:
+            self._forget_gradients()  # the firing may be tried again
+            raise
+        for name, gradient in self.workers.collect().items():
+            master = self.masters[name]
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        return found
+
+    def rate(self, lr: float | Schedule) -> float:
+        """The learning rate of the update under way. Raises ValueError for one that is negative or not finite."""
+        rate = float(lr(self.version, self.updates)) if callable(lr) else lr
+        if not 0 <= rate < math.inf:
+            where = f"update {self.version} of {self.updates}"
+            raise ValueError(f"{where}: given a learning rate of {rate}, needed a finite number of at least 0")
+        return rate
+
+    def apply(self, step: Step, *, normaliser: float, last: bool = True) -> float:
+        """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping.
+
+        An update may take several; its `last` one makes the next version. Raises FloatingPointError, and
+        leaves the weights alone, where that norm is no finite number.
+        """
+        gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+        norm = self.workers.norm(gradients) / normaliser
+        if not math.isfinite(norm):
+            self._forget_gradients()
+            raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
+        scale = min(1.0, step.clip_norm / (norm + 1e-6)) / normaliser
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+        self.optimizer.param_groups[0].update(lr=step.lr, betas=tuple(step.betas), weight_decay=step.weight_decay)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.copy_masters()
+        self.version += int(last)
+        return norm
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        tensors, facts = super().state()
+        return {**tensors, **self._moments()}, {**facts, "steps": self._steps()}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        super().restore(tensors, facts)
+        self.optimizer.state.clear()
+        for name, parameter in self.masters.items() if facts["steps"] else ():
+            moments = {moment: tensors[f"{moment}.{name}"].to(parameter, copy=True) for moment in MOMENTS}
+            step = torch.tensor(float(facts["steps"]), device=parameter.device)
+            self.optimizer.state[parameter] = {"step": step, **moments}
+
+    def offloadable(self) -> Mapping[str, Tensor]:
+        """The optimizer's moments too: only its steps read them."""
+        return {**super().offloadable(), **self._moments()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """By their names in a state; none before the first step."""
+        return {
+            f"{moment}.{name}": self.optimizer.state[parameter][moment]
+            for name, parameter in self.masters.items()
+            for moment in MOMENTS
+            if parameter in self.optimizer.state
+        }
+
+    def _kinds(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
+        return (MASTER, *MOMENTS) if facts["steps"] else (MASTER,)
+
+    def _forget_gradients(self) -> None:
+        self.workers.collect()
+        self.optimizer.zero_grad()
+
+    def _steps(self) -> int:
+        """The optimizer's own count, which its bias correction needs."""
+        return next((int(state["step"]) for state in self.optimizer.state.values()), 0)

@@ -1,0 +1,115 @@
+"""The small model that runs start from when none is given: trained by the program `sft` once, and kept in the cache.
+
+Where what is built once is kept: $PENSTOCK_CACHE, else `penstock` in the user's cache folder.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from penstock import __path__ as roots
+from penstock.runtime.cli.display import Line
+from penstock.runtime.cli.launching import asked, configure, launch
+from penstock.runtime.cli.tracing import CommandError, trace_program
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.launcher import DONE
+from penstock.runtime.record.errors import RecordError, disk_fault
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint, open_regular
+
+
+def cache_folder() -> Path:
+    given = os.environ.get("PENSTOCK_CACHE")
+    if given:
+        return Path(given).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
+"""The flags of `penstock run sft` beside the data; the rest is that program's own defaults."""
+BUILDING = "building-"
+"""What the names of folders begin with in which a base is built."""
+THREADS = 2
+"""As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built."""
+SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/*.py", "nodes/learn/*.py")
+"""What the base follows from: when one of these files changes, it is built again."""
+
+
+def base_model(data: str, tell: Callable[[Line], None]) -> Path:
+    """The directory of the base model for made-up data, building it if need be. Two builders at once wait in line.
+
+    Raises CommandError if the training fails, RecordError if the cache cannot be written.
+    """
+    home = cache_folder() / "base"
+    place = home / _key(data)
+    if place.is_dir():
+        if any(home.glob(f"{BUILDING}*")):
+            with suppress(OSError, RecordError), _lock(home, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                _sweep(home)
+        return place
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _lock(home, fcntl.LOCK_EX):
+            _sweep(home)
+            if not place.is_dir():
+                _build(data, home, place, tell)
+    except OSError as error:
+        raise disk_fault(home, error, choice="PENSTOCK_CACHE=DIR") from error
+    return place
+
+
+@contextmanager
+def _lock(home: Path, how: int) -> Iterator[None]:
+    """Be the only builder in the cache. Raises OSError and RecordError."""
+    with os.fdopen(open_regular(home / "lock", os.O_RDWR | os.O_CREAT)) as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+def _sweep(home: Path) -> None:
+    """Remove what builders have left that were killed: one that is alive has the lock."""
+    for left in home.glob(f"{BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _key(data: str) -> str:
+    state = hashlib.sha256(repr((RECIPE, THREADS, data)).encode())
+    for pattern in SOURCES:
+        for path in sorted(Path(roots[0]).glob(pattern)):
+            state.update(path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> None:
+    """Train in a folder beside `place`, and move the model there when it is whole."""
+    tell({"kind": "stage", "stage": "base"})
+    beside = Path(tempfile.mkdtemp(prefix=BUILDING, dir=home))
+    try:
+        words = ["sft", *RECIPE, *(["--data", data] if data else [])]
+        cluster = Cluster(hosts=(Host(name="local", cores=THREADS),))
+        config = configure(trace_program("run", words), cluster, "")
+        folder = RunFolder.create(beside / "run")
+        config.write(folder, asked("sft", words, cluster, {}))
+        errors: list[str] = []
+        status = launch(folder, cluster, lambda line: _hear(line, config.flags.updates, tell, errors))
+        checkpoint = latest_checkpoint(folder)
+        if status == DONE and checkpoint is not None:
+            os.replace(checkpoint.folder / "policy", place)
+        elif status == DONE or errors:
+            raise CommandError("\n".join(["the base model could not be built:", *errors]))
+        else:
+            raise KeyboardInterrupt
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _hear(line: Line, updates: int, tell: Callable[[Line], None], errors: list[str]) -> None:
+    kind = line["kind"]
+    if kind == "row":
+        tell({"kind": "base", "update": line["row"]["version"], "updates": updates, "loss": line["row"].get("loss")})
+    elif kind == "error":
+        errors.append(str(line["text"]))

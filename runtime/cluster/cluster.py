@@ -1,0 +1,337 @@
+"""The machines of a run, as a user's TOML file says it, or as this machine is.
+
+`docs/cluster-file.md` has all keys. `penstock doctor --measure` writes such a file of this machine, with what its
+memory and links do in [cpus.this].
+
+A cluster in a word, `32x8xH100`: hosts × GPUs × kind; several kinds joined by `+`; or a file; or this machine. Pure
+but for the file.
+
+The hosts that such a word makes have a core for each GPU, and no addresses: it is for plans, not for runs.
+
+Errors of files that users write: each key that is wrong, what was given, what is needed. Pure.
+"""
+
+import ipaddress
+import os
+import re
+import subprocess
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from penstock.runtime.cluster.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
+from penstock.runtime.cluster.gpus import GPUS, Gpu
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A hint at the known name that was probably meant, or at all of them."""
+    names = sorted(known)
+    close = get_close_matches(given, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """A pydantic error as lines of `where: key: given …, needed …`, the nearest key for an unknown one."""
+    faults = error.errors()
+    inside = {str(fault["loc"][0]) for fault in faults if len(fault["loc"]) > 1}
+    lines = []
+    for fault in faults:
+        path = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            known = _keys(model, fault["loc"][:-1])
+            lines.append(f"{where}: unknown key {path!r}; {nearest(str(fault['loc'][-1]), known)}")
+        elif fault["type"] == "missing":
+            lines.append(f"{where}: {path}: missing")
+        elif fault["type"] == "value_error":
+            lines.append(": ".join(filter(None, (where, path, str(fault["ctx"]["error"])))))
+        elif path not in inside:  # a list is not also too short because of the items that are wrong
+            lines.append(f"{where}: {path}: given {fault['input']!r:.60}; {fault['msg'][0].lower()}{fault['msg'][1:]}")
+    return "\n".join(lines)
+
+
+def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The keys of the model at `path`: a field's own model, or that of its items or of its values by name."""
+    for part in path:
+        if isinstance(part, int) or part not in model.model_fields:
+            continue  # which item, or the user's own name for a value
+        annotation = model.model_fields[part].annotation
+        inner = [a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type)]
+        models = [a for a in inner if issubclass(a, BaseModel)]
+        if not models:
+            return []
+        model = models[0]
+    return list(model.model_fields)
+
+
+def _name(given: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", given):
+        raise ValueError(f"given {given!r}, needed letters, digits, '_', '.' or '-', 64 at most")
+    return given
+
+
+def _device(given: str) -> str:
+    if not re.fullmatch(r"cpu|cuda:\d+", given):
+        raise ValueError(f"given {given!r}, needed 'cpu' or 'cuda:<number>'")
+    return given
+
+
+def _address(given: str) -> str:
+    if ":" in given and not given.endswith("]"):
+        raise ValueError(f"given {given!r}, needed an address without a port: each rank has one of the system's choice")
+    if given:
+        tcp_endpoint(f"{given}:0")  # raises for what is no address of one interface
+        try:
+            ipaddress.ip_address(given.strip("[]"))
+        except ValueError:
+            raise ValueError(f"given {given!r}, needed an IP address, such as 10.0.0.2") from None
+    return given
+
+
+def _hosts(given: object) -> object:
+    names = given if isinstance(given, list | tuple) else [given]
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"given {given!r}, needed the name of a host, or of several that differ")
+    return given
+
+
+class ClusterError(ValueError):
+    """A cluster file that cannot be used: the user's fault. One line for each thing that is wrong."""
+
+
+class Cpu(BaseModel):
+    """What was measured of a host. GB are 10^9 bytes. `read`, `copy` and `cached` are of its memory, the last of a
+    tensor that the nearest caches keep; `shared` and `gloo` of links between two processes, `latency_us` of a message
+    between them; `call_us` is that of one operation on next to nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    memory_gib: float = Field(gt=0)
+    read_gb_s: float = Field(gt=0)
+    copy_gb_s: float = Field(gt=0)
+    cached_gb_s: float = Field(gt=0)
+    shared_gb_s: float = Field(gt=0)
+    gloo_gb_s: float = Field(gt=0)
+    latency_us: float = Field(ge=0)
+    call_us: float = Field(ge=0)
+
+
+class Host(BaseModel):
+    """One machine. `cores` are for ranks, of the kind `cpu`; `devices` as torch names them, CUDA devices of the kind
+    `gpu`. An "external" agent is started by others.
+
+    At `address` its ranks listen for those of other hosts that read values made here, or send or receive weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, AfterValidator(_name)]
+    cores: int = Field(ge=1)
+    devices: tuple[Annotated[str, AfterValidator(_device)], ...] = ()
+    gpu: str = ""
+    cpu: str = ""
+    agent: Literal["local", "external"] = "local"
+    address: Annotated[str, AfterValidator(_address)] = ""
+
+    @field_validator("devices")
+    @classmethod
+    def _check_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted(name for name, count in Counter(devices).items() if count > 1 and name != "cpu"):
+            raise ValueError(f"{', '.join(twice)} is there twice; each CUDA device once is needed")
+        return devices
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        return tuple(d for d in self.devices if d != "cpu")
+
+
+class Cluster(BaseModel):
+    """Hosts, where the controller listens, on which host each pool that is named runs, or on which hosts its replicas
+    do in turn, kinds of GPUs beside those of `plan.gpus`, and kinds of CPUs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hosts: tuple[Host, ...] = Field(min_length=1)
+    bind: str = ""
+    pools: dict[str, Annotated[str | tuple[str, ...], BeforeValidator(_hosts)]] = Field(default_factory=dict)
+    gpus: dict[str, Gpu] = Field(default_factory=dict)
+    cpus: dict[str, Cpu] = Field(default_factory=dict)
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _fill_gpus(cls, gpus: Any) -> Any:
+        return {name: _filled(name, own) for name, own in gpus.items()} if isinstance(gpus, dict) else gpus
+
+    @field_validator("bind")
+    @classmethod
+    def _check_bind(cls, bind: str) -> str:
+        if bind:
+            tcp_endpoint(bind)  # raises for what is no address of one interface
+        return bind
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [host.name for host in self.hosts]
+        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+            raise ValueError(f"hosts: {', '.join(twice)} is there twice; names must differ")
+        for pool in self.pools:
+            for host in self._names_of(pool):
+                if host not in names:
+                    raise ValueError(f"pools.{pool}: given host {host!r}; {nearest(host, names)}")
+        for own in self.hosts:
+            if own.gpu and own.gpu not in {**GPUS, **self.gpus}:
+                raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
+            if own.cpu and own.cpu not in self.cpus:
+                raise ValueError(f"hosts: {own.name}: given cpu {own.cpu!r}; {nearest(own.cpu, self.cpus)}")
+        self._check_reach()
+        return self
+
+    def _check_reach(self) -> None:
+        """Raises ValueError where hosts on machines of their own could not reach each other."""
+        if len({ipaddress.ip_address(host.address.strip("[]")).version for host in self.hosts if host.address}) > 1:
+            raise ValueError("hosts: given an `address` of IPv4 and one of IPv6, needed one kind: they meet by gloo")
+        lacking = [host.name for host in self.hosts if is_loopback(f"{host.address or LOOPBACK}:0")]
+        if lacking and len(self.hosts) > 1 and self.bind and not is_loopback(self.bind):
+            given = f"bind is {self.bind}, and hosts {', '.join(lacking)} have no `address` but of loopback"
+            raise ValueError(f"hosts: {given}; needed where each can be reached by the others, to read its values")
+        outside = [host.name for host in self.hosts if host.agent == "external" and host.name not in lacking]
+        if outside and not self.bind:
+            needed = 'where the controller listens for it, such as bind = "10.0.0.1:5555"'
+            raise ValueError(
+                f"bind: given none, and the agent of {', '.join(outside)} is on another machine; needed {needed}"
+            )
+
+    @staticmethod
+    def local() -> "Cluster":
+        """This machine: the cores that this process may use, and its CUDA devices."""
+        return Cluster(hosts=(Host(name="local", cores=len(os.sched_getaffinity(0)), devices=cuda_devices()),))
+
+    @staticmethod
+    def read(path: Path) -> "Cluster":
+        """Raises ClusterError, with the file and every fault in it."""
+        try:
+            return Cluster.model_validate(tomllib.loads(path.read_text()))
+        except OSError as error:
+            raise ClusterError(f"{path}: cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{path}: not TOML: {error}") from error
+        except ValidationError as error:
+            raise ClusterError(explain(error, Cluster, str(path))) from error
+
+    def host(self, name: str) -> Host:
+        return next(h for h in self.hosts if h.name == name)
+
+    def hosts_of(self, pool: str) -> tuple[Host, ...]:
+        """Where a pool runs: where `pools` says, its replicas on several hosts in turn, else on the first host."""
+        return tuple(map(self.host, self._names_of(pool))) or self.hosts[:1]
+
+    def _names_of(self, pool: str) -> tuple[str, ...]:
+        said = self.pools.get(pool, ())
+        return (said,) if isinstance(said, str) else said
+
+    def gpu_of(self, host: Host) -> Gpu | None:
+        """The kind of a host's GPUs; None for a host without any. Raises ClusterError for a kind that is not said."""
+        if not host.accelerators:
+            return None
+        if not host.gpu:
+            known = ", ".join({**GPUS, **self.gpus})
+            needed = f"the kind of its GPUs, gpu = … (known: {known})"
+            raise ClusterError(f"hosts: {host.name}: given {len(host.accelerators)} CUDA devices, needed {needed}")
+        return {**GPUS, **self.gpus}[host.gpu]
+
+    def endpoint(self, folder: Path) -> str:
+        """Where the controller of a run in `folder` is to listen: tcp if a bind address or an external agent asks
+        for it (on loopback unless `bind` names an address), else a Unix socket.
+        """
+        if self.bind or any(host.agent == "external" for host in self.hosts):
+            return tcp_endpoint(self.bind or "127.0.0.1:0")
+        return ipc_endpoint(folder)
+
+
+def _filled(name: str, own: Any) -> Any:
+    """A kind's own figures over those of the kind that it is `like`."""
+    if not isinstance(own, dict) or "like" not in own:
+        return own
+    if own["like"] not in GPUS:
+        raise ValueError(f"{name}.like: given {own['like']!r}; {nearest(str(own['like']), GPUS)}")
+    base = GPUS[own["like"]].model_dump()
+    nested = {key: {**base[key], **own[key]} for key in ("tflops", "efficiency") if isinstance(own.get(key), dict)}
+    return {**base, **{key: value for key, value in own.items() if key != "like"}, **nested}
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """The NVIDIA devices that this process may use, as torch numbers them; without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = _count_gpus()
+    if visible is not None:
+        count = min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    return tuple(f"cuda:{index}" for index in range(count))
+
+
+def _count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    if proc.is_dir():
+        return len(list(proc.iterdir()))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+_PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")
+
+
+THIS = "this"
+"""The machine that was measured here."""
+
+MOST_GPUS = 100_000
+"""Of one kind: more than there are in one place, and more than a word with a digit too many should make."""
+
+
+def read_cluster(given: str, this: Path | None = None) -> Cluster:
+    """The cluster that `--cluster` names; "this" is that in the file `this`. Raises ClusterError for a word or a file
+    that is none, with what is needed.
+
+    >>> len(read_cluster("2x8xH100+1x4xB200").hosts)
+    3
+    """
+    if given == THIS and this is not None:
+        if not this.exists():
+            raise ClusterError(f"--cluster {given}: {this} is not there; needed first: penstock doctor --measure")
+        return Cluster.read(this)
+    # A path has a suffix or a folder; a word with an x in it that is neither was meant to be hosts × GPUs × kind.
+    if Path(given).suffix or "/" in given or Path(given).exists():
+        return Cluster.read(Path(given))
+    hosts: list[Host] = []
+    for part in given.split("+"):
+        hosts += _hosts_of_spec(given, part, len(hosts))
+    return Cluster(hosts=tuple(hosts))
+
+
+def _hosts_of_spec(given: str, part: str, first: int) -> list[Host]:
+    match = _PART.fullmatch(part)
+    if match is None:
+        needed = f"hosts x GPUs x kind such as 32x8xH100, several joined by '+', a TOML file, or {THIS!r}"
+        raise ClusterError(f"--cluster {given}: given {part!r}, needed {needed}")
+    count, gpus, kind = int(match[1]), int(match[2]), match[3]
+    if not (count and gpus):
+        raise ClusterError(f"--cluster {given}: given {count} hosts of {gpus} GPUs, needed at least 1 of each")
+    if count * gpus > MOST_GPUS:
+        raise ClusterError(f"--cluster {given}: given {count * gpus} GPUs in {part}, needed at most {MOST_GPUS}")
+    if kind not in GPUS:
+        raise ClusterError(f"--cluster {given}: given GPUs of kind {kind!r}; {nearest(kind, GPUS)}")
+    devices = tuple(f"cuda:{index}" for index in range(gpus))
+    return [Host(name=f"host{first + k}", cores=gpus, devices=devices, gpu=kind) for k in range(count)]

@@ -1,0 +1,460 @@
+"""Where the nodes run, as a value: pools of replicas of ranks. Pure.
+
+The default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared out. Pure.
+
+What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
+cores of its host. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
+cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every
+host is shared out by itself.
+
+Meshes as users write them: `trainer=fsdp2xtp2`, axes with their sizes, outermost first. Pure.
+
+Whether weights can go the way that is asked for between the ranks of a plan. Pure.
+
+Whether a trainer and a generator take turns with a device: then each can have the memory that the other one needs
+only while it works. Pure.
+
+A plan as a small HTML table, for notebooks. Pure.
+
+How many firings are really in work at once where the simulator puts a plan's pools. Pure.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from math import ceil, prod
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from penstock.graph.ir import Graph, Node
+from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, nearest
+
+
+def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Cells are texts, escaped here."""
+    cells = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process: its host (a name of the cluster file), device, and number of CPU threads."""
+
+    host: str = "local"
+    device: str = "cpu"
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """SPMD ranks that run a pool's nodes together. `capacity` is the number of firings in work at once.
+
+    `mesh` names the ranks' axes.
+    """
+
+    name: str
+    ranks: tuple[Rank, ...]
+    capacity: int = 1
+    mesh: Axes = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A process group: the nodes and program arguments it holds, and its replicas ("pool/0", "pool/1", …)."""
+
+    name: str
+    holds: tuple[str, ...]
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    pools: tuple[Pool, ...]
+
+    def pool_of(self, name: str) -> Pool:
+        """The pool that holds a node or an argument."""
+        return next(p for p in self.pools if name in p.holds)
+
+    def replica(self, name: str) -> Replica:
+        return next(r for p in self.pools for r in p.replicas if r.name == name)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        return tuple(r for p in self.pools for r in p.replicas)
+
+    def spelled(self, replica: str, rank: int) -> str:
+        """A rank in words, with its host if there are several."""
+        several = len({rank.host for each in self.replicas for rank in each.ranks}) > 1
+        return f"{replica} rank {rank}" + (f" on host {self.replica(replica).ranks[rank].host}" if several else "")
+
+    def to_json(self) -> dict[str, Any]:
+        def rank(r: Rank) -> dict[str, Any]:
+            return {"host": r.host, "device": r.device, "threads": r.threads}
+
+        def replica(r: Replica) -> dict[str, Any]:
+            mesh = {"mesh": [list(axis) for axis in r.mesh]} if r.mesh else {}
+            return {"name": r.name, "capacity": r.capacity, **mesh, "ranks": [rank(x) for x in r.ranks]}
+
+        return {
+            "format": 1,
+            "pools": [
+                {"name": p.name, "holds": list(p.holds), "replicas": [replica(r) for r in p.replicas]}
+                for p in self.pools
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        """The pools as a table, for notebooks."""
+        rows = [
+            (p.name, ", ".join(p.holds), len(p.replicas), len(r.ranks), r.capacity, ", ".join(_places(p)))
+            for p in self.pools
+            for r in p.replicas[:1]
+        ]
+        head = ("pool", "holds", "replicas", "ranks of each", "firings at once", "on")
+        return html_table(f"{len(self.replicas)} replicas in {len(self.pools)} pools", head, rows)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Plan":
+        """Raises ValueError for what `to_json` did not make."""
+        if not isinstance(data, dict) or data.get("format") != 1:
+            given = repr(data.get("format")) if isinstance(data, dict) else "none"
+            raise ValueError(f"plan: given format {given}, needed 1")
+        pools = msgspec.convert(data.get("pools"), tuple[Pool, ...])
+        names = [replica.name for pool in pools for replica in pool.replicas]
+        held = [name for pool in pools for name in pool.holds]
+        for what, called in (("replicas", names), ("pools", [p.name for p in pools]), ("held values", held)):
+            if len(set(called)) < len(called):
+                raise ValueError(f"plan: given {what} of one name, needed names of their own")
+        for pool in pools:
+            for replica in pool.replicas:
+                if replica.name.rpartition("/")[0] != pool.name or not replica.ranks or replica.capacity < 1:
+                    raise ValueError(
+                        f"plan: given replica {replica.name!r} of pool {pool.name!r}, with "
+                        f"{len(replica.ranks)} ranks for {replica.capacity} firings; needed POOL/NUMBER and 1 of each"
+                    )
+                if replica.mesh and prod(size for _, size in replica.mesh) != len(replica.ranks):
+                    raise ValueError(f"plan: given {len(replica.ranks)} ranks of {replica.name!r} with another mesh")
+            if not pool.replicas:
+                raise ValueError(f"plan: given pool {pool.name!r} without replicas, needed 1")
+        return Plan(pools)
+
+
+def _places(pool: Pool) -> list[str]:
+    """The hosts and devices of a pool, each once."""
+    return list(dict.fromkeys(f"{rank.host} {rank.device}" for replica in pool.replicas for rank in replica.ranks))
+
+
+RANKS_PER_CORE = 16
+"""Ranks of one replica for each core of its host: more would not even start in time."""
+
+AXES = {
+    STAGE: "pipeline stages",
+    DATA: "copies of the model",
+    FSDP: "shards of each tensor",
+    TENSOR: "shares of each layer",
+}
+
+
+def read_meshes(words: Sequence[str]) -> dict[str, Axes]:
+    """The mesh of each pool that is named. Raises ClusterError for a word that is none, with what is needed."""
+    found: dict[str, Axes] = {}
+    for word in words:
+        pool, equals, text = word.partition("=")
+        if not (pool and equals):
+            raise ClusterError(f"--mesh: given {word!r}, needed POOL=MESH, such as trainer=fsdp2xtp2")
+        if pool in found:
+            raise ClusterError(f"--mesh: given {pool} twice, needed one mesh for a pool")
+        found[pool] = _axes(word, text)
+    return found
+
+
+def _axes(word: str, text: str) -> Axes:
+    if text == "1":
+        return ()
+    axes: list[tuple[str, int]] = []
+    for part in text.split("x"):
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        if match is None or match[1] not in AXES or int(match[2]) < 1:
+            known = ", ".join(f"{name} ({what})" for name, what in AXES.items())
+            needed = f"axes with their sizes joined by 'x', such as fsdp2xtp2, or 1; axes: {known}"
+            raise ClusterError(f"--mesh {word}: given {part!r}, needed {needed}")
+        axes.append((match[1], int(match[2])))
+    if len(dict(axes)) < len(axes):
+        raise ClusterError(f"--mesh {word}: given an axis twice, needed each once")
+    return tuple(axes)
+
+
+def spelled(axes: Axes) -> str:
+    """As `read_meshes` reads it; "1" for one rank."""
+    return "x".join(f"{name}{size}" for name, size in axes) or "1"
+
+
+def check_ranks(meshes: Mapping[str, Axes], cores: Mapping[str, int]) -> None:
+    """Raises ClusterError for a mesh of more ranks than the `cores` of its pool's host could run: a slip of the pen."""
+    for pool, axes in meshes.items():
+        count, most = num_ranks(axes), RANKS_PER_CORE * cores.get(pool, 1)
+        if count > most:
+            given = f"--mesh {pool}={spelled(axes)}: given {count} ranks on a host of {cores.get(pool, 1)} cores"
+            raise ClusterError(f"{given}, needed at most {most}: a rank is a process")
+
+
+def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Sequence[str]) -> None:
+    """Raises ClusterError for a mesh of a pool that is not there, or whose work is not that of several ranks."""
+    for pool, axes in meshes.items():
+        if pool not in pools:
+            raise ClusterError(f"--mesh {pool}={spelled(axes)}: no such pool, needed one of: {', '.join(pools)}")
+        if pool not in several:
+            raise ClusterError(
+                f"--mesh {pool}={spelled(axes)}: given a pool without a model, needed one of: {', '.join(several)}"
+            )
+
+
+GROUPS_AHEAD = 2
+"""Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one."""
+SMALL_CAPACITY = 4
+"""Groups in flight in a pool of small work."""
+STREAM_CAPACITY = 32
+"""Groups in flight in a pool of small work whose node works on several at once, such as an environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What a pool holds and is: `rows` is the fewest samples that a group of its decoding node has (0: none).
+    `streams`: it has a node that works on several groups at once. `carries`: it holds a value that the program carries,
+    be it one that never changes."""
+
+    name: str
+    holds: tuple[str, ...]
+    updates: bool
+    carries: bool
+    rows: int
+    streams: bool
+    hosts: tuple[Host, ...]
+
+    @property
+    def generates(self) -> bool:
+        return self.rows > 0 and not self.updates
+
+    def replicas(self, generators: int) -> int:
+        """How many it has, of which the first is on the first host, the second on the second, and so on in turn."""
+        return generators if self.generates else 1
+
+    def replicas_on(self, host: Host, generators: int) -> int:
+        count, turns = self.replicas(generators), len(self.hosts)
+        return sum(max(0, -(-(count - place) // turns)) for place, own in enumerate(self.hosts) if own == host)
+
+    def host_of(self, index: int) -> Host:
+        return self.hosts[index % len(self.hosts)]
+
+    @property
+    def models(self) -> bool:
+        """Whether it may have a language model, and so a mesh and a GPU."""
+        return self.carries or self.generates
+
+    def capacity(self, slots: int) -> int:
+        if self.rows:
+            return ceil(slots / self.rows) + GROUPS_AHEAD
+        if self.updates:
+            return 1
+        return STREAM_CAPACITY if self.streams else SMALL_CAPACITY
+
+
+def place(
+    graphs: Sequence[Graph],
+    cluster: Cluster,
+    *,
+    generators: int = 1,
+    slots: int = 64,
+    device: str = "cpu",
+    meshes: Mapping[str, Axes] = MappingProxyType({}),
+) -> Plan:
+    """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
+
+    `slots` are the rows that a generator decodes at once; `device` is "cpu", "cuda" (the hosts' devices in turn,
+    shared by replicas where there are too few), or one device. `meshes` gives pools several ranks. Raises ClusterError
+    for pools or devices that are not there, and for ranks of one replica that would share a GPU.
+    """
+    if generators < 1:
+        raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
+    roles = _roles(graphs, cluster)
+    overlapping = any(node.lag for graph in graphs for node in graph.nodes)
+    updating = {r.hosts[0].name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}
+    check_pools(meshes, [role.name for role in roles if role.models], [role.name for role in roles])
+    _check_hosts(cluster, roles, generators)
+
+    def replica(role: _Role, index: int) -> Replica:
+        mesh, threads = meshes.get(role.name, ()), _threads(role, role.host_of(index), roles, generators, overlapping)
+        ranks = _ranks(role, index, mesh, device, threads, updating)
+        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
+
+    def pool(role: _Role) -> Pool:
+        return Pool(role.name, role.holds, tuple(replica(role, index) for index in range(role.replicas(generators))))
+
+    return Plan(tuple(map(pool, roles)))
+
+
+def _check_hosts(cluster: Cluster, roles: Sequence[_Role], generators: int) -> None:
+    """Raises ClusterError for a pool that is not there, and for one on more hosts than it has replicas."""
+    names = [role.name for role in roles]
+    for pool in cluster.pools:
+        if pool not in names:
+            raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
+    for role in roles:
+        if len(role.hosts) > (count := role.replicas(generators)):
+            given = f"pools.{role.name}: given {len(role.hosts)} hosts for {count} replica{'s' * (count > 1)}"
+            needed = f"needed one for each at most{' (--generators)' * role.generates}"
+            raise ClusterError(f"{given}, {needed}: the ranks of a replica are on one host")
+
+
+def _ranks(
+    role: _Role, index: int, mesh: Axes, device: str, threads: int, updating: Mapping[str, int]
+) -> tuple[Rank, ...]:
+    """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads. Of other
+    pools, those that update have the first `updating` devices of their host.
+    """
+    host, here = role.host_of(index), index // len(role.hosts)
+    count, first = num_ranks(mesh), 0 if role.updates else updating.get(host.name, 1)
+    devices = [_device(role, host, first + here * count + number, device) for number in range(count)]
+    if devices[0] != "cpu" and len(set(devices)) < count:
+        given = f"--mesh {role.name}={spelled(mesh)}: given {count} ranks for {', '.join(dict.fromkeys(devices))}"
+        raise ClusterError(f"{given} of host {host.name}, needed a GPU for each: NCCL joins no two ranks on one")
+    return tuple(Rank(host.name, device, max(1, threads // count)) for device in devices)
+
+
+def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
+    """The pools in the order in which the programs name them; a pool that is left with nothing is left out."""
+    homes: dict[str, str] = {}
+    updating: set[str] = set()
+    carrying: set[str] = set()
+    for graph in graphs:
+        for argument in graph.arguments:
+            pool = homes.setdefault(argument.name, argument.pool)
+            if argument.kind == "carried":
+                carrying.add(pool)
+                updating |= {pool} if graph.producer(argument.name) else set()
+        for node in graph.nodes:
+            if node.fires:
+                homes.setdefault(node.name, node.pool)
+    rows: dict[str, int] = {}
+    streaming = {homes[n.name] for graph in graphs for n in graph.nodes if n.stream and n.clock == "group"}
+    for graph in graphs:
+        for node in graph.nodes:
+            if decodes(graph, node):
+                pool, samples = homes[node.name], samples_of(graph, node)
+                rows[pool] = min(rows.get(pool, samples), samples)
+    return [
+        _Role(
+            pool,
+            tuple(name for name, home in homes.items() if home == pool),
+            pool in updating,
+            pool in carrying,
+            rows.get(pool, 0),
+            pool in streaming,
+            cluster.hosts_of(pool),
+        )
+        for pool in dict.fromkeys(homes.values())
+    ]
+
+
+def decodes(graph: Graph, node: Node) -> bool:
+    """Does the node sample a group's responses? It works per group, and reads weights as they come."""
+    sources = [graph[item.ref.node] for item in node.inputs if item.ref.node in graph]
+    return node.clock == "group" and samples_of(graph, node) > 0 and any(s.construct == "broadcast" for s in sources)
+
+
+def samples_of(graph: Graph, node: Node) -> int:
+    """The rows of one group, by the option of that name; 0 for a node without it. One that answers another has a row
+    for each of that one's."""
+    samples = dict(node.options).get("samples", 0)
+    if not samples and node.answers and node.inputs and node.inputs[0].ref.node in graph:
+        return samples_of(graph, graph[node.inputs[0].ref.node])
+    return samples if isinstance(samples, int) else 0
+
+
+def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, overlapping: bool) -> int:
+    """CPU threads of a pool's replica on a host: updates share all of the host's cores, generators what half leaves.
+
+    An update's threads never wait for each other, so they take the time that generators leave over; those of a
+    generator meet at every operation, and would stall where another process has the core. Without a lag the two take
+    turns, and generators have all cores as well.
+    """
+    if not (role.updates or role.generates):
+        return 1
+    updating = sum(r.replicas_on(host, generators) for r in roles if r.updates)
+    if role.updates:
+        return max(1, host.cores // updating)
+    generating = sum(r.replicas_on(host, generators) for r in roles if r.generates)
+    rest = host.cores - max(1, host.cores // 2) if updating and overlapping else host.cores
+    return max(1, rest // generating)
+
+
+def _device(role: _Role, host: Host, index: int, device: str) -> str:
+    """The device of this index, in turn, of a host; small work stays on the CPU."""
+    if device == "cpu" or not role.models:
+        return "cpu"
+    has = host.accelerators
+    if not has or device not in ("cuda", *has):
+        known = ", ".join(has) or "no device but its cores"
+        raise ClusterError(f"device: given {device!r} for pool {role.name}; host {host.name} has {known}")
+    if device != "cuda":
+        return device
+    return has[index % len(has)]
+
+
+def why_not(asked: str, source: Replica, replicas: Sequence[Replica]) -> str:
+    """What keeps weights from going from `source` to `replicas` in this way ("auto", "messages", "shm", "cuda_ipc"),
+    for people; "" if nothing does, as far as a plan can tell.
+    """
+    if asked in ("auto", "messages"):
+        return ""
+    for replica in (source, *replicas):
+        for number, rank in enumerate(replica.ranks):
+            name = f"{replica.name} rank {number}"
+            if rank.host != source.ranks[0].host:
+                return f"{name} is on host {rank.host}, needed host {source.ranks[0].host} with {source.name}"
+            if asked == "cuda_ipc" and rank.device == "cpu":
+                return f"{name} is on the CPU, needed a GPU"
+            if asked == "shm" and replica is not source and rank.device != "cpu":
+                return f"{name} is on {rank.device}, needed the CPU to receive in the host's memory"
+    return ""
+
+
+def why_no_turns(graph: Graph, plan: Plan) -> str:
+    """What keeps them from it, for people; "" where they do."""
+    makers = [name for argument in graph.carried if (name := graph.producer(argument.name)) is not None]
+    updating = {place for name in makers for place in _turn_places(plan.pool_of(name))}
+    decoding = {place for n in graph.nodes if decodes(graph, n) for place in _turn_places(plan.pool_of(n.name))}
+    if not updating or not decoding:
+        return f"{graph.name} has no {'generator' if updating else 'trainer'}"
+    if lag := max((node.lag or 0 for node in graph.nodes), default=0):
+        return f"with a lag of {lag} trainer and generator work at the same time"
+    shared = updating & decoding
+    if not shared:
+        return "trainer and generator have devices of their own"
+    if all(device == "cpu" for _, device in shared):
+        return "trainer and generator work on the CPU, where a device's memory is the host's"
+    return ""
+
+
+def _turn_places(pool: Pool) -> set[tuple[str, str]]:
+    """The hosts and devices of a pool's ranks."""
+    return {(rank.host, rank.device) for replica in pool.replicas for rank in replica.ranks}
+
+
+def served(graph: Graph, plan: Plan) -> Plan:
+    """The plan with the number of firings that really are in work at once: a rank works on one at a time, but for those
+    of a stream (a generator, an environment)."""
+    streaming = {node.name for node in graph.nodes if node.stream and node.clock == "group"}
+    pools = (
+        pool
+        if streaming.intersection(pool.holds)
+        else replace(pool, replicas=tuple(replace(replica, capacity=1) for replica in pool.replicas))
+        for pool in plan.pools
+    )
+    return Plan(tuple(pools))

@@ -1,0 +1,329 @@
+"""What a rank holds for as long as it lives: carried values, sources, and nodes with their states.
+
+What a rank needs to know before it makes anything, and what graphs and plan say about the names in it.
+
+Carried values as they were: copies of the versions that a `delay` may still ask for.
+
+How groups' values move: kept by the rank that made them, fetched by those that read them, freed after the last.
+
+A value is copied when its maker returns it, and again for each reader of the same process; readers in others get
+copies anyway. So neither the maker nor a reader can change what another reader finds, whatever drives the run. A
+carried value that one node makes for the next one of an update is handed on as it is: models are not copied.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from penstock.graph.imports import arguments, load, reach
+from penstock.graph.ir import Argument, Firing, Graph, Input, Node, Ref
+from penstock.graph.node import Filter, NodeDef
+from penstock.graph.protocols import Carried, Source, Stream
+from penstock.graph.types import Context
+from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.schedule.compile import channel_name
+from penstock.runtime.schedule.events import Fire
+from penstock.runtime.tensor.codec import private
+from penstock.runtime.tensor.object_ref import Handle
+
+
+class History:
+    """For each carried value that is read delayed, its last versions: `lags` says how many of them."""
+
+    def __init__(self, lags: Mapping[str, int]) -> None:
+        self.lags = dict(lags)
+        self._kept: dict[str, dict[int, Carried]] = {name: {} for name in lags}
+
+    def note(self, name: str, version: int, value: Carried) -> None:
+        """`version` of a value has been made. A group of the update that made it may still be to come."""
+        if name not in self.lags:
+            return
+        kept = self._kept[name]
+        kept[version] = deepcopy(value)
+        for old in [v for v in kept if v < version - self.lags[name] - 1]:
+            del kept[old]
+
+    def of(self, name: str, version: int) -> Carried:
+        """A copy for one reader. Values that are read delayed are small (`check` refuses models)."""
+        return deepcopy(self._kept[name][version])
+
+    def before(self, update: int) -> Iterator[tuple[str, int, Carried]]:
+        """What a run that goes on at `update` needs beside the values as they are."""
+        for name, kept in self._kept.items():
+            yield from ((name, v, value) for v, value in kept.items() if update - self.lags[name] <= v < update)
+
+
+def delayed(graphs: tuple[Graph, ...]) -> dict[str, int]:
+    """The carried values that some node reads delayed, with the largest lag."""
+    lags: dict[str, int] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.construct == "delay":
+                name = node.inputs[0].ref.node
+                lags[name] = max(lags.get(name, 0), node.lag or 0)
+    return lags
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder.
+
+    `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
+    updates change must. `patience` is the seconds for each way. `run` is the run's id over all its lives, as in
+    `config.json`: a part of another run's checkpoint is refused.
+    """
+
+    graphs: tuple[Graph, ...]
+    plan: Plan
+    replica: str
+    rank: int
+    contexts: Mapping[str, Context]
+    folder: Path
+    restore: Path | None = None
+    offload: Literal["auto", "on", "off"] = "off"
+    patience: float = 60.0
+    run: str = ""
+
+    @property
+    def pool(self) -> str:
+        return self.replica.rpartition("/")[0]
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        return next(p.holds for p in self.plan.pools if p.name == self.pool)
+
+    @cached_property
+    def outputs(self) -> Mapping[str, Mapping[str, str]]:
+        """For each node and argument its outputs by name, with the path of the class that the graph declares."""
+        found: dict[str, Mapping[str, str]] = {}
+        for graph in self.graphs:
+            found |= {a.name: {"out": a.type} for a in graph.arguments}
+            found |= {n.name: {o.name: o.type for o in n.outputs} for n in graph.nodes}
+        return found
+
+    @cached_property
+    def clocks(self) -> Mapping[str, str]:
+        """How often a node or a source fires: "group" or "update"."""
+        found: dict[str, str] = {n.name: n.clock for g in self.graphs for n in g.nodes}
+        return found | {a.name: "group" for g in self.graphs for a in g.sources}
+
+    @cached_property
+    def makes(self) -> Mapping[str, Mapping[str, str]]:
+        """For each node that makes a carried value's next value: which value, of which output."""
+        found: dict[str, dict[str, str]] = {}
+        for graph in self.graphs:
+            for name, ref in graph.results:
+                found.setdefault(ref.node, {})[name] = ref.output
+        return found
+
+    def carried_name(self, ref: Ref) -> str:
+        """The carried value that an edge carries, as it is before its update or after it; "" for any other."""
+        made = {output: name for name, output in self.makes.get(ref.node, {}).items()}
+        return made.get(ref.output, ref.node if ref.node in self._carried else "")
+
+    @cached_property
+    def _carried(self) -> frozenset[str]:
+        return frozenset(c.name for graph in self.graphs for c in graph.carried)
+
+    @cached_property
+    def exported(self) -> frozenset[str]:
+        """Nodes and sources here whose outputs are read in another process."""
+        several = len(next(p.replicas for p in self.plan.pools if p.name == self.pool)) > 1
+        names = set()
+        for graph in self.graphs:
+            for node in graph.nodes:
+                read_elsewhere = node.fires and (several or node.name not in self.holds)
+                names |= {i.ref.node for i in node.inputs if read_elsewhere and i.ref.node in self.holds}
+        return frozenset(names)
+
+    @cached_property
+    def asked_from_afar(self) -> bool:
+        """Do ranks of other hosts read what is made here?"""
+        home = self.plan.replica(self.replica).ranks[self.rank].host
+        readers = {
+            self.plan.pool_of(node.name)
+            for graph in self.graphs
+            for node in graph.nodes
+            if node.fires and any(item.ref.node in self.exported for item in node.inputs)
+        }
+        return any(rank.host != home for pool in readers for replica in pool.replicas for rank in replica.ranks)
+
+    def declared(self, firing: Firing, output: str) -> type:
+        """The class that the graph declares for a value. Classes come from the graph, never from a message."""
+        path = self.outputs[firing.node][output]
+        found = load(path)
+        if not isinstance(found, type):
+            raise TypeError(f"{path}: given a {type(found).__name__}, needed the class of an edge")
+        return found
+
+
+@dataclass
+class Held:
+    """A node that this rank runs, of `graph`.
+
+    `channels` are the inputs that are weights, `delays` the carried values that it reads delayed, each with its lag;
+    `inputs` are the others.
+    """
+
+    graph: Graph
+    node: Node
+    definition: NodeDef[..., Any] | Filter
+    options: dict[str, Any]
+    inputs: tuple[Input, ...]
+    channels: dict[str, str]
+    delays: dict[str, tuple[str, int]]
+    state: Any
+    stream: bool
+
+    @property
+    def stateful(self) -> bool:
+        """Does each firing pass a state on to the next?"""
+        return self.definition.init is not None and not self.stream
+
+
+class Holdings:
+    """Made from a setup: makers and `init`s are called here, and nowhere else."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.carried: dict[str, Carried] = {}
+        self.sources: dict[str, Source] = {}
+        self.nodes: dict[str, Held] = {}
+        self.history = History({n: lag for n, lag in delayed(setup.graphs).items() if n in setup.holds})
+        for graph in setup.graphs:
+            reach(graph.op)
+        for graph in setup.graphs:
+            for argument in graph.arguments:
+                if argument.name in setup.holds:
+                    self._hold_argument(argument)
+            for node in graph.nodes:
+                if node.fires and node.name in setup.holds:
+                    self.nodes[node.name] = self._hold_node(graph, node)
+        self.streams = [held for held in self.nodes.values() if held.stream]
+
+    def make(self, name: str) -> Carried:
+        """A carried value as it is at the beginning, once more."""
+        made: Carried = self._made(next(a for graph in self.setup.graphs for a in graph.carried if a.name == name))
+        return made
+
+    def _made(self, argument: Argument) -> Any:
+        return load(argument.maker)(self.setup.contexts[argument.name])
+
+    def _hold_argument(self, argument: Argument) -> None:
+        if argument.name in self.carried or argument.name in self.sources:
+            return
+        made = self._made(argument)
+        if argument.kind == "carried":
+            self.carried[argument.name] = made
+            self.history.note(argument.name, 0, made)
+        else:
+            self.sources[argument.name] = made
+
+    def _hold_node(self, graph: Graph, node: Node) -> Held:
+        definition = Filter() if node.construct == "keep" else load(node.op)
+        options = arguments(definition.run if isinstance(definition, Filter) else definition.fn, dict(node.options))
+        channels: dict[str, str] = {}
+        delays: dict[str, tuple[str, int]] = {}
+        for item in node.inputs:
+            if item.ref.node not in graph or graph[item.ref.node].fires:
+                continue
+            way = graph[item.ref.node]
+            carried = way.inputs[0].ref.node
+            if way.construct == "broadcast":
+                channels[item.name] = channel_name(carried, self.setup.pool)
+            else:
+                delays[item.name] = carried, way.lag or 0
+        inputs = tuple(i for i in node.inputs if i.name not in channels and i.name not in delays)
+        init = definition.init
+        state = None if init is None else init(self.setup.contexts[node.name], **options)
+        if isinstance(definition, NodeDef) and definition.interface.context:
+            options[definition.interface.context] = self.setup.contexts[node.name]
+        return Held(graph, node, definition, options, inputs, channels, delays, state, isinstance(state, Stream))
+
+
+T = TypeVar("T")
+Key = tuple[Firing, str]
+"""A value's name: the firing that made it, and the output's name."""
+
+
+class Values:
+    """`kept` are the outputs of this rank; ranks of one process may share it.
+
+    `fetch` gets one that another rank keeps, `export` turns a value into a handle for other ranks, and `release`
+    takes that back; without them values stay in this process.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        kept: dict[Key, Any],
+        fetch: Callable[[Handle, type], Any] | None = None,
+        export: Callable[[Any], Handle] | None = None,
+        release: Callable[[Handle], None] | None = None,
+    ) -> None:
+        self.setup, self.kept = setup, kept
+        self.fetch, self.export, self.release = fetch, export, release
+        self.handles: dict[Key, Handle] = {}
+
+    def keep(self, firing: Firing, outputs: Mapping[str, Any]) -> dict[str, Handle]:
+        """Keep values for readers; the handles of those that other processes read."""
+        exported = {}
+        for name, value in outputs.items():
+            value = self.kept[firing, name] = _own(value)
+            if self.export is not None and firing.node in self.setup.exported:
+                exported[name] = self.handles[firing, name] = self.export(value)
+        return exported
+
+    def read(self, ref: Ref, fire: Fire, handles: Mapping[Key, Handle], turn: int = 0) -> Any:
+        """An input of a firing: a value of its own group (of that `turn`) or update, or those of a batch joined."""
+        clocks, index = self.setup.clocks, fire.firing.index
+        if clocks[ref.node] == "update" or clocks[fire.firing.node] == "group":
+            return self._get((Firing(ref.node, index, turn), ref.output), handles)
+        return join([self._get((Firing(ref.node, group), ref.output), handles) for group in fire.groups])
+
+    def free(self, firings: Iterable[Firing]) -> None:
+        for key in self._keys(firings):
+            self.kept.pop(key, None)
+            handle = self.handles.pop(key, None)
+            if handle is not None and self.release is not None:
+                self.release(handle)
+
+    def settle(self, firing: Firing) -> None:
+        """What a turn has made is its group's from now on, as that of turn 0 is."""
+        for key in self._keys([firing]):
+            for held in (self.kept, self.handles):
+                if key in held:
+                    held[firing._replace(turn=0), key[1]] = held.pop(key)
+
+    def of(self, firings: Iterable[Firing]) -> dict[Key, Any]:
+        """Those outputs of the firings that are kept here."""
+        return {key: self.kept[key] for key in self._keys(firings) if key in self.kept}
+
+    def _keys(self, firings: Iterable[Firing]) -> list[Key]:
+        return [(firing, name) for firing in firings for name in self.setup.outputs[firing.node]]
+
+    def _get(self, key: Key, handles: Mapping[Key, Handle]) -> Any:
+        if key in self.kept:
+            return _own(self.kept[key])
+        if self.fetch is None or key not in handles:
+            raise KeyError(f"{self.setup.replica}: no value {key[0]}.{key[1]}, and no handle of it")
+        return self.fetch(handles[key], self.setup.declared(*key))
+
+
+def _own(value: T) -> T:
+    kind: type = type(value)
+    return value if _carried(kind) else private(value)
+
+
+@cache  # asking a protocol takes longer than a small copy
+def _carried(kind: type) -> bool:
+    return issubclass(kind, Carried)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """The values of a batch as one: `concat` of an edge's class, or a tuple for a class that has none."""
+    concat = getattr(type(parts[0]), "concat", None)
+    return concat(parts) if concat is not None else tuple(parts)

@@ -1,0 +1,225 @@
+"""The controller's board, where ranks that form a process group find each other: the addresses gloo listens on.
+
+It serves as torch's key-value store, in place of its TCPStore, which listens on all interfaces and asks no peer for a
+key, and of files, which hosts may not share. What is on it stays for the run: some hundred bytes for each rank of a
+group. A peer may keep and ask for so much and no more, and may not change what another one has posted. Pure.
+
+Signs of life: a rank's thread that says it lives, and asks what must not wait for the main thread.
+
+The thread has a socket of its own and starts before anything heavy is imported, so that an import of seconds is
+not taken for death. It does not see a main thread that hangs: firings have deadlines for that.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import count
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from penstock.runtime.control.codec import MAX_BYTES, MessageError
+from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, Note, Post, Question
+from penstock.runtime.control.security import Join
+from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
+
+MAX_KEPT = 4 << 20
+"""Characters that are kept of one peer: of its keys and values, and of its questions that are not answered yet. A group
+of a hundred ranks needs some 60,000 of each."""
+MAX_BOARD = 256 << 20
+"""Characters that are kept in all."""
+MAX_ANSWERED = 256 << 20
+"""Characters of all answers to one peer in a run, which wait in memory if it does not read them."""
+MAX_ANSWER = MAX_BYTES - 4096
+"""Characters of one answer, so that it fits in a frame."""
+_EACH = 64
+"""What a key or question costs beside its characters."""
+
+
+class Board:
+    """Answers questions, some of them later: `Look` waits until all of its keys are there. For how long is the asker's
+    business. What goes beyond a bound changes nothing; its answer says so in `error`.
+    """
+
+    def __init__(self) -> None:
+        self._posted: dict[str, str] = {}
+        self._posters: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._waiting: dict[str, list[tuple[str, Look, set[str]]]] = {}  # by key: who asked what, which lacks what
+        self._kept: Counter[str] = Counter()
+        self._answered: Counter[str] = Counter()
+
+    def hear(self, peer: str, question: Question) -> list[tuple[str, Found]]:
+        """What `peer` says; the answers to whoever they are for."""
+        number = 0 if isinstance(question, Post) else question.number
+        if refusal := self._refusal(peer, question):
+            return [(peer, Found(number, {}, refusal))]
+        if isinstance(question, Look):
+            lacks = set() if question.at_once else {*question.keys} - self._posted.keys()
+            if not lacks:
+                return [self._found(peer, number, question.keys)]
+            self._kept[peer] += _size(question)
+            for key in lacks:
+                self._waiting.setdefault(key, []).append((peer, question, lacks))
+            return []
+        if isinstance(question, Count):
+            self._counts[question.key] += question.amount
+            # In decimal digits, as torch's own stores keep a number.
+            others = self._post(peer, question.key, str(self._counts[question.key]).encode().hex())
+            return [self._found(peer, number, (question.key,)), *others]
+        return self._post(peer, question.key, question.value)
+
+    def _post(self, peer: str, key: str, value: str) -> list[tuple[str, Found]]:
+        """Put it up; the answers to those who have waited for this key alone."""
+        poster = self._posters.setdefault(key, peer)
+        self._kept[poster] += _cost(key, value) - (_cost(key, self._posted[key]) if key in self._posted else 0)
+        self._posted[key] = value
+        found = []
+        for asker, look, lacks in self._waiting.pop(key, ()):
+            lacks.discard(key)
+            if not lacks:
+                self._kept[asker] -= _size(look)
+                found.append(self._found(asker, look.number, look.keys))
+        return found
+
+    def _refusal(self, peer: str, question: Question) -> str:
+        """Why a question is refused; "" if it is not."""
+        more = _size(question)
+        if isinstance(question, Look):
+            more = 0 if question.at_once or self._posted.keys() >= {*question.keys} else more
+        elif question.key in self._posted:
+            poster = self._posters[question.key]
+            if poster != peer and not (isinstance(question, Count) and question.key in self._counts):
+                return f"{question.key:.200}: posted by {poster}, which alone may change it"
+            more -= _cost(question.key, self._posted[question.key])
+        if more > 0 and self._kept[peer] + more > MAX_KEPT:
+            given = f"{peer} has {self._kept[peer]} characters on the controller's board and gave {more} more"
+            return f"{given}; needed at most {MAX_KEPT} for each rank"
+        if more > 0 and self._kept.total() + more > MAX_BOARD:
+            given = f"the controller's board has {self._kept.total()} characters and {peer} gave {more} more"
+            return f"{given}; needed at most {MAX_BOARD}"
+        if self._answered[peer] > MAX_ANSWERED:
+            return f"{peer} was answered with {self._answered[peer]} characters; needed at most {MAX_ANSWERED}"
+        return ""
+
+    def _found(self, peer: str, number: int, keys: tuple[str, ...]) -> tuple[str, Found]:
+        values = {key: self._posted[key] for key in keys if key in self._posted}
+        size = sum(_cost(*item) for item in values.items())
+        if size > MAX_ANSWER:
+            error = f"given {len(values)} keys with {size} characters; needed at most {MAX_ANSWER} at once"
+            return peer, Found(number, {}, error)
+        self._answered[peer] += size
+        return peer, Found(number, values)
+
+
+def _cost(*texts: str) -> int:
+    """Bytes of texts in a frame, and what goes with them."""
+    return _EACH + sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+
+
+def _size(question: Question) -> int:
+    match question:
+        case Look(keys=keys):
+            return _EACH + sum(map(_cost, keys))
+        case Post(key=key, value=value):
+            return _cost(key, value)
+        case Count(key=key):
+            return _cost(key, "0" * 40)
+
+
+INTERVAL = 1.0
+"""Seconds from one heartbeat to the next."""
+
+
+class Pulse:
+    """Beats for a rank from its own thread until `stop`, and asks the controller's board for any thread of the rank.
+    `doing` says what the main thread is at; `held_up` is the controller's, as of its last answer.
+    """
+
+    def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
+        self._replica, self._rank, self._interval = replica, rank, interval
+        self.doing: Callable[[], str] = str
+        self.held_up = 0.0
+        self._client = Client(join, "heartbeat", replica, rank)
+        self._numbers = count(1)
+        self._said: SimpleQueue[Question | Note] = SimpleQueue()
+        self._awaited: set[int] = set()
+        self._found: dict[int, Found] = {}
+        self._refused = ""  # why the controller did not take what was posted
+        self._heard = threading.Condition()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> "Pulse":
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        with self._heard:
+            self._over.set()
+            self._client.wake()
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._client.close()  # not before all have woken it
+
+    def say(self, message: Question | Note) -> None:
+        """Say what needs no answer; nothing once it has been stopped."""
+        with self._heard:
+            if not self._over.is_set():
+                self._said.put(message)
+                self._client.wake()
+
+    def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:
+        """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`.
+
+        Raises RuntimeError where the controller refuses it, or has refused what was posted before.
+        """
+        with self._heard:
+            number = next(self._numbers)
+            self._awaited.add(number)
+            self.say(question(number))
+            self._heard.wait_for(lambda: number in self._found or self._refused, seconds)
+            self._awaited.discard(number)
+            found = self._found.pop(number, None)
+            if refused := self._refused or (found.error if found else ""):
+                raise RuntimeError(f"no answer of the controller's key-value store: {refused}")
+            return found.values if found else None
+
+    def _beat(self) -> None:
+        client, due, joined = self._client, monotonic() + self._interval, False
+        while not self._over.is_set():
+            lost = client.lost(monotonic())
+            joined = joined or lost == 0
+            if lost > (SILENCE if joined else JOIN_S):
+                self._refuse(f"no connection to the controller for {lost:.0f} s")
+            for message in client.receive(max(0.0, due - monotonic())):
+                if isinstance(message, Found):
+                    self._hear(message)
+            self._say_all()
+            if monotonic() >= due:
+                due = monotonic() + self._interval
+                client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
+
+    def _hear(self, message: Found) -> None:
+        """An answer that no thread awaits any more is dropped."""
+        with self._heard:
+            self.held_up = message.held_up
+            if message.number == 0:
+                self._refused = message.error
+            elif message.number in self._awaited:
+                self._found[message.number] = message
+            self._heard.notify_all()
+
+    def _say_all(self) -> None:
+        while True:
+            try:
+                self._client.send(self._said.get_nowait())
+            except Empty:
+                return
+            except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
+                self._refuse(str(error))
+
+    def _refuse(self, why: str) -> None:
+        """There will be no answer."""
+        with self._heard:
+            self._refused = why
+            self._heard.notify_all()

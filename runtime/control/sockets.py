@@ -1,0 +1,583 @@
+"""The socket of the controller, a `Server` (ROUTER), for the `Client`s (see `client`) of ranks and agents.
+
+No peer is heard before a Hello with the run's token. A frame that is malformed, oversized, replayed, of an unknown
+connection or of a kind that a controller does not hear is counted by kind in `counts`, described in `dropped`,
+and never raises. On tcp always CURVE: a key that is not on the door's list does not get as far as a frame. Each side
+numbers its frames on a connection; a number that does not grow is a replay. Not for several threads.
+
+Who may say what is decided here and nowhere else. On tcp a connection is its key's host, whatever it says; on a Unix
+socket, which only the run's user can open, the host that it says. A host may say Hello for its own agent and for the
+ranks that the plan has there, a rank speaks for itself, an agent for itself and the ranks of its host, and values are
+where their maker is. What goes beyond that is counted as "unauthorised", what goes beyond a peer's amount of notes or
+questions as "excessive".
+
+The socket of a rank or agent, a `Client` (DEALER) of the controller's `Server` (see `wire`).
+
+The ZeroMQ context that all clients of a process share: one I/O thread, which serves several sockets at each turn.
+
+Listening at an endpoint, or saying why that cannot be.
+
+Who has been silent for too long. Pure: time is passed in, and never goes back.
+"""
+
+import os
+import select
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hmac import compare_digest
+from itertools import count, takewhile
+from math import inf
+from time import monotonic
+from typing import Literal, get_args
+
+import zmq
+from msgspec import structs
+
+from penstock.runtime.cluster.endpoints import bind_fault, socket_file
+from penstock.runtime.control.codec import MAX_BYTES, MessageError
+from penstock.runtime.control.messages import (
+    MAX_TEXT,
+    AgentReady,
+    Exited,
+    Heartbeat,
+    Hello,
+    Message,
+    Note,
+    Question,
+    Ready,
+    Result,
+    Results,
+    agent_peer,
+    pack,
+    rank_peer,
+    shortened,
+    unpack_frame,
+)
+from penstock.runtime.control.security import Door, Gate, Join
+from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Published, Saved, Swapped
+from penstock.runtime.tensor.object_ref import Handle, owner_of
+
+
+class WireError(OSError):
+    """An address that cannot be listened on: the user's fault, or another process's. `strerror` says all of it."""
+
+
+def listen(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind the socket; where it really listens. A Unix socket is its owner's alone. Raises WireError."""
+    file = socket_file(endpoint)
+    try:
+        socket.bind(endpoint)
+        if file is not None:
+            file.chmod(0o600)
+    except zmq.ZMQError as error:
+        raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def try_endpoint(endpoint: str) -> None:
+    """Listen on a tcp endpoint for a moment. Raises WireError."""
+    context = zmq.Context()
+    try:
+        listen(context.socket(zmq.ROUTER), endpoint)
+    finally:
+        context.destroy(linger=0)
+
+
+PAUSE_S = 1.0
+"""Seconds between two looks that count at most: whoever looks at nobody for longer was held up, not they."""
+
+
+class Tracker:
+    """The last sign of life of each peer. A peer is tracked from its first sign until it is forgotten.
+
+    Peers are kept in the order of their last signs, so that a look at who is late costs no more for many of them.
+    While the one who listens is stopped it hears nobody: that time, `held_up` in all, is no one's silence.
+    """
+
+    def __init__(self, silence: float) -> None:
+        self._silence = silence
+        self._last: dict[str, tuple[float, float]] = {}  # as the clock had it, and of the time that counts
+        self._looked = inf
+        self._held_up = 0.0
+
+    def heard(self, peer: str, now: float) -> None:
+        self._last.pop(peer, None)
+        self._last[peer] = now, self._counted(now)
+
+    def forget(self, peer: str) -> None:
+        self._last.pop(peer, None)
+
+    def last(self, peer: str) -> float:
+        """Its last sign of life; −∞ for a peer that is not tracked."""
+        return self._last.get(peer, (-inf, -inf))[0]
+
+    def late(self, now: float) -> list[str]:
+        """The peers silent for more than `silence` seconds, in the order of their names."""
+        until = self._counted(now) - self._silence
+        silent = takewhile(lambda entry: entry[1][1] < until, self._last.items())
+        return sorted(peer for peer, _ in silent)
+
+    def held_up(self, now: float) -> float:
+        """Seconds up to `now` in which the one who listens was stopped itself."""
+        self._held_up += max(0.0, now - self._looked - PAUSE_S)
+        self._looked = now
+        return self._held_up
+
+    def _counted(self, now: float) -> float:
+        return now - self.held_up(now)
+
+
+SILENCE = 15.0
+"""Seconds without a sign of life after which a peer is taken for dead."""
+JOIN_S = 60.0
+"""Seconds that a process tries to reach its controller for the first time."""
+MAX_WAITING = 100_000
+"""Messages that may wait for one peer: past it the peer is stuck, and sending fails."""
+MAX_UNREAD = 64
+"""Frames of one connection that the controller keeps before it has read them; the others wait with their sender."""
+MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
+"""Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears
+and from its deadlines."""
+LATEST_S = 1e12
+"""No clock of a machine has gone on for so many seconds; figures of a run are made with its times."""
+MAX_DOING = 200
+"""Characters of what a peer says that it is at."""
+MAX_NOTES = 100
+"""Notes of one peer that are handed on. Those that say why it ends are not counted."""
+_CUT_OFF = MAX_BYTES + (64 << 10)
+"""Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
+FLUSH_S = 0.5
+"""Seconds for what is still being sent when a socket is closed."""
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+
+
+_SAYS: Mapping[str, tuple[type, ...]] = {
+    "agent": (AgentReady, Exited, Heartbeat, Note),
+    "rank": (Ready, Results, Heartbeat, Note),
+    "heartbeat": (Heartbeat, Note, *get_args(Question)),
+}
+"""What a connection of each role may say after its Hello."""
+
+
+def tune(socket: zmq.Socket[bytes]) -> None:
+    """What both sides need. A connection is cut when the other side's kernel has not answered for SILENCE. It is not
+    libzmq that pings: it would not answer while its process is stopped, and cut all its connections when that goes on.
+    """
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
+    socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
+    socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(SILENCE / 3)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(SILENCE / 15)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 10)
+    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * SILENCE))
+    socket.setsockopt(zmq.RCVBUF, 1 << 20)  # what is said while the process is stopped
+
+
+def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """What waits at a socket that is readable. It is asked for more, since an exception to say none costs thrice."""
+    for _ in range(MAX_DRAIN):
+        yield socket.recv_multipart(zmq.NOBLOCK)
+        if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+            return
+
+
+class _Dropped(Exception):
+    """A frame that goes no further: its kind, its sender's name, and why."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A peer's socket. `key` is the public key that it came with, "" on a Unix socket; `heard` and `said` are the last
+    sequence numbers.
+    """
+
+    peer: str
+    role: str
+    host: str
+    key: str
+    identity: bytes
+    heard: int
+    said: int = 0
+
+
+class Server:
+    """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello; `doing` is what
+    each peer was at when it last beat.
+    """
+
+    def __init__(self, door: Door, ranks: Mapping[str, str], silence: float = SILENCE) -> None:
+        """`ranks` has the host of each rank that may come, by its name as a peer."""
+        self.counts: Counter[str] = Counter()
+        self.dropped: deque[str] = deque(maxlen=32)
+        self.doing: dict[str, str] = {}
+        self._token = door.token.encode()
+        self._ranks = ranks
+        self._hosts = {public: host for host, public in door.allowed.items()}
+        self._notes: Counter[str] = Counter()
+        self._tracker = Tracker(silence)
+        self._connections: dict[bytes, _Connection] = {}
+        self._routes: dict[str, _Connection] = {}
+        self._sides: dict[str, _Connection] = {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._gate: Gate | None = None
+        tune(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            if not door.endpoint.startswith("ipc://"):
+                if not (door.secret and door.allowed):
+                    raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
+                self._gate = Gate(self._socket, door.secret, door.allowed.values(), self._refuse)
+            self.endpoint = listen(self._socket, door.endpoint)
+            if self._gate is not None:
+                self._gate.open()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(self._routes)
+
+    def receive(self, timeout: float) -> list[tuple[str, Message]]:
+        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
+
+        A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
+        """
+        found: list[tuple[str, Message]] = []
+        ready = dict(self._poller.poll(int(1000 * timeout)))
+        now = monotonic()
+        for frames, key, descriptor in self._drain() if self._socket in ready else ():
+            try:
+                found += self._take(frames, key, now)
+                if self._gate is not None:
+                    self._gate.know(descriptor)
+            except _Dropped as drop:
+                self.drop(*drop.args)
+        return found
+
+    def drop(self, kind: str, name: str, text: str) -> None:
+        """Count and describe what goes no further."""
+        self.counts[kind] += 1
+        self.dropped.append(f"{kind} frame of {name:.200}: {text:.400}")
+
+    def send(self, peer: str, message: Message) -> bool:
+        """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
+        return self._deliver(self._routes.get(peer), message)
+
+    def answer(self, peer: str, message: Message) -> bool:
+        """The same to the thread of a rank that beats for it, which hears while the main thread is at work."""
+        return self._deliver(self._sides.get(peer), message)
+
+    def _deliver(self, connection: _Connection | None, message: Message) -> bool:
+        if connection is None:
+            return False
+        connection.said += 1
+        try:
+            self._socket.send(connection.identity, _MORE)
+            self._socket.send(pack(message, connection.said), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def heard(self, peer: str) -> float:
+        """When `peer` gave its last sign of life; as long ago as can be if it never did."""
+        return self._tracker.last(peer)
+
+    def held_up(self, now: float) -> float:
+        """Seconds up to `now` that the controller itself was stopped: whoever is waited for need not answer for these.
+
+        A deadline is looked at with the same `now`: a stop may come between any two lines.
+        """
+        return self._tracker.held_up(now)
+
+    def late(self, now: float) -> list[str]:
+        """The peers that gave no sign of life for `silence` seconds, in the order of their names."""
+        return self._tracker.late(now)
+
+    def forget(self, peer: str) -> None:
+        """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process."""
+        self._routes.pop(peer, None)
+        self._sides.pop(peer, None)
+        self._tracker.forget(peer)
+        self.doing.pop(peer, None)
+        self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
+
+    def close(self) -> None:
+        """What is still being sent gets half a second."""
+        if self._gate is not None:
+            self._gate.close()
+        self._context.destroy(linger=int(1000 * FLUSH_S))
+        if (file := socket_file(self.endpoint)) is not None:
+            file.unlink(missing_ok=True)
+
+    def _drain(self) -> Iterator[tuple[list[bytes], str, int]]:
+        """What waits, up to the bounds of one `receive`, each as from `keyed`."""
+        unix = ((frames, "", -1) for frames in drain(self._socket))
+        size = 0
+        for frames, key, descriptor in unix if self._gate is None else keyed(self._socket):
+            yield frames, key, descriptor
+            size += sum(map(len, frames))
+            if size > MAX_DRAIN_BYTES:
+                return
+
+    def _take(self, frames: list[bytes], key: str, now: float) -> list[tuple[str, Message]]:
+        """What a frame says to the caller, if anything. Raises _Dropped."""
+        connection = self._connections.get(frames[0])
+        # libzmq lets a client choose its identity: another host's could take that of a connection that has broken.
+        if connection is not None and connection.key != key:
+            connection = None
+        name = "an unknown connection" if connection is None else connection.peer
+        if key:
+            name = f"{name} (key of host {self._hosts[key]})"
+        if len(frames) != 2:
+            raise _Dropped("malformed", name, f"{len(frames)} frames")
+        if len(frames[1]) > MAX_BYTES:
+            raise _Dropped("oversized", name, f"{len(frames[1])} bytes")
+        try:
+            sequence, message = unpack_frame(frames[1])
+        except MessageError as error:
+            raise _Dropped("malformed", name, str(error)) from error
+        if connection is None:
+            return self._greet(frames[0], key, name, sequence, message, now)
+        if sequence <= connection.heard:
+            raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
+        if not isinstance(message, _SAYS[connection.role]):
+            raise _Dropped("unexpected", name, type(message).__name__)
+        if isinstance(message, Results):
+            for one in message.results:
+                if not (abs(one.began) < LATEST_S and abs(one.ended) < LATEST_S):
+                    raise _Dropped("malformed", name, f"a Result from {one.began} to {one.ended} s")
+        if claim := _overreach(message, connection, self._ranks):
+            raise _Dropped("unauthorised", name, claim)
+        connection.heard = sequence
+        self._tracker.heard(connection.peer, now)
+        if isinstance(message, Heartbeat):
+            self.doing[connection.peer] = message.doing[:MAX_DOING]
+            return []
+        if isinstance(message, Note) and message.level != "error":
+            self._notes[connection.peer] += 1
+            if self._notes[connection.peer] > MAX_NOTES:
+                raise _Dropped("excessive", name, f"a note after {MAX_NOTES} of them")
+        return [(connection.peer, _readable(message))]
+
+    def _greet(
+        self, identity: bytes, key: str, name: str, sequence: int, message: Message, now: float
+    ) -> list[tuple[str, Message]]:
+        """A connection's first frame: let it in. Raises _Dropped."""
+        if not isinstance(message, Hello):
+            raise _Dropped("unknown", name, f"{type(message).__name__} before Hello")
+        if not compare_digest(message.token.encode(), self._token):
+            raise _Dropped("unknown", name, f"Hello of {message.peer} with another run's token")
+        host = self._hosts[key] if key else message.host
+        own = message.name if message.role == "agent" else self._ranks.get(message.peer)
+        if not host == own == message.host:
+            raise _Dropped("unauthorised", name, f"Hello of {message.peer}, which is none of host {host}")
+        beats = message.role == "heartbeat"
+        if message.peer in (self._sides if beats else self._routes):
+            raise _Dropped("duplicate", name, f"Hello of {message.peer}, pid {message.pid}, but it is here already")
+        connection = _Connection(message.peer, message.role, host, key, identity, sequence)
+        self._connections[identity] = connection
+        self._tracker.heard(message.peer, now)
+        if beats:
+            self._sides[message.peer] = connection
+            return []
+        self._routes[message.peer] = connection
+        return [(message.peer, message)]
+
+    def _refuse(self, address: str) -> None:
+        self.drop("refused", address, "a key that is not on the list")
+
+
+def keyed(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[bytes], str, int]]:
+    """`drain`, and for each message its sender's public key, which the gate gave as its user's name, and the descriptor
+    of its connection.
+    """
+    for _ in range(MAX_DRAIN):
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        yield [one.bytes for one in frames], str(frames[-1].get("User-Id")), int(frames[-1].get(zmq.SRCFD))
+        if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+            return
+
+
+def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
+    """What a message claims that its sender may not; "" for none."""
+    peer, handles = connection.peer, list[Handle]()
+    match message:
+        case Ready(replica=replica, rank=rank, restored=restored):
+            handles = [handle for _, _, handle in restored]
+            claimed = {rank_peer(replica, rank)}
+        case Results(results):
+            claimed = set()
+            for event in (result.event for result in results):
+                if isinstance(event, Done | Failed | Published | Arrived | Swapped | Saved):
+                    claimed.add(rank_peer(event.replica, event.rank))
+                elif not isinstance(event, Abort):
+                    return f"a {type(event).__name__}"  # the controller's own
+            handles = [handle for result in results for handle in result.outputs.values()]
+        case AgentReady(host=host):
+            claimed = {agent_peer(host)}
+        case Exited(replica=replica, rank=rank):
+            dead = rank_peer(replica, rank)
+            return "" if ranks.get(dead) == connection.host else f"Exited of {dead}"
+        case _:
+            return ""
+    if others := claimed - {peer}:
+        return f"{type(message).__name__} of {', '.join(sorted(others))}"
+    name, _, index = peer.rpartition(":")
+    for handle in handles:
+        if handle.host not in ("", connection.host) or handle.owner != owner_of(name, int(index)):
+            return f"a value of {handle.owner} on host {handle.host}"
+    return ""
+
+
+def _readable(message: Message) -> Message:
+    """The message with texts of a length that a terminal and a log can take."""
+    match message:
+        case Note(text=text) if len(text) > MAX_TEXT:
+            return structs.replace(message, text=shortened(text))
+        case Exited(tail=tail) if len(tail) > MAX_TEXT:
+            return structs.replace(message, tail=shortened(tail))
+        case Results(results) if any(len(getattr(one.event, "error", "")) > MAX_TEXT for one in results):
+            return Results(tuple(map(_readable_result, results)))
+    return message
+
+
+def _readable_result(result: Result) -> Result:
+    if not isinstance(result.event, Failed | Abort):
+        return result
+    return structs.replace(result, event=structs.replace(result.event, error=shortened(result.event.error)))
+
+
+class SharedContext:
+    """The first user makes the context. The last one ends it, and waits for what any of them is still sending."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def take(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if not self._users:
+                self._context = zmq.Context()
+            self._users += 1
+            return self._context
+
+    def give(self) -> None:
+        """The user's sockets must be closed, each with its linger: the wait is as long as the longest of these."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._context.term()
+
+
+SHARED = SharedContext()
+
+
+class Client:
+    """It says Hello by itself, and connects again when a connection breaks. Not for several threads.
+
+    `refused` is true once the controller has turned this key away; `counts` is as the server's.
+    """
+
+    def __init__(self, join: Join, role: Literal["rank", "agent", "heartbeat"], name: str, rank: int = 0) -> None:
+        self.counts: Counter[str] = Counter()
+        self.refused = False
+        self._down_since: float | None = monotonic()
+        self._numbers = count(1)
+        self._heard = 0
+        self._socket = SHARED.take().socket(zmq.DEALER)
+        tune(self._socket)
+        if not join.endpoint.startswith("ipc://"):
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, join.server.encode())
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+        failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | failures
+        )
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for one in (self._socket, self._monitor, self._waker):
+            self._poller.register(one, select.POLLIN)
+        self._socket.connect(join.endpoint)
+        self.send(join.hello(role, name, rank))
+
+    def receive(self, timeout: float) -> list[Message]:
+        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
+
+        Returns early when another thread calls `wake`, and when a descriptor of `watch` has something.
+        """
+        ready = dict(self._poller.poll(int(1000 * timeout)))
+        if self._waker in ready:
+            os.eventfd_read(self._waker)
+        if self._monitor in ready:
+            self._note_connection()
+        if self._socket not in ready:
+            return []
+        return [message for frames in drain(self._socket) if (message := self._take(frames)) is not None]
+
+    def send(self, message: Message) -> bool:
+        """False when more than MAX_WAITING messages wait already. While there is no connection, messages wait."""
+        try:
+            self._socket.send(pack(message, next(self._numbers)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """Make `receive` return; the one method for other threads."""
+        os.eventfd_write(self._waker, 1)
+
+    def watch(self, descriptor: int) -> None:
+        """Let `receive` return when `descriptor` is readable."""
+        self._poller.register(descriptor, select.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._poller.unregister(descriptor)
+
+    def lost(self, now: float) -> float:
+        """Seconds for which there has been no connection to the controller; 0 while there is one."""
+        return 0.0 if self._down_since is None else now - self._down_since
+
+    def close(self) -> None:
+        """What is still being sent gets half a second."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(1000 * FLUSH_S))
+        SHARED.give()
+        os.close(self._waker)
+
+    def _note_connection(self) -> None:
+        while True:
+            try:
+                event, _ = struct.unpack("=hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._down_since = None
+            elif self._down_since is None:
+                self._down_since = monotonic()
+            self.refused = self.refused or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+    def _take(self, frames: list[bytes]) -> Message | None:
+        try:
+            sequence, message = unpack_frame(frames[0] if len(frames) == 1 else b"")
+        except MessageError:
+            self.counts["malformed"] += 1
+            return None
+        if sequence <= self._heard:
+            self.counts["replayed"] += 1
+            return None
+        self._heard = sequence
+        return message

@@ -1,0 +1,246 @@
+"""A rank's answers to ranks of other hosts: parts of the blocks that its store holds.
+
+A thread with a ROUTER socket of its own and its own reader of the store's segments, so that no reader waits for what
+the rank computes. CURVE with the host's keys: only keys of the run's hosts get as far as a frame. Nothing that is said
+here can change anything; a frame that is malformed, oversized or of a reader that is gone is counted by kind in
+`counts`, the first of each kind is described on stderr, and it goes no further.
+
+A rank's questions to ranks of other hosts: the blocks of the values that they keep, part by part.
+
+One DEALER socket for each owner, kept until the owner stops answering. CURVE: the owner is known by the key of its
+host, wherever it says that it listens.
+"""
+
+import os
+import select
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from time import monotonic
+
+import zmq
+
+from penstock.runtime.cluster.endpoints import bind_fault, tcp_endpoint
+from penstock.runtime.control.codec import MessageError
+from penstock.runtime.control.messages import (
+    ANSWER,
+    CHUNK,
+    EXCHANGE,
+    MAX_QUESTION,
+    QUESTION,
+    WINDOW,
+    Ask,
+    Part,
+    Refused,
+)
+from penstock.runtime.control.security import Gate, Join
+from penstock.runtime.control.sockets import SHARED, SILENCE, WireError, keyed
+from penstock.runtime.record.errors import visible
+from penstock.runtime.tensor.object_ref import Handle, HandleError
+from penstock.runtime.tensor.object_store import Reader
+
+_CUT_OFF = 4 * MAX_QUESTION
+"""Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
+_MAX_WAITING = 4 * WINDOW
+"""Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW
+questions under way never meets this bound, and one that does not read costs so many chunks, no more."""
+
+
+class ExchangeServer:
+    """Answers until `close`. `endpoint` is where; `counts["served"]` are the parts given."""
+
+    def __init__(self, join: Join, owner: str, reader: Reader, died: Callable[[str], object]) -> None:
+        """`reader` is for this server's thread alone, which calls `died` with a traceback if it ends before `close`.
+
+        Raises WireError for an address that cannot be listened on.
+        """
+        self.counts: Counter[str] = Counter()
+        self._owner, self._reader, self._died = owner, reader, died
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_WAITING)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
+        self._gate = Gate(self._socket, join.secret, join.hosts.values(), self._refuse)
+        wanted = tcp_endpoint(f"{join.address}:0")
+        try:
+            self._socket.bind(wanted)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            text = f"{owner}: cannot listen on {wanted} for readers on other hosts: {bind_fault(error.errno)}"
+            raise WireError(error.errno or 0, f"{text} (`address` of host {join.host} in the cluster file)") from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._gate.open()
+        self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name="exchange", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Before the store's: nothing is read any more once this returns."""
+        os.eventfd_write(self._end, 1)
+        self._thread.join()
+        self._gate.close()
+        self._context.destroy(linger=0)
+        self._reader.close()
+        os.close(self._end)
+
+    def _serve(self) -> None:
+        try:
+            poller = zmq.Poller()
+            for one in (self._socket, self._end):
+                poller.register(one, select.POLLIN)
+            while self._end not in (ready := dict(poller.poll())):
+                if self._socket in ready:
+                    for frames, _, descriptor in keyed(self._socket):
+                        self._answer(frames, descriptor)
+        # Readers would wait in vain from now on, and blame their own hosts: this rank has to say that it is the cause.
+        except BaseException:
+            self._died(traceback.format_exc())
+
+    def _answer(self, frames: list[bytes], descriptor: int) -> None:
+        try:
+            kind, answer = reply(frames[1:], self._owner, self._reader)
+            self._gate.know(descriptor)
+        except MessageError as error:
+            self._drop("oversized" if len(frames[-1]) > MAX_QUESTION else "malformed", str(error))
+            return
+        try:
+            self._socket.send_multipart([frames[0], *answer], zmq.NOBLOCK, copy=False)
+            self.counts[kind] += 1
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._drop("gone" if error.errno == zmq.EHOSTUNREACH else "unread", "an answer")
+
+    def _refuse(self, address: str) -> None:
+        self._drop("stranger", f"a key that is not on the list, from {address}")
+
+    def _drop(self, kind: str, text: str) -> None:
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            print(visible(f"{self._owner}: dropped ({kind}): {text!r:.400}"), file=sys.stderr, flush=True)
+
+
+def reply(frames: Sequence[bytes], owner: str, reader: Reader) -> tuple[str, list[bytes | bytearray]]:
+    """The answer to a question, whatever its bytes are: "served" or "refused", and the answer's frames.
+
+    `frames` are the question's, without the asker's identity. Raises MessageError for what is no question.
+    """
+    if len(frames) != 1:
+        raise MessageError(f"given {len(frames)} frames, needed 1")
+    if len(frames[0]) > MAX_QUESTION:
+        raise MessageError(f"given {len(frames[0])} bytes, needed at most {MAX_QUESTION}")
+    _, number, ask = QUESTION.unpack(frames[0])
+    if ask.length > CHUNK:
+        raise MessageError(f"given {ask.length} bytes of a block to send at once, needed at most {CHUNK}")
+    try:
+        if ask.handle.owner != owner:
+            raise HandleError(f"{ask.handle}: asked of {owner}")
+        # A copy, not a view of the segment: the block may be freed while libzmq still sends it.
+        part = reader.part(ask.handle, ask.start, ask.length)
+    except HandleError as error:
+        return "refused", [ANSWER.pack((EXCHANGE, number, Refused(str(error))))]
+    return "served", [ANSWER.pack((EXCHANGE, number, Part())), part]
+
+
+class ExchangeClient:
+    """`patience` is how many seconds an owner may be silent. For one thread.
+
+    `counts["asked"]` are the parts asked for. Answers to questions that are no longer asked ("late"), and what is no
+    answer ("malformed"), are counted and dropped.
+    """
+
+    def __init__(self, join: Join, patience: float) -> None:
+        self.counts: Counter[str] = Counter()
+        self._join, self._patience = join, patience
+        self._sockets: dict[tuple[str, str], zmq.Socket[bytes]] = {}
+        self._numbers = count(1)
+        self._context = SHARED.take()
+
+    def block(self, handle: Handle) -> bytearray:
+        """The whole block. Raises HandleError when its owner has no such block, or is silent for too long."""
+        socket = self._socket(handle)
+        starts = iter(range(0, max(1, handle.nbytes), CHUNK))
+        asked: dict[int, tuple[int, int]] = {}
+        block = bytearray()
+        window = 1  # nothing that a handle says is believed before its owner has given the first part
+        while True:
+            while len(asked) < window and (start := next(starts, None)) is not None:
+                number, length = next(self._numbers), min(CHUNK, handle.nbytes - start)
+                socket.send(QUESTION.pack((EXCHANGE, number, Ask(handle, start, length))))
+                asked[number] = start, length
+                self.counts["asked"] += 1
+            if not asked:
+                return block
+            number, part = self._hear(socket, handle, asked)
+            start, length = asked.pop(number)
+            if not block:
+                try:
+                    block, window = bytearray(handle.nbytes), WINDOW
+                except (MemoryError, OverflowError, ValueError) as error:
+                    raise HandleError(f"{handle}: no memory for {handle.nbytes} bytes") from error
+            block[start : start + length] = part
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger=0)
+        self._sockets.clear()
+        SHARED.give()
+
+    def _hear(
+        self, socket: zmq.Socket[bytes], handle: Handle, asked: dict[int, tuple[int, int]]
+    ) -> tuple[int, memoryview]:
+        """The next part that was asked for, and the number of its question."""
+        until = monotonic() + self._patience
+        while (left := until - monotonic()) > 0:
+            if not socket.poll(int(1000 * left) + 1):
+                continue
+            head, *parts = socket.recv_multipart(copy=False)
+            try:
+                _, number, answer = ANSWER.unpack(head.bytes)
+            except MessageError:
+                self.counts["malformed"] += 1
+                continue
+            if number not in asked:
+                self.counts["late"] += 1
+            elif isinstance(answer, Refused):
+                raise HandleError(answer.reason)
+            elif len(parts) != 1 or len(parts[0]) != asked[number][1]:
+                self.counts["malformed"] += 1
+            else:
+                return number, parts[0].buffer
+        # A new socket next time: what was on its way when a connection broke never comes.
+        self._sockets.pop((handle.host, handle.endpoint)).close(linger=0)
+        silent = f"has not answered at {handle.endpoint} for {self._patience:g} s: dead, stopped, or out of reach"
+        raise HandleError(f"{handle}: {handle.owner} on host {handle.host} {silent} of host {self._join.host}")
+
+    def _socket(self, handle: Handle) -> zmq.Socket[bytes]:
+        """The way to the owner of a handle."""
+        socket = self._sockets.get((handle.host, handle.endpoint))
+        if socket is not None:
+            return socket
+        key = self._join.hosts.get(handle.host)
+        if key is None or not handle.endpoint.startswith("tcp://"):
+            needed = f"needed a host of {', '.join(self._join.hosts) or 'several'} and a tcp endpoint"
+            raise HandleError(f"{handle}: given host {handle.host!r} and endpoint {handle.endpoint!r}, {needed}")
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK)  # CURVE adds some bytes
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
+        socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._join.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._join.secret.encode())
+        try:
+            socket.connect(handle.endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise HandleError(f"{handle}: {handle.endpoint} is no address to connect to ({error})") from error
+        self._sockets[handle.host, handle.endpoint] = socket
+        return socket

@@ -1,0 +1,99 @@
+"""How long GPUs take to talk: collectives by the α-β model (Thakur et al., 2005), on NVLink and NICs. Pure.
+
+A group is `ranks` GPUs, each `stride` apart, of machines (or NVLink domains) of `gpu.nvlink_gpus`. Within a domain
+every GPU reaches every other one through a switch, so a collective takes one hop. Across domains rings run through
+them, with all NICs of the group's ranks in a domain side by side (NCCL's multi-rail rings): a byte that crosses
+between machines does so over as many NICs as the group has ranks in each. `nbytes` is the whole message: what every
+rank has after an all-gather, before a reduce-scatter, before and after an all-reduce.
+
+Seconds by what they go to: what every formula of the cost model returns. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, log2
+from typing import TypeVar
+
+import numpy as np
+
+from penstock.runtime.cluster.gpus import Gpu
+from penstock.runtime.plan.workload import FloatArray
+
+Seconds = TypeVar("Seconds", float, FloatArray)
+
+
+def _within(gpu: Gpu, ranks: int, stride: int) -> int:
+    """Ranks of the group in one NVLink domain."""
+    return min(ranks, max(1, gpu.nvlink_gpus // stride))
+
+
+def bandwidth(gpu: Gpu, ranks: int, stride: int = 1) -> float:
+    """Bytes per second of a ring through the group."""
+    inside = _within(gpu, ranks, stride)
+    return gpu.nvlink if inside == ranks else min(gpu.nvlink, inside * gpu.nic)
+
+
+def gather_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
+    """Seconds of an all-gather or a reduce-scatter: (n - 1) / n · S / B, and a hop for each domain."""
+    if ranks == 1:
+        return nbytes * 0.0
+    hops = ceil(ranks / _within(gpu, ranks, stride))
+    return (ranks - 1) / ranks * nbytes / bandwidth(gpu, ranks, stride) + hops * gpu.latency_s
+
+
+def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather, or through a tree if that is faster (few bytes)."""
+    if ranks == 1:
+        return nbytes * 0.0
+    inside = _within(gpu, ranks, stride)
+    domains = ceil(ranks / inside)
+    tree = 2 * nbytes / bandwidth(gpu, ranks, stride) + 2 * (1 + ceil(log2(domains))) * gpu.latency_s
+    ring = 2 * gather_s(gpu, nbytes, ranks, stride)
+    return np.minimum(ring, tree) if isinstance(ring, np.ndarray) else min(ring, tree)
+
+
+def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-to-all in which each rank sends `nbytes`, its own part included, evenly to all. What leaves the
+    domain leaves over the rank's own NIC, beside what stays."""
+    if ranks == 1:
+        return 0.0
+    inside = _within(gpu, ranks, stride)
+    stays = nbytes * (inside - 1) / ranks / gpu.nvlink
+    leaves = nbytes * (ranks - inside) / ranks / gpu.nic
+    return max(stays, leaves) + gpu.latency_s * (1 + (inside < ranks))
+
+
+def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
+    """Seconds from one GPU to another that is `stride` further."""
+    return nbytes / (gpu.nvlink if stride < gpu.nvlink_gpus else gpu.nic) + gpu.latency_s
+
+
+SAFE = 1 - 1e-9
+"""Of a lower bound, so that rounding never makes it an upper one."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`parts` are seconds that follow each other; what overlaps counts where it is not hidden."""
+
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest; "nothing" of a cost of nothing."""
+        return max(self.parts, key=lambda part: self.parts[part], default="nothing")
+
+    def __add__(self, other: "Cost") -> "Cost":
+        names = dict.fromkeys([*self.parts, *other.parts])
+        return Cost({name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names})
+
+    def __mul__(self, times: float) -> "Cost":
+        return Cost({name: seconds * times for name, seconds in self.parts.items()})
+
+    def __str__(self) -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return f"{self.seconds:.4g} s: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts if seconds > 0)

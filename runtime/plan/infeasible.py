@@ -1,0 +1,161 @@
+"""Why nothing fits: each role's least memory and what would make it fit, in numbers. Pure.
+
+What would make a workload fit that does not, as a whole: no given meshes, more hosts, or shorter responses. Pure but
+for the clock of its searches.
+
+The fewest hosts of the kind with most memory, and the longest responses of half, a quarter … of the length: each is
+named only where a search has found a whole plan.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from penstock.graph.protocols import num_ranks
+from penstock.runtime.cluster.placement import spelled
+from penstock.runtime.plan.candidates import FEWEST_SLOTS, Island, Pins, Sides, trainer_meshes
+from penstock.runtime.plan.memory import (
+    Memory,
+    Misfit,
+    check_generator,
+    check_trainer,
+    generator_memory,
+    trainer_memory,
+)
+from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
+from penstock.runtime.plan.search import Search
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
+
+
+def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
+    """Raises PlanError for a mesh of more ranks than any island has GPUs, or that no layout has."""
+    largest = max(islands, key=lambda island: island.gpus)
+    own = {roles.trainer: sides.pins.trainer, roles.generator: sides.pins.generator}
+    for pool, axes in {**own, **sides.pins.beside}.items():
+        if axes is None:
+            continue
+        ranks = num_ranks(axes)
+        given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
+        if ranks > largest.gpus:
+            raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
+        if pool == roles.generator:
+            known = any(sides.decoding.bases(island) for island in islands)
+        else:
+            known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates.on(i, ranks, axes))
+        if not known:
+            needed = "whole hosts, a divisor of one or any part of a single one, tp within a host, "
+            needed += "and heads and layers that it divides"
+            raise AskedError(f"{given} for {sides.work.shape.name}, needed {needed}")
+
+
+def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
+    """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
+    or, where each would by itself, how many GPUs each needs."""
+    misfits = [_trainer(roles, sides, islands), _generator(roles, sides, islands)]
+    lines = [str(misfit) for misfit in misfits if misfit is not None]
+    total = sum(island.gpus for island in islands)
+    head = f"{sides.work.shape.name} does not fit on {total} GPU{'s' * (total > 1)}"
+    if lines:
+        return PlanError("\n".join((head, *lines)))
+    trains = [n for i in islands for n in i.sizes if sides.training.trainers(i, n, Models(0))]
+    decodes = [n for i in islands for n in i.sizes if n in sides.decoding.own(i).block.gpus]
+    if not (trains and decodes):
+        return PlanError(f"{head}: given layouts that fit, needed pools of {sides.work.responses} replicas at most")
+    needed = f"{min(trains)} GPUs for {roles.trainer} and {min(decodes)} for {roles.generator}"
+    return PlanError(f"{head}: needed at least {needed}" + "".join(f", and those of {pool}" for pool in roles.beside))
+
+
+def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
+    """Of the layout that needs least memory; None if it fits."""
+    sizes = [(i, n) for i in islands for n in ((i.gpus,) if sides.pins.trainer is None else i.sizes)]
+    pin, made = sides.pins.trainer, sides.candidates
+    found = [trainer for island, gpus in sizes for trainer in made.on(island, gpus, pin)]
+    if not found:
+        raise PlanError(f"{roles.trainer}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
+    least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)
+    sharded = replace(least, zero3=True)
+    copies = Memory({"copies": trainer_memory(sharded, roles.models.copies).parts["copies"]})
+    return check_trainer(sharded, roles.trainer, copies if roles.models.copies else None, sides.work.context)
+
+
+def _generator(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
+    best, share = None, inf
+    for island in islands:
+        for base in sides.decoding.bases(island):
+            least = replace(base, slots=min(FEWEST_SLOTS, sides.slots))
+            needed = generator_memory(least, sides.decoding.context).bytes / island.gpu.memory_bytes
+            if needed < share:
+                best, share = least, needed
+    if best is None:
+        raise PlanError(f"{roles.generator}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
+    return check_generator(best, sides.decoding.context, roles.generator)
+
+
+MOST_GPUS = 4096
+SHORTEST = 64
+"""Tokens of a response."""
+
+
+@dataclass(frozen=True)
+class Enough:
+    """A question that has no plan, and until when others like it may be asked."""
+
+    roles: Roles
+    sides: Sides
+    islands: Sequence[Island]
+    deadline: float
+
+    def __str__(self) -> str:
+        """ "" where nothing that is tried is known to be enough."""
+        if self.sides.pins != Pins() and self._fits(self._free, self.islands):
+            return "All of it would fit without --mesh"
+        ways = [way for way in (self._hosts(), self._shorter()) if way]
+        return f"All of it would fit {', or '.join(ways)}" if ways else ""
+
+    @property
+    def _free(self) -> Sides:
+        return replace(self.sides, pins=Pins())
+
+    def _hosts(self) -> str:
+        widest = max(self.islands, key=lambda island: island.gpu.memory_bytes * island.each)
+        others = [island for island in self.islands if island is not widest]
+        for count in range(len(widest.hosts) + 1, MOST_GPUS // widest.each + 1):
+            grown = replace(widest, hosts=tuple(f"host{number}" for number in range(count)))
+            if self._trains(grown) and self._fits(self._free, (grown, *others)):
+                without = " and without --mesh" if self.sides.pins != Pins() else ""
+                return f"on {count} hosts of {widest.each} {widest.kind}, {grown.gpus} GPUs{without}"
+            if time.monotonic() > self.deadline:
+                break
+        return ""
+
+    def _shorter(self) -> str:
+        lengths, longest = self.sides.work.lengths, self.sides.work.lengths.longest // 2
+        while longest >= SHORTEST and (cut := _cut(lengths, longest)) and time.monotonic() < self.deadline:
+            if self._fits(replace(self.sides, work=replace(self.sides.work, lengths=cut)), self.islands):
+                return f"with --max-tokens {longest}"
+            longest //= 2
+        return ""
+
+    def _trains(self, island: Island) -> bool:
+        """Whether a trainer fits on all GPUs of an island, alone."""
+        work, copies = self.sides.work, self.sides.models.copies
+        for mesh in trainer_meshes(work.shape, island, island.gpus):
+            least = Trainer(work.shape, island.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
+            if trainer_memory(least, copies).bytes <= island.gpu.memory_bytes:
+                return True
+        return False
+
+    def _fits(self, sides: Sides, islands: Sequence[Island]) -> bool:
+        """Whether there is any plan, as far as a search finds one in its grace."""
+        # Islands that differ in their hosts alone are equal, and what is kept of one would be taken for the other's.
+        fresh = Sides(sides.work, sides.lag, sides.slots, sides.pins, sides.models)
+        return Search(self.roles, fresh, tuple(islands)).run(time.monotonic(), second=False).best is not None
+
+
+def _cut(lengths: Lengths, longest: int) -> Lengths | None:
+    """None where so little is left that they would be other responses."""
+    if isinstance(lengths, Listed):
+        return Listed(tuple(min(length, longest) for length in lengths.lengths))
+    return Lognormal(lengths.mean, lengths.sigma, longest) if 2 * lengths.mean <= longest else None

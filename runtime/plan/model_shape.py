@@ -1,0 +1,276 @@
+"""What a decoder looks like to the cost model: the sizes that its FLOPs, bytes and tensors follow from. Pure.
+
+Dense and mixture-of-experts decoders of the Llama, Qwen and DeepSeek families: `config.json` of a model directory, or
+one of the names in `SHAPES`.
+
+How many ways the ranks of one replica share its work: the sizes of a mesh's axes. Pure.
+
+Ranks count with `tp` fastest, then `cp`, `fsdp`, `dp`, and `pp` slowest, so that tensor parallelism stays within a
+machine where it can. Experts are dealt out over `ep` neighbouring ranks of one stage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.graph.protocols import Axes
+from penstock.runtime.cluster.cluster import nearest
+from penstock.runtime.record.typed_json import parse_json
+
+
+class ShapeError(ValueError):
+    """A model that the cost model cannot describe: what was given, what is needed, and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the two down-projections, and the parts of a
+    head: without and with rotary embedding, and value. The cache holds `kv_rank + rope_dim` numbers per token."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
+    many of width `expert_inner`, `active` of which a token uses, and always `shared` more."""
+
+    name: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    tied: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_inner: int = 0
+    shared: int = 0
+    dense_layers: int = 0
+    latent: Latent | None = None
+
+    @cached_property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention projections."""
+        if (latent := self.latent) is None:
+            return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        queries = latent.q_rank * (self.hidden + self.heads * (latent.nope_dim + latent.rope_dim))
+        keys = self.hidden * (latent.kv_rank + latent.rope_dim)
+        values = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        return queries + keys + values + self.heads * latent.value_dim * self.hidden
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Weights of all routed experts of all layers."""
+        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_inner
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Weights that every token uses: all but the routed experts. A tied embedding counts once."""
+        mlp = (self.layers - self.moe_layers) * 3 * self.hidden * self.inner
+        routed = self.moe_layers * self.hidden * (self.experts + 3 * self.shared * self.expert_inner)
+        norms = (2 * self.layers + 1) * self.hidden
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return embeddings + self.layers * self.attention_parameters + mlp + routed + norms
+
+    @cached_property
+    def parameters(self) -> int:
+        return self.dense_parameters + self.expert_parameters
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: the head, but not the embedding, which is looked up."""
+        embedding = 0 if self.tied else self.vocab * self.hidden
+        used = self.expert_parameters * self.active // self.experts if self.experts else 0
+        return self.dense_parameters - embedding + used
+
+    @cached_property
+    def qk_width(self) -> int:
+        """Numbers of all heads' queries."""
+        return self.heads * (self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim)
+
+    @cached_property
+    def value_width(self) -> int:
+        return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @cached_property
+    def cache_width(self) -> int:
+        """Numbers that the cache holds for one token in one layer."""
+        return self.latent.kv_rank + self.latent.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim
+
+
+def read_shape(given: str) -> Shape:
+    """A model directory, its `config.json`, or a name of `SHAPES`. Raises ShapeError, with what is needed."""
+    if given in SHAPES:
+        return SHAPES[given]
+    path = Path(given)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        needed = f"a model directory with a config.json, or a shape; {nearest(given, SHAPES)}"
+        raise ShapeError(f"--model: given {given!r}, needed {needed}")
+    try:
+        data = parse_json(file.read_bytes(), str(file))
+    except (OSError, ValueError) as error:
+        raise ShapeError(f"{file}: not JSON: {error}") from error
+    return shape_of(data, path.stem if path.suffix else path.name, str(file))
+
+
+def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
+    """From the content of a `config.json`; a key that the family needs and that is not there is an error, as is one
+    that is no size."""
+    if not isinstance(data, dict):
+        raise ShapeError(f"{where}: given {type(data).__name__}, needed an object with the model's sizes")
+
+    sizes = _Sizes(data, where)
+    need, may = sizes.need, sizes.may
+    heads, hidden = need("num_attention_heads"), need("hidden_size")
+    kv_heads = may("num_key_value_heads", otherwise=heads)
+    if heads % kv_heads:
+        raise ShapeError(f"{where}: given num_key_value_heads {kv_heads}, needed a divisor of the {heads} heads")
+    experts = may("num_experts", "n_routed_experts", "num_local_experts")
+    latent = None
+    if data.get("kv_lora_rank"):
+        parts = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = Latent(*(need(key) for key in parts))
+    return Shape(
+        name=name,
+        vocab=need("vocab_size"),
+        hidden=hidden,
+        layers=need("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=may("head_dim", otherwise=hidden // heads),
+        inner=need("intermediate_size", "moe_intermediate_size"),
+        tied=bool(data.get("tie_word_embeddings", False)),
+        experts=experts,
+        active=need("num_experts_per_tok") if experts else 0,
+        expert_inner=need("moe_intermediate_size", "intermediate_size") if experts else 0,
+        shared=may("n_shared_experts"),
+        dense_layers=may("first_k_dense_replace") if experts else 0,
+        latent=latent,
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The content of a `config.json` that is at `where`; of several keys the first that is there counts."""
+
+    data: Mapping[str, Any]
+    where: str
+
+    def need(self, *keys: str) -> int:
+        key = next((key for key in keys if self.data.get(key) is not None), None)
+        if key is None:
+            raise ShapeError(
+                f"{self.where}: given no {keys[0]}, needed a positive whole number{self._elsewhere(keys[0])}"
+            )
+        found = self.data[key]
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise ShapeError(f"{self.where}: given {key} {found!r}, needed a positive whole number")
+        return found
+
+    def may(self, *keys: str, otherwise: int = 0) -> int:
+        """Nothing, null and 0 stand for `otherwise`."""
+        return self.need(*(key for key in keys if self.data.get(key))) if any(map(self.data.get, keys)) else otherwise
+
+    def _elsewhere(self, key: str) -> str:
+        """Where a model with several parts has it."""
+        found = [name for name, part in self.data.items() if isinstance(part, Mapping) and key in part]
+        return f"; {found[0]} has one: put its content into a file of its own" if found else ""
+
+
+_QWEN3 = 151936
+
+SHAPES: dict[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-1b", 128256, 2048, 16, 32, 8, 64, 8192, tied=True),
+        Shape("llama-3b", 128256, 3072, 28, 24, 8, 128, 8192, tied=True),
+        Shape("llama-8b", 128256, 4096, 32, 32, 8, 128, 14336),
+        Shape("llama-70b", 128256, 8192, 80, 64, 8, 128, 28672),
+        Shape("llama-405b", 128256, 16384, 126, 128, 8, 128, 53248),
+        Shape("qwen3-0.6b", _QWEN3, 1024, 28, 16, 8, 128, 3072, tied=True),
+        Shape("qwen3-1.7b", _QWEN3, 2048, 28, 16, 8, 128, 6144, tied=True),
+        Shape("qwen3-4b", _QWEN3, 2560, 36, 32, 8, 128, 9728, tied=True),
+        Shape("qwen3-8b", _QWEN3, 4096, 36, 32, 8, 128, 12288),
+        Shape("qwen3-14b", _QWEN3, 5120, 40, 40, 8, 128, 17408),
+        Shape("qwen3-32b", _QWEN3, 5120, 64, 64, 8, 128, 25600),
+        Shape("qwen3-30b-a3b", _QWEN3, 2048, 48, 32, 4, 128, 6144, False, 128, 8, 768),
+        Shape("qwen3-235b-a22b", _QWEN3, 4096, 94, 64, 4, 128, 12288, False, 128, 8, 1536),
+        Shape("glm-4.5-air", 151552, 4096, 46, 96, 8, 128, 10944, False, 128, 8, 1408, 1, 1),
+        Shape(
+            "deepseek-v3", 129280, 7168, 61, 128, 128, 128, 18432, False, 256, 8, 2048, 1, 3,
+            Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        ),
+    )
+}  # fmt: skip
+"""By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, GLM-4.5-Air, DeepSeek-V3."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the axes: copies of the model (`dp`), shards of each tensor (`fsdp`), shares of each layer (`tp`),
+    pipeline stages (`pp`), shares of each sequence (`cp`), and over how many ranks a layer's experts lie (`ep`; with 1
+    they are cut by `tp` and `fsdp` as all else)."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.fsdp, self.tp, self.pp, self.cp, self.ep) < 1:
+            raise ValueError(f"mesh: given {self}, needed sizes of 1 or more")
+        if self.ep > 1 and self.stage % self.ep:
+            raise ValueError(f"mesh: given experts over {self.ep} of {self.stage} ranks of a stage, needed a divisor")
+
+    @property
+    def ranks(self) -> int:
+        return self.stage * self.pp
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.fsdp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """How many ways sequences are shared out."""
+        return self.dp * self.fsdp
+
+    @property
+    def axes(self) -> Axes:
+        """As a plan's mesh says it, outermost first; axes of one rank are left out."""
+        found = (("pp", self.pp), ("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp))
+        return tuple((name, size) for name, size in found if size > 1)
+
+    def faults(self, shape: Shape) -> list[str]:
+        """Why a model cannot be cut so: empty if it can."""
+        found = []
+        if shape.heads % self.tp:
+            found.append(f"{shape.heads} attention heads over tp {self.tp}, needed a divisor")
+        if shape.latent is None and shape.kv_heads % self.tp and self.tp % shape.kv_heads:
+            found.append(f"{shape.kv_heads} key-value heads over tp {self.tp}, needed a divisor or a multiple")
+        if self.pp > shape.layers:
+            found.append(f"{shape.layers} layers over pp {self.pp}, needed one for each stage")
+        if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
+            found.append(f"{shape.experts} experts over ep {self.ep}, needed a divisor")
+        return found
+
+    def __str__(self) -> str:
+        names = ("pp", "dp", "fsdp", "cp", "tp", "ep")
+        return " × ".join(f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1) or "one GPU"

@@ -1,0 +1,584 @@
+"""A plan of GPUs on the virtual clock: the real scheduler, with the cost model's seconds for each firing. Pure.
+
+- generating: row by row, with sampled lengths (`simulated_decoding`);
+- an update: the steps on the sequences of its own batch;
+- a frozen model's pass: that of its batch; where it takes groups one by one, each group's share of it by tokens;
+- a sync: the wire's seconds, to all replicas at once, beside other work;
+- GPUs that trainer and generator share: they take turns, so that the schedule is that of lag 0 whatever the lag is; the
+  moments leave for the host with the publication and come back before the steps, after which the frozen model reads;
+- filters drop the plan's share of the groups, drawn by the ordinal; a node that decodes baselines shares the slots;
+- small work takes no time, unless it is given.
+
+A replica's ranks do everything together, so that one stands for all. A group keeps its place on a generator until its
+longest response is done. So that slots do not run dry meanwhile, a replica has room for more groups than fill its
+slots: by the mean of the longest response of a group over the mean of all.
+
+A generator's replica on the virtual clock, row by row. Pure.
+
+The model is `slots.Slots`, as in the planner: a replica decodes up to `slots` rows at once, a step costs what its
+rows and their contexts do, and a row keeps its slot until its response ends. A group's rows wait in line for slots, in
+the order in which groups came to the replica; the first one to get a slot brings the prompt. What comes in the middle
+of a step begins after it. The group is done when its longest response is. So the seconds of a group depend on what
+else is in work, and nothing is averaged.
+
+Beyond the planner's rollout: a group stays on the replica that the scheduler gave it to.
+
+What the simulator needs of a plan: a value, and a part of what `penstock plan --json` prints. Reads such a file.
+
+How full a generator's slots are, from the begins and ends of all rows. Pure.
+
+Shape suffixes: N rows of all groups.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
+from itertools import accumulate, count
+from math import ceil
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.placement import GROUPS_AHEAD, Plan, Pool, Rank, Replica, place
+from penstock.runtime.plan.decode_cost import Generator, Slots
+from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.search import Found
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.workload import IntArray, Workload, draws
+from penstock.runtime.record.typed_json import parse_json
+from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Duration, Durations, Simulation, Spans, Verdicts, simulate
+
+
+@dataclass(frozen=True)
+class Responses:
+    """How long the responses of each group are, in tokens. `seed` None: those of each batch are the planner's, which
+    has the quantiles of the distribution; else each is drawn by (seed, ordinal, sample) alone. Those of a conversation
+    are shared out evenly over its turns. Which groups `filters` drop is for `verdicts` to say, by the ordinal alone, so
+    that it is known which ones each update consumes."""
+
+    work: Workload
+    seed: int | None = 0
+    _batches: dict[int, IntArray] = field(default_factory=dict, compare=False, repr=False)
+    turns: int = 1
+    filters: tuple[str, ...] = ()
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    _kept: list[int] = field(default_factory=list, compare=False, repr=False)
+
+    def of(self, ordinal: int) -> list[int]:
+        """[rows]: of one group."""
+        batch, place = divmod(ordinal, self.work.drawn)
+        lengths: list[int] = self.batch(batch)[place].tolist()
+        return lengths
+
+    def spoken(self, ordinal: int, turn: int) -> list[tuple[int, int]]:
+        """[rows]: tokens of one turn of a group, and those of the turns before it."""
+        before = [length * turn // self.turns for length in self.of(ordinal)]
+        until = [length * (turn + 1) // self.turns for length in self.of(ordinal)]
+        return [(max(1, after - had), had) for had, after in zip(before, until, strict=True)]
+
+    def batch(self, number: int) -> IntArray:
+        """[drawn, rows]: of groups that follow each other: those of an update, where nothing is dropped."""
+        if number not in self._batches:
+            work = self.work
+            if self.seed is None:
+                lengths = work.response_tokens
+            else:
+                lengths = work.lengths.at(draws(number * work.responses, work.responses, self.seed))
+            self._batches[number] = lengths.reshape(work.drawn, work.rows)
+        return self._batches[number]
+
+    def consumed(self, update: int) -> list[int]:
+        """[prompts]: ordinals of the groups that an update consumes."""
+        first = update * self.work.prompts
+        if not self.filters:
+            return list(range(first, first + self.work.prompts))
+        while len(self._kept) < first + self.work.prompts:
+            following = self._kept[-1] + 1 if self._kept else 0
+            self._kept.append(next(ordinal for ordinal in count(following) if self._keeps(ordinal)))
+        return self._kept[first : first + self.work.prompts]
+
+    def update_of(self, ordinal: int) -> int:
+        """The update that consumes a group that is kept."""
+        if not self.filters:
+            return ordinal // self.work.prompts
+        while not self._kept or self._kept[-1] < ordinal:
+            self.consumed(len(self._kept) // self.work.prompts)
+        return bisect_left(self._kept, ordinal) // self.work.prompts
+
+    def drawn(self, update: int) -> tuple[int, int]:
+        """The first of the ordinals that are drawn for an update, and the first one after them: dropped ones count."""
+        return self.consumed(update - 1)[-1] + 1 if update else 0, self.consumed(update)[-1] + 1
+
+    def fresh(self, update: int) -> IntArray:
+        """[prompts * samples]: of the responses that an update learns from for the first time."""
+        if not self.filters:
+            return self.batch(update)[:, : self.work.samples].ravel()
+        return np.array([self.of(ordinal)[: self.work.samples] for ordinal in self.consumed(update)], np.int64).ravel()
+
+    def sequences(self, update: int) -> IntArray:
+        """Prompt and response, as the trainer sees a batch: fresh ones, then past ones of as many groups as there are,
+        up to those that a buffer adds."""
+        batches = min(update, ceil(self.work.replayed / self.work.prompts))
+        past = [self.fresh(update - 1 - back) for back in range(batches)]
+        added = np.concatenate([np.zeros(0, np.int64), *past])[: self.work.replayed * self.work.samples]
+        return np.concatenate([self.fresh(update), added]) + self.work.prompt_tokens
+
+    def _keeps(self, ordinal: int) -> bool:
+        return not any(self.verdicts.dropped(Firing(name, ordinal)) for name in self.filters)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The duration of nodes that decode: `engine` makes one replica, which all of them share. `rows` are the first and
+    the last of a group's that each of several nodes makes, the last one excluded; of one node, all."""
+
+    generator: Generator
+    responses: Responses
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def engine(self) -> "DecodingReplica":
+        return DecodingReplica(self.generator, self.responses, self.rows)
+
+
+class DecodingReplica:
+    """`schedule.durations.Engine`. Spans are of rows: from the slot taken to the slot left, with the group's ordinal;
+    of rows in work the end is infinity."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        responses: Responses,
+        rows: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        self.responses, self._shares = responses, rows
+        self.prompt = responses.work.prompt_tokens
+        self.prefill_s = generator.prefill_s(self.prompt, self.prompt**2)
+        self.slots = Slots(generator.slots, generator.lines)
+        self._waiting: deque[tuple[Firing, int, int, float]] = deque()
+        self._left: dict[Firing, int] = {}
+        self._rows: list[Firing] = []
+        self._begins, self._ends, self._indices = array("d"), array("d"), array("q")
+
+    def begin(self, firing: Firing, now: float) -> None:
+        self.slots.reach(now)
+        spoken = self.responses.spoken(firing.index, firing.turn)
+        first, last = self._shares.get(firing.node, (0, len(spoken)))
+        self._left[firing] = last - first
+        for row, (length, before) in enumerate(spoken[first:last], first):
+            prefill_s = 0.0 if row or firing.turn else self.prefill_s
+            self._waiting.append((firing, length, self.prompt + before, prefill_s))
+        if self.slots.due > self.slots.now:  # else rows end with this step, and `finish` comes first
+            self._fill()
+
+    @property
+    def due(self) -> float:
+        return self.slots.due
+
+    def finish(self) -> Sequence[Firing]:
+        done = []
+        for row in self.slots.advance():
+            firing = self._rows[row]
+            self._ends[row] = self.slots.now
+            self._left[firing] -= 1
+            if not self._left[firing]:
+                del self._left[firing]
+                done.append(firing)
+        self._fill()
+        return done
+
+    @property
+    def spans(self) -> Spans:
+        return Spans(self._begins, self._ends, self._indices)
+
+    def _fill(self) -> None:
+        while self._waiting and self.slots.free:
+            firing, length, context, prefill_s = self._waiting.popleft()
+            self.slots.take(len(self._rows), length, context, prefill_s)
+            self._rows.append(firing)
+            self._begins.append(self.slots.now)
+            self._ends.append(np.inf)
+            self._indices.append(firing.index)
+
+
+KEY = "costed"
+"""Of the JSON of a plan."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Pools of models beside the policy, on the same GPUs: the trainer's, or with `apart` their own."""
+
+    pools: tuple[str, ...]
+    models: Models
+    trainer: Trainer
+    apart: bool
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A plan with all that its seconds follow from. `lag` is the one that it was made for, `period_s` and `bound` what
+    the planner says of it.
+
+    readers: what runs the passes and steps of models beside the policy, by the pools that share GPUs. shared: the
+    generator has the trainer's GPUs, and they take turns. `leaves_s` and `returns_s` are of the trainer's moments, to
+    the host before decoding and back after it.
+    """
+
+    program: str
+    work: Workload
+    lag: int
+    gpus: int
+    trainer: Trainer
+    generator: Generator
+    replicas: int
+    readers: tuple[Reader, ...]
+    shared: bool
+    sync_s: float
+    leaves_s: float
+    returns_s: float
+    period_s: float
+    bound: str
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        return data
+
+
+def costed(roles: Roles, work: Workload, lag: int, found: Found) -> Costed:
+    """Of what the planner found."""
+    free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.apart)]
+    readers = [Reader(tuple(free), roles.models_of(free), found.training.trainer, False)] if free else []
+    for each, reading in zip(found.split.apart, found.readings, strict=True):
+        readers.append(Reader(each.pools, roles.models_of(each.pools), reading.trainer, True))
+    return Costed(
+        program=roles.graph,
+        work=work,
+        lag=lag,
+        gpus=found.split.gpus,
+        trainer=found.training.trainer,
+        generator=found.generating.generator,
+        replicas=found.generating.replicas,
+        readers=tuple(readers),
+        shared=found.split.shared,
+        sync_s=found.sync.seconds,
+        leaves_s=found.switch.parts["to the host"],
+        returns_s=found.switch.parts["from the host"],
+        period_s=found.period_s,
+        bound=found.bound,
+    )
+
+
+def read_costed(path: Path, program: str) -> Costed:
+    """The plan in a file that `penstock plan PROGRAM --json` wrote. Raises PlanError for any other file."""
+    needed = f"what `penstock plan {program} --json` prints"
+    given = f"--plan {path}: given"
+    try:
+        data = parse_json(path.read_bytes(), str(path))
+        found = _adapter().validate_python(data[KEY])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{given} {_fault(error)}, needed {needed}") from error
+    if found.program != program:
+        raise PlanError(f"{given} a plan of {found.program}, needed {needed}")
+    return found
+
+
+def _fault(error: Exception) -> str:
+    """What was found in place of a plan."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return ".".join(map(str, (KEY, *first["loc"]))) + f": {first['msg']}"
+    if isinstance(error, OSError):
+        return f"a file that cannot be read ({error.strerror})"
+    if isinstance(error, KeyError | TypeError):
+        return f"JSON without {KEY!r}"
+    return f"something that is not JSON ({error!s:.200})"
+
+
+def _adapter() -> TypeAdapter[Costed]:
+    return TypeAdapter(Costed)
+
+
+TAIL = 0.9
+"""The tail of a batch begins when this share of its responses is done."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Shares of slots in use, from 0 to 1: over the steady updates, and in the tails of their batches, which take
+    `tail_s` seconds each on average. A tail is from the end of nine tenths of a batch's responses to its last one."""
+
+    slots: int
+    occupancy: float
+    tail_s: float
+    tail_occupancy: float
+
+
+def filling(spans: Spans, slots: int, drawn: Callable[[int], tuple[int, int]], result: Simulation) -> Filling:
+    """`slots` are those of all replicas; `drawn` says which ordinals an update has, from one up to another."""
+    used = _Used(spans)
+    steady = result.steady
+    begin, end = (result.ends[u] for u in steady) if steady else (0.0, result.wall_s)
+    first, last = (steady[0] + 1, steady[1]) if steady else (0, len(result.ends) - 1)
+    tails = [used.tail(*drawn(update)) for update in range(first, last + 1)]
+    seconds = sum(stop - start for start, stop in tails)
+    busy = sum(used.between(start, stop) for start, stop in tails)
+    return Filling(
+        slots,
+        used.between(begin, end) / ((end - begin) * slots),
+        seconds / len(tails),
+        busy / (seconds * slots) if seconds else 1.0,
+    )
+
+
+class _Used:
+    """Slot-seconds in use up to any time."""
+
+    def __init__(self, spans: Spans) -> None:
+        self.begins_N, self.ends_N = np.sort(np.array(spans.begins)), np.sort(np.array(spans.ends))
+        self._until = {id(times_N): np.concatenate(([0.0], np.cumsum(times_N))) for times_N in self._both}
+        order = np.argsort(np.array(spans.indices), kind="stable")
+        self._indices_N, self._by_group_N = np.array(spans.indices)[order], np.array(spans.ends)[order]
+
+    @property
+    def _both(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return self.begins_N, self.ends_N
+
+    def between(self, start: float, stop: float) -> float:
+        return self._before(stop) - self._before(start)
+
+    def tail(self, first: int, last: int) -> tuple[float, float]:
+        """When the tail of a batch of these ordinals, the last one excluded, begins and ends."""
+        low, high = np.searchsorted(self._indices_N, [first, last])
+        ends = np.sort(self._by_group_N[low:high])
+        return float(ends[min(int(len(ends) * TAIL), len(ends) - 1)]), float(ends[-1])
+
+    def _before(self, time: float) -> float:
+        """Each row that began has been in work since, but for what it is over."""
+        begun, ended = (self._sum(times_N, time) for times_N in self._both)
+        return begun - ended
+
+    def _sum(self, times_N: NDArray[np.float64], time: float) -> float:
+        """Seconds since each of the times that are past."""
+        count = int(np.searchsorted(times_N, time))
+        return float(count * time - self._until[id(times_N)][count])
+
+
+ONE = Cluster(hosts=(Host(name="local", cores=1),))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A program, a plan for it, and how long everything takes. `seed` draws the lengths of responses (None: the
+    planner's in each batch). `given` are seconds of nodes that the cost model has none for."""
+
+    graph: Graph
+    plan: Costed
+    seed: int | None = 0
+    given: Mapping[str, Duration] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        """Rows that all replicas decode at once."""
+        return self.plan.generator.slots * self.plan.replicas
+
+    @cached_property
+    def roles(self) -> Roles:
+        return roles_of(self.graph)
+
+    @cached_property
+    def responses(self) -> Responses:
+        roles = self.roles
+        return Responses(self.plan.work, self.seed, {}, roles.turns, roles.filters, self.verdicts)
+
+    @cached_property
+    def verdicts(self) -> Verdicts:
+        """Each of several filters drops the same share of what it sees."""
+        filters = self.roles.filters
+        dropped = 1 - self.plan.work.kept ** (1 / max(1, len(filters)))
+        return Verdicts(dict.fromkeys(filters, dropped), seed=self.seed or 0)
+
+    @cached_property
+    def decoded(self) -> Mapping[str, tuple[int, int]]:
+        """Of a group's rows, those of each node that decodes: the first, and the first one after them."""
+        nodes = ((self.roles.cycle[2], self.plan.work.samples), *self.roles.baselines)
+        ends = list(accumulate(samples for _, samples in nodes))
+        return {node: (end - samples, end) for (node, samples), end in zip(nodes, ends, strict=True)}
+
+    @property
+    def lag(self) -> int:
+        """What the schedule has of it."""
+        return 0 if self.plan.shared else self.roles.lag
+
+    def run(self, updates: int) -> "Simulated":
+        graph = relagged(self.graph, self.roles, self.lag)
+        tables = compile_tables(graph, self.places(graph))
+        rules = Rules(self.plan.work.prompts, updates)
+        return Simulated(self, simulate(tables, rules, self.durations(), verdicts=self.verdicts))
+
+    def effect_of_lag(self, updates: int, lags: range = range(5)) -> Iterator[tuple[int, Simulation]]:
+        """Each lag, with a run of so many updates. The plan stays. A lag that is too small for how seldom weights are
+        sent is left out."""
+        beat = self.graph[self.roles.cycle[1]].every
+        for lag in lags:
+            if lag >= beat - 1:
+                yield lag, self.at(lag).run(updates).result
+
+    def at(self, lag: int) -> "Scene":
+        """The same with another lag."""
+        return replace(self, graph=relagged(self.graph, self.roles, lag))
+
+    @property
+    def in_flight(self) -> int:
+        """Groups on a replica of the generator at once."""
+        work = self.plan.work
+        lengths = work.response_tokens.reshape(work.drawn, work.rows)
+        stay = float(lengths.max(axis=1).mean() / lengths.mean())
+        return ceil(self.plan.generator.slots / work.rows * stay) + GROUPS_AHEAD
+
+    def places(self, graph: Graph) -> Plan:
+        """One rank stands for a replica."""
+        roles, base = self.roles, place([graph], ONE, generators=self.plan.replicas)
+        groups = [(each.pools[0] if each.apart else roles.trainer, each.pools) for each in self.plan.readers]
+        guests = {pool: host for host, pools in groups for pool in pools if pool != host}
+        pools = []
+        for pool in base.pools:
+            capacity = self.in_flight * (1 + len(roles.baselines)) if pool.name == roles.generator else 1
+            if pool.name == roles.environment:  # answers wait for nobody but their own group
+                capacity = self.plan.work.prompts * (self.lag + 1)
+            replicas = tuple(Replica(r.name, (Rank(),), capacity) for r in pool.replicas)
+            here = [guest for guest, host in guests.items() if host == pool.name]
+            more = [name for guest in here for name in base.pool_of(roles.nodes_of(guest)[0]).holds]
+            if pool.name not in guests:
+                pools.append(Pool(pool.name, (*pool.holds, *more), replicas))
+        return Plan(tuple(pools))
+
+    def durations(self) -> Durations:
+        plan, roles = self.plan, self.roles
+        nodes: dict[str, Duration] = {node.name: 0.0 for node in self.graph.nodes if node.fires}
+        nodes |= self.given
+        nodes |= dict.fromkeys(self.decoded, Decoding(plan.generator, self.responses, self.decoded))
+        steps = nodes[roles.cycle[-1]] = self._steps(plan.trainer, plan.returns_s)
+        nodes |= dict.fromkeys(roles.rereads, self._reads(plan.trainer, 1))
+        nodes |= dict.fromkeys(roles.followers, plan.trainer.followed().seconds)
+        if roles.turns > 1:
+            answers = [name for name in roles.nodes_of(roles.environment) if name not in self.given]
+            nodes |= dict.fromkeys(answers, plan.work.environment_s)
+        beside = [self._beside(each) for each in plan.readers]
+        if plan.shared and beside:
+            nodes[roles.cycle[-1]] = lambda node, update: steps(node, update) + self._in_turns(beside, update)
+        elif not plan.shared:
+            for each in beside:
+                groups = self._shared_out(each.reads)
+                nodes |= {n: groups if self.graph[n].clock == "group" else each.reads for n in each.readers}
+                nodes |= dict.fromkeys(each.learners, each.learns)
+        return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s)
+
+    def _steps(self, trainer: Trainer, more: float) -> Callable[[str, int], float]:
+        """An update of the policy or of a critic, and so many seconds more."""
+        work, kept = self.plan.work, dict[int, float]()
+
+        def seconds(_node: str, update: int) -> float:
+            if update not in kept:
+                cost = trainer.update(self.responses.sequences(update), work.epochs, work.minibatches)
+                kept[update] = cost.seconds + more
+            return kept[update]
+
+        return seconds
+
+    def _beside(self, group: Reader) -> "_Beside":
+        here = {node for pool in group.pools for node in self.roles.nodes_of(pool)}
+        readers, learners = ([n for n in names if n in here] for names in (self.roles.readers, self.roles.learners))
+        reads = self._reads(group.trainer, len(readers) / group.models.count)
+        return _Beside(group.apart, readers, reads, learners, self._steps(group.trainer, 0.0))
+
+    @staticmethod
+    def _in_turns(beside: "Sequence[_Beside]", update: int) -> float:
+        """Seconds of an update that the models beside the policy add where its GPUs decode, too: those on the same GPUs
+        one after the other, those with GPUs of their own beside each other."""
+        own, apart = 0.0, 0.0
+        for each in beside:
+            seconds = sum(each.reads(node, update) for node in each.readers)
+            seconds += sum(each.learns(node, update) for node in each.learners)
+            own, apart = (own, max(apart, seconds)) if each.apart else (own + seconds, apart)
+        return own + apart
+
+    def _reads(self, reader: Trainer, nodes: float) -> Callable[[str, int], float]:
+        """A model's pass over a batch; so many nodes that read with it share it."""
+        kept = dict[int, float]()
+
+        def seconds(_node: str, update: int) -> float:
+            if update not in kept:
+                kept[update] = reader.logprobs(self.responses.sequences(update)).seconds / nodes
+            return kept[update]
+
+        return seconds
+
+    def _shared_out(self, batch: Callable[[str, int], float]) -> Callable[[str, int], float]:
+        """Seconds of a batch, by the tokens of each of its groups."""
+        work = self.plan.work
+
+        def seconds(node: str, ordinal: int) -> float:
+            update = self.responses.update_of(ordinal)
+            own = sum(self.responses.of(ordinal)[: work.samples]) + work.samples * work.prompt_tokens
+            return batch(node, update) * own / float(self.responses.sequences(update).sum())
+
+        return seconds
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A schedule of a plan. Rates are of its steady updates (`Simulation.steady`), of all where there are none."""
+
+    scene: Scene
+    result: Simulation
+
+    @cached_property
+    def filling(self) -> Filling:
+        """How full the generator's slots are."""
+        spans = next(self.result.spans[node] for node in self.scene.decoded if node in self.result.spans)
+        return filling(spans, self.scene.slots, self.scene.responses.drawn, self.result)
+
+    @property
+    def groups_per_s(self) -> float:
+        return self.scene.plan.work.prompts / self.result.steady_s
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Tokens of responses that updates learn from, each once."""
+        first, last = self.result.steady or (-1, len(self.result.ends) - 1)
+        tokens = sum(int(self.scene.responses.fresh(update).sum()) for update in range(first + 1, last + 1))
+        return tokens / (last - first) / self.result.steady_s
+
+    def _repr_html_(self) -> str:
+        """The schedule as a picture, for notebooks."""
+        plan = self.scene.plan
+        what = f"{self.scene.graph.name}, {plan.work.shape.name}, {plan.gpus} GPUs"
+        what = f"{what}: {self.result.steady_s:.4g} s per update"
+        return f"<p>{escape(what)}</p>{self.result._repr_html_()}"
+
+
+def relagged(graph: Graph, roles: Roles, lag: int) -> Graph:
+    """A graph whose generator's weights may be `lag` updates old."""
+    nodes = tuple(replace(node, lag=lag) if node.name == roles.cycle[1] else node for node in graph.nodes)
+    return graph.replace(nodes=nodes)
+
+
+class _Beside(NamedTuple):
+    """Nodes of models that share GPUs, with their seconds."""
+
+    apart: bool
+    readers: Sequence[str]
+    reads: Callable[[str, int], float]
+    learners: Sequence[str]
+    learns: Callable[[str, int], float]

@@ -1,0 +1,277 @@
+"""`events.log`: everything the scheduler of a run saw, and a digest of what it decided, so that both can be replayed.
+
+The file starts with `MAGIC`; each record follows as a frame
+
+    length of payload (4 bytes, little endian) · check of the length (4) · payload (MessagePack) · chain (16)
+
+where chain = blake2b(chain of the record before, payload), and the check is one of that chain and the length: an
+edited, moved or missing record is found there, and told from a file that just ends. A payload is ["segment", facts]
+where a run begins or resumes, naming its cut; ["stage", facts] where a scheduler is made; ["event", time, event,
+digest of the commands] for each step; ["end", facts] when a run is over. A process that was killed leaves no "end",
+and may leave half a frame, which the next segment cuts off.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+from msgspec import msgpack
+
+from penstock.runtime.record.errors import RecordError, disk_fault
+from penstock.runtime.record.folder import open_append, read_file
+from penstock.runtime.record.typed_json import parse_record
+
+FORMAT = 2
+MAGIC = b"penstock events %d\n" % FORMAT
+CHAIN, CHECK = 16, 4
+LENGTH = Struct("<I")
+HEAD = LENGTH.size + CHECK
+LOG_BYTES = 4 << 30
+"""The most of a log that is read."""
+FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
+
+Encode = Callable[[Any], bytes]
+"""An event or command as bytes: `runtime.control.messages` has it."""
+
+
+class LogError(RecordError):
+    """The log is not as a run wrote it; names the record."""
+
+
+class Step(NamedTuple):
+    """One event as the scheduler saw it. `record` is its place in the file, `digest` that of its commands."""
+
+    record: int
+    time: float
+    event: bytes
+    digest: bytes
+
+
+class Mark(NamedTuple):
+    """Where a reader of a log is: records read, bytes, and the chain there."""
+
+    records: int
+    nbytes: int
+    chain: bytes
+
+
+@dataclass
+class StageLog:
+    """One scheduler's life. `facts` say how it was made."""
+
+    facts: dict[str, Any]
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass
+class Segment:
+    """A run, or what a resume added. `ended` is what its last record says; None if the process was killed."""
+
+    facts: dict[str, Any]
+    stages: list[StageLog] = field(default_factory=list)
+    ended: dict[str, Any] | None = None
+
+
+def commands_digest(commands: Iterable[Any], encode: Encode) -> bytes:
+    """8 bytes that stand for the commands of one step, in their order."""
+    state = blake2b(digest_size=8)
+    for command in commands:
+        data = encode(command)
+        state.update(LENGTH.pack(len(data)) + data)
+    return state.digest()
+
+
+class LogWriter:
+    """Appends to a log; a new file, or a new segment of an existing one. Raises LogError if that one is damaged."""
+
+    def __init__(self, path: Path, encode: Encode) -> None:
+        self.path, self.encode = path, encode
+        self._buffer = bytearray()
+        self._flushed = 0.0
+        try:
+            self.records, self._chain, size = _walk(path) if path.exists() else (0, _first(), 0)
+            self._fd = open_append(path)
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise disk_fault(path, error) from error
+        if not size:
+            self._buffer += MAGIC
+
+    def segment(self, cut: int | None, facts: Mapping[str, Any]) -> None:
+        """A run begins (`cut` None), or resumes from the cut before update `cut`."""
+        self._append(["segment", {**facts, "cut": cut}])
+        self.flush()
+
+    def stage(self, facts: Mapping[str, Any]) -> None:
+        """A scheduler is made: all that is needed to make it again."""
+        self._append(["stage", dict(facts)])
+
+    def step(self, time: float, event: Any, commands: Iterable[Any]) -> None:
+        self._append(["event", time, self.encode(event), commands_digest(commands, self.encode)])
+        self.tick(time)
+
+    def tick(self, now: float) -> None:
+        """Write what is buffered if it is a second old, or much."""
+        if len(self._buffer) >= FLUSH_BYTES or (self._buffer and now - self._flushed >= FLUSH_SECONDS):
+            self.flush()
+            self._flushed = now
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """The run is over; nothing comes after."""
+        self._append(["end", dict(facts)])
+        self.close()
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._fd)
+
+    def flush(self) -> None:
+        """Hand the buffer to the system. Raises RecordError if the disk is full."""
+        try:
+            while self._buffer:
+                del self._buffer[: os.write(self._fd, self._buffer)]
+        except OSError as error:
+            raise disk_fault(self.path, error, len(self._buffer)) from error
+
+    def sync(self) -> None:
+        """Flush, and have the disk keep it. Raises RecordError."""
+        self.flush()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise disk_fault(self.path, error) from error
+
+    def _append(self, record: list[Any]) -> None:
+        payload = msgpack.encode(record)
+        self._buffer += _head(self._chain, len(payload)) + payload
+        self._chain = _next(self._chain, payload)
+        self._buffer += self._chain
+        self.records += 1
+
+
+def read_log(path: Path, records: int = 0) -> list[Segment]:
+    """The segments of a log. Raises LogError with the number of the first record that is not as it was written, and for
+    a log of less than the `records` that were counted when it ended: the chain cannot tell of a cut."""
+    segments, damage = read_whole(path)
+    if damage is not None:
+        raise damage
+    found = sum(1 + len(s.stages) + sum(len(t.steps) for t in s.stages) + (s.ended is not None) for s in segments)
+    if found < records:
+        raise LogError(f"{path}: given {found} records, needed the {records} that the run wrote: it was cut")
+    return segments
+
+
+def read_whole(path: Path) -> tuple[list[Segment], LogError | None]:
+    """The segments of a log up to its first damage, and what that is. Raises LogError where nothing can be read."""
+    segments: list[Segment] = []
+    try:
+        for number, payload in enumerate(payload for payload, _, _ in _frames(path)):
+            _take(segments, path, number, _record(payload, path, number))
+    except LogError as damage:
+        if not segments:
+            raise
+        return segments, damage
+    if not segments:
+        raise LogError(f"{path}: no records; needed the log of a run")
+    return segments, None
+
+
+def _record(payload: bytes, path: Path, number: int) -> list[Any]:
+    try:
+        return parse_record(payload, f"{path}: record {number}")
+    except RecordError as error:
+        raise LogError(str(error)) from None
+
+
+def _take(segments: list[Segment], path: Path, number: int, record: list[Any]) -> None:
+    kind, *rest = record
+    if kind == "segment":
+        segments.append(Segment(rest[0]))
+    elif not segments or (kind == "event" and not segments[-1].stages):
+        raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
+    elif kind == "stage":
+        segments[-1].stages.append(StageLog(rest[0]))
+    elif kind == "event":
+        segments[-1].stages[-1].steps.append(Step(number, *rest))
+    else:
+        segments[-1].ended = rest[0]
+
+
+def segment_seconds(path: Path) -> list[float]:
+    """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
+    seconds: list[float] = []
+    for number, (payload, _, _) in enumerate(_frames(path)):
+        kind, *rest = _record(payload, path, number)
+        if kind == "segment":
+            seconds.append(0.0)
+        elif kind == "event" and seconds:
+            seconds[-1] = rest[0]
+    return seconds
+
+
+def _walk(path: Path) -> tuple[int, bytes, int]:
+    """Records, last chain and size of the whole frames of a log."""
+    records, chain, end = 0, _first(), len(MAGIC)
+    for _, chain, end in _frames(path):  # noqa: B007
+        records += 1
+    return records, chain, end
+
+
+def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any], Mark]]:
+    """The records of a log that is still being written, each with a mark; those after `mark` if one is given. Raises
+    LogError."""
+    before = mark.records if mark else 0
+    for number, (payload, chain, end) in enumerate(_frames(path, mark), before + 1):
+        yield _record(payload, path, number - 1), Mark(number, end, chain)
+
+
+def _kind(data: bytes) -> str:
+    """What a file is that does not begin as a log of this version does."""
+    words = data[: len(MAGIC) + 8].partition(b"\n")[0].split()
+    if words[:2] == MAGIC.split()[:2]:
+        return f"one of format {words[2].decode(errors='replace') if words[2:] else '?'}, which another version wrote"
+    return "a file of another kind" if data else "an empty file"
+
+
+def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes, int]]:
+    """Payload, chain and end of each frame; half a frame at the end of the file is left out."""
+    try:
+        data = read_file(path, LOG_BYTES)
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror}") from error
+    if not data.startswith(MAGIC):
+        raise LogError(f"{path}: given {_kind(data)}, needed an event log of format {FORMAT}")
+    number, at, chain = mark or Mark(0, len(MAGIC), _first())
+    while at + HEAD <= len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        start = at + HEAD
+        end = start + length + CHAIN
+        if data[at:start] == _head(chain, length):
+            if end > len(data):
+                return
+            payload, chain = data[start : end - CHAIN], _next(chain, data[start : end - CHAIN])
+            if chain == data[end - CHAIN : end]:
+                yield payload, chain, end
+                at, number = end, number + 1
+                continue
+        raise LogError(
+            f"{path}: record {number} does not follow from the records before it: it was edited or moved, or one "
+            "before it is missing; needed the log as the run wrote it"
+        )
+
+
+def _first() -> bytes:
+    return blake2b(MAGIC, digest_size=CHAIN).digest()
+
+
+def _head(chain: bytes, length: int) -> bytes:
+    packed = LENGTH.pack(length)
+    return packed + blake2b(chain + packed, digest_size=CHECK).digest()
+
+
+def _next(chain: bytes, payload: bytes) -> bytes:
+    return blake2b(chain + payload, digest_size=CHAIN).digest()

@@ -1,0 +1,456 @@
+"""What a run folder says, read once: its stages followed event by event, its rows, its end. Pure but for reading.
+
+A folder may be incomplete: a run that was killed has no summary and no end in its log, and half a frame there. What is
+missing is said in `notes`; the rest is as good as ever.
+
+Why a rank has nothing in work, as one word for each cause. Pure: it reads the scheduler's state.
+
+data        what it reads is not made yet
+straggler   a batch is ready but for its last tenth (or one group), or another rank of its replica is not done
+admission   the groups that are ready are too far ahead: the weights that would admit them are not made yet
+weights     those weights are made, and are not on their way
+syncing     they are on their way: snapshot, wire or swap
+saving      a checkpoint is being written
+rest        its pool has nothing due at this update, or nothing in this stage
+done        the run has no group or update left for it
+
+Where each rank's time went: busy, or idle by cause, in whole nanoseconds that add up to the wall time exactly. Pure.
+
+Work that failed is no use to anybody, and the trainer's snapshot of its weights is a part of the sync: both count as
+idle, by their cause. How full the slots of a stream are is its occupancy, and says nothing about idle time.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from penstock.runtime.control.messages import read_record
+from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import FORMAT, MAGIC, LogError, Segment, StageLog, read_whole
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
+from penstock.runtime.record.typed_json import ConfigFile, Summary
+from penstock.runtime.report.follow import NS, Follow, Followed, Lane, Work, lanes, streams
+from penstock.runtime.schedule.compile import Step, Tables, compile_tables
+from penstock.runtime.schedule.events import Done, Event
+from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.scheduler import Scheduler
+
+Account = dict[str, int]
+"""Nanoseconds by "busy" and by cause."""
+
+
+def accounts(
+    work: Iterable[Work], reasons: dict[Lane, list[tuple[int, str]]], begin: int, end: int
+) -> dict[Lane, Account]:
+    """Of each rank between two times. `reasons` say from when on a rank that has no work is idle for which cause."""
+    by_lane: dict[Lane, list[Work]] = defaultdict(list)
+    for item in work:
+        by_lane[item.lane].append(item)
+    return {lane: account(by_lane[lane], changes, begin, end) for lane, changes in reasons.items()}
+
+
+def account(work: Sequence[Work], reasons: Sequence[tuple[int, str]], begin: int, end: int) -> Account:
+    """Of one rank: its time is cut where work begins or ends and where the cause changes; each piece has one state."""
+    counts = {"busy": 0, "failed": 0, "syncing": 0}
+    edges: list[tuple[int, str, int]] = []
+    for item in work:
+        state = _state(item)
+        start, stop = min(max(item.start, begin), end), min(max(item.end, begin), end)
+        if state and stop > start:
+            edges += [(start, state, 1), (stop, state, -1)]
+    edges += [(min(max(time, begin), end), "", 0) for time, _ in reasons]
+    edges.append((end, "", 0))
+    times = [time for time, _ in reasons]
+    spent: Account = {}
+    now = begin
+    for time, state, change in sorted(edges, key=lambda edge: edge[0]):
+        if time > now:
+            what = next((name for name, count in counts.items() if count), "")
+            if not what:
+                place = bisect_right(times, now) - 1
+                what = reasons[place][1] if place >= 0 else "starting"
+            spent[what] = spent.get(what, 0) + time - now
+            now = time
+        if state:
+            counts[state] += change
+    return spent
+
+
+def union(work: Iterable[Work]) -> int:
+    """Nanoseconds in which at least one of them was in work."""
+    total, until = 0, 0
+    for start, end in sorted((item.start, item.end) for item in work):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
+    """Slots in use times nanoseconds, on one replica, by work that has so many rows each; rows beyond `slots` wait."""
+    total, now, held = 0, 0, 0
+    for time, change in sorted(edge for item, rows in work for edge in ((item.start, rows), (item.end, -rows))):
+        total += min(held, slots) * (time - now)
+        now, held = time, held + change
+    return total
+
+
+def _state(item: Work) -> str:
+    if item.kind in ("group", "update"):
+        return "failed" if item.outcome == "failed" else "busy"
+    return "syncing" if item.kind == "publish" else ""
+
+
+CAUSES = {
+    "data": "waiting for data",
+    "straggler": "waiting for a straggler",
+    "admission": "waiting for the admission bound",
+    "weights": "waiting for weights",
+    "syncing": "syncing weights",
+    "starting": "starting processes",
+    "saving": "saving a checkpoint",
+    "failed": "work that failed",
+    "rest": "nothing due",
+    "done": "nothing left to do",
+}
+"""The causes of being idle, in the order of the report, with their names."""
+
+
+def reason(scheduler: Scheduler, replica: str, finished: int) -> str:
+    """Why a replica without work is idle. `finished` is the number of groups that lie ready for the next update."""
+    if scheduler.finished or scheduler.update >= scheduler.rules.end:
+        return "done"
+    if scheduler.cutting is not None:
+        return "saving"
+    pool = scheduler.tables.pool_of[replica]
+    group_steps, update_steps = scheduler.tables.group_steps[pool], scheduler.tables.update_steps[pool]
+    for step in group_steps:
+        if scheduler.ready[step.name] and (step.weights or step.fixed):
+            return _weights(scheduler, step, replica)
+    waiting = [step for step in update_steps if not step.trails]
+    if not waiting and not any(not step.source for step in group_steps):
+        return "rest"
+    if waiting:
+        batch = scheduler.rules.batch
+        takes = any(step.groups for step in waiting) and scheduler.batch is None
+        return "straggler" if takes and finished >= batch - max(1, batch // 10) else "data"
+    return "done" if _all_made(scheduler, group_steps) else "data"
+
+
+def _all_made(scheduler: Scheduler, steps: tuple[Step, ...]) -> bool:
+    """Have all groups of the run been through these steps?"""
+    ledger = scheduler.ledger
+    if ledger.before(ledger.next) < scheduler.total:
+        return False
+    return all(step.source or step.name in group.made for group in ledger.groups.values() for step in steps)
+
+
+def _weights(scheduler: Scheduler, step: Step, replica: str) -> str:
+    """Which of the ways in which weights can be missing it is, for the first group that is ready."""
+    group = scheduler.ready[step.name][0]
+    before = scheduler.ledger.before(group) if group in scheduler.ledger.groups else 0
+    for channel, lag in step.weights:
+        way, carried = scheduler.ways[channel], scheduler.tables.channels[channel].carried
+        needed = max(before // scheduler.rules.batch - lag, scheduler.rules.start)
+        receiver = way.receivers[replica]
+        if receiver.live >= needed and not scheduler.pinned:
+            continue
+        if scheduler.version(carried) < needed:
+            return "admission"
+        moving = way.publishing or receiver.sending or receiver.swapping or receiver.shadow > receiver.live
+        return "syncing" if moving else "weights"
+    for channel in step.fixed:
+        way = scheduler.ways[channel]
+        if way.receivers[replica].live < scheduler.rules.start:
+            return "syncing" if way.publishing or way.receivers[replica].sending else "weights"
+    return "data"
+
+
+TRAIN = "train"
+"""The stage that updates."""
+
+SAMPLES = 400
+"""Points of a stage's queue depths."""
+
+
+class ReportError(RecordError):
+    """A run folder that no report can be made of: what was found and what is needed."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What lay in queues from a time on: groups finished and not consumed, groups that wait for `step`, firings in work
+    by pool."""
+
+    time: int
+    finished: int
+    ready: dict[str, int]
+    in_work: dict[str, int]
+
+
+@dataclass
+class Stage:
+    """One scheduler's life, from `begin` to `end` on the report's clock."""
+
+    name: str
+    life: int
+    origin: Origin
+    tables: Tables
+    begin: int
+    end: int
+    followed: Followed
+    accounts: dict[Lane, Account] = field(default_factory=dict)
+    depths: list[Depth] = field(default_factory=list)
+
+
+@dataclass
+class Life:
+    """A run, or what a resume added: `starting` until its first stage begins. `ended` is None after a kill. `accuracy`:
+    what was known of it when the last stage began."""
+
+    begin: int
+    end: int
+    stages: list[Stage]
+    starting: int
+    ended: dict[str, Any] | None
+    cut: int | None
+    accuracy: Mapping[str, float | None]
+
+
+@dataclass
+class Facts:
+    """All that the page is made of. Times are nanoseconds since the run began, pauses between lives left out."""
+
+    folder: str
+    config: RunConfig
+    asked: Mapping[str, Any]
+    summary: Mapping[str, Any] | None
+    rows: list[Row]
+    lives: list[Life]
+    notes: list[str]
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [stage for life in self.lives for stage in life.stages]
+
+    @property
+    def training(self) -> list[Stage]:
+        return [stage for stage in self.stages if stage.name == TRAIN]
+
+    @property
+    def end(self) -> int:
+        return self.lives[-1].end if self.lives else 0
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Before and after, as far as it is known."""
+        found = {when: value for life in self.lives for when, value in life.accuracy.items()}
+        for when in ("before", "after"):
+            found[when] = (self.summary or {}).get(f"accuracy_{when}", found.get(when))
+        return {when: value for when, value in found.items() if value is not None}
+
+    @property
+    def failures(self) -> tuple[str, str]:
+        """How many groups failed and firings were tried again, in words, and what the last one raised; "" for none."""
+        summary = self.summary or {}
+        fates = summary.get("fates")
+        failed = fates.get("failed") if isinstance(fates, dict) else 0
+        counts = [(failed, "groups failed"), (summary.get("retried"), "firings were tried again")]
+        said = [f"{count:,} {what}" for count, what in counts if isinstance(count, int) and count]
+        return ", ".join(said), str(summary.get("last_failure") or "") if said else ""
+
+
+def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
+    """Raises RecordError for a folder without its configuration, or one that a newer version wrote. Of a run that is
+    `alive`, what is not written yet is no fault, and an end of an earlier life is none."""
+    notes: list[str] = []
+    asked = folder.read_json("config.json", ConfigFile).get("asked", {})
+    config = RunConfig.load(folder)
+    lives = _lives(folder, notes, alive)
+    rows = _rows(folder, lives, notes, alive)
+    summary = _so_far(rows) if alive else _summary(folder, notes)
+    notes += _not_finite(rows, summary)
+    return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
+
+
+def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:
+    """Of a run that is alive, the last row may be on its way."""
+    rows, damage = read_undamaged(folder.metrics)
+    if damage is not None and not (alive and isinstance(damage, HalfRow)):
+        notes.append(f"metrics.jsonl is damaged; what comes before the damage is shown. {damage}")
+    elif not rows and not alive:
+        notes.append("There are no rows in metrics.jsonl: no update was completed, or the file is gone.")
+    elif not alive and (missing := sorted(_updates(lives) - {row["update"] for row in rows})):
+        which = f"{len(missing)} updates, {missing[0]} and later" if len(missing) > 1 else f"update {missing[0]}"
+        notes.append(f"metrics.jsonl has no rows of {which}, which the event log has: their figures are not shown.")
+    return rows
+
+
+def _not_finite(rows: Sequence[Row], summary: Mapping[str, Any] | None) -> list[str]:
+    """The figures that were no numbers, which charts leave out."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for row in rows:
+        wrong = row.get("not_finite")
+        for name, value in wrong.items() if isinstance(wrong, dict) else ():
+            found.setdefault(str(name), (str(value), []))[1].append(row["update"])
+    said = [
+        f"{name} was no number in {len(updates)} updates, in {updates[0]} first ({value})"
+        for name, (value, updates) in found.items()
+    ]
+    known = (summary or {}).get("not_finite")
+    accuracies = [name for name in ("accuracy_before", "accuracy_after") if isinstance(known, dict) and name in known]
+    return said + [f"{name.replace('_', ' ')} training was no number" for name in accuracies]
+
+
+def _updates(lives: Sequence[Life]) -> set[int]:
+    """The updates that the event log has, but for those that a resume took back, and for one that a kill may have come
+    into."""
+    found: set[int] = set()
+    for life in lives:
+        found = {update for update in found if life.cut is not None and update < life.cut}
+        done = {update for stage in life.stages if stage.name == TRAIN for update in stage.followed.ends}
+        found |= done if life.ended is not None else done - {max(done, default=0)}
+    return found
+
+
+def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
+    if not (folder.path / "summary.json").exists():
+        notes.append("There is no summary.json: nothing was left to write one.")
+        return None
+    try:
+        summary: Mapping[str, Any] = folder.read_json("summary.json", Summary)
+    except RecordError as error:
+        notes.append(f"summary.json cannot be read: {error}")
+        return None
+    return summary
+
+
+def _so_far(rows: list[Row]) -> Mapping[str, Any]:
+    sums = {name: sum(row[name] for row in rows if isinstance(row.get(name), int)) for name in ("groups", *LOST)}
+    fates = {"consumed": sums["groups"], "dropped": sums["dropped"], "failed": sums["failed"]}
+    return {"status": "running", "groups": sums["groups"], "fates": fates, "retried": sums["retried"]}
+
+
+def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
+    if not folder.events.exists() or not folder.events.stat().st_size:
+        if not alive:
+            what = "Nothing was written into events.log" if folder.events.exists() else "There is no events.log"
+            notes.append(f"{what}: no schedule can be shown.")
+        return []
+    try:
+        segments, damage = read_whole(folder.events)
+    except LogError as error:
+        if not folder.events.read_bytes().startswith(MAGIC):
+            raise
+        notes.append(f"The event log has no record that can be read: no schedule can be shown. {error}")
+        return []
+    if damage is not None:
+        notes.append(f"The event log is damaged; what comes before the damage is shown. {damage}")
+    lives: list[Life] = []
+    for number, segment in enumerate(segments):
+        lives.append(_life(number, segment, lives[-1].end if lives else 0, notes))
+        if segment.ended is None and damage is None and not (alive and number == len(segments) - 1):
+            part = "The event log" if len(segments) == 1 else f"Part {number + 1} of the event log"
+            notes.append(f"{part} has no end: its process was killed.")
+    return lives
+
+
+def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
+    stages: list[Stage] = []
+    begins = [begin + round(log.steps[0].time * NS) for log in segment.stages if log.steps]
+    last = max((log.steps[-1].time for log in segment.stages if log.steps), default=0.0)
+    end = max(begin + round(last * NS), *begins, begin)
+    logs = [log for log in segment.stages if log.steps]
+    for place, log in enumerate(logs):
+        until = begins[place + 1] if place + 1 < len(logs) else end
+        stages.append(_stage(number, log, begin, until, notes))
+    starting = (begins[0] if begins else end) - begin
+    accuracy = segment.stages[-1].facts.get("accuracy", {}) if segment.stages else {}
+    return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
+
+
+def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> Stage:
+    try:
+        origin = Origin.from_json(log.facts)
+        tables = compile_tables(origin.graph, origin.plan)
+        begin = zero + round(log.steps[0].time * NS)
+        watch = _Watch(origin, tables, begin, end)
+    except ValueError as error:
+        raise ReportError(f"events.log: given a stage of another format ({error}); needed format {FORMAT}") from None
+    for step in log.steps:
+        try:
+            watch.step(zero + round(step.time * NS), cast(Event, read_record(step.event)))
+        except ValueError as error:
+            notes.append(
+                f"Stage {origin.stage!r} is shown up to record {step.record} of the event log: the scheduler of this "
+                f"version decides otherwise than the one that wrote it ({error})."
+            )
+            break
+    watch.sample()
+    followed = watch.follow.close(watch.time if watch.broken else end)
+    found = accounts(followed.work, watch.reasons, begin, end)
+    return Stage(origin.stage, life, origin, tables, begin, end, followed, found, watch.depths)
+
+
+class _Watch:
+    """The scheduler of a stage, run again: what its ranks did, why they were idle, what lay in queues."""
+
+    def __init__(self, origin: Origin, tables: Tables, begin: int, end: int) -> None:
+        self.scheduler = origin.scheduler(tables)
+        self.follow = Follow(tables, streams(origin.graph), origin.live)
+        self.lanes: list[Lane] = lanes(tables)
+        self.reasons: dict[Lane, list[tuple[int, str]]] = {lane: [] for lane in self.lanes}
+        self.depths: list[Depth] = []
+        self.time, self.broken = begin, True
+        self._finished = {g.ordinal for g in self.scheduler.ledger.groups.values() if g.finished}
+        self._every, self._next = max((end - begin) // SAMPLES, 1), begin
+
+    def step(self, time: int, event: Event) -> None:
+        if time >= self._next:
+            self.sample()
+            self._next = time - (time - self._next) % self._every + self._every
+        self.broken = True
+        update = self.scheduler.update
+        commands = self.scheduler.handle(event)
+        self.broken = False
+        self.time = max(time, self.time)
+        self.follow.step(self.time, event, commands)
+        self._count(event, update)
+        self._note(self.time)
+
+    def _count(self, event: Event, update: int) -> None:
+        groups = self.scheduler.ledger.groups
+        if isinstance(event, Done):
+            group = groups.get(event.firing.index)
+            if group is not None and group.finished:
+                self._finished.add(group.ordinal)
+        if self.scheduler.update != update:
+            self._finished &= groups.keys()
+
+    def _note(self, time: int) -> None:
+        """Of each rank without work, why."""
+        found: dict[str, str] = {}
+        for lane in self.lanes:
+            if self.follow.in_work[lane]:
+                continue
+            replica = lane[0]
+            if replica not in found:
+                loaded = self.scheduler.load[replica] > 0
+                found[replica] = "straggler" if loaded else reason(self.scheduler, replica, len(self._finished))
+            changes = self.reasons[lane]
+            if not changes or changes[-1][1] != found[replica]:
+                changes.append((time, found[replica]))
+
+    def sample(self) -> None:
+        """What lies in queues since the last event."""
+        first: Sequence[Lane] = [lane for lane in self.lanes if lane[1] == 0]
+        in_work: dict[str, int] = {}
+        for lane in first:
+            pool = self.scheduler.tables.pool_of[lane[0]]
+            in_work[pool] = in_work.get(pool, 0) + self.follow.in_work[lane]
+        steps = self.scheduler.tables.steps.values()
+        ready = {s.name: len(self.scheduler.ready[s.name]) for s in steps if not s.per_update and not s.source}
+        self.depths.append(Depth(self.time, len(self._finished), ready, in_work))

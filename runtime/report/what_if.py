@@ -1,0 +1,579 @@
+"""What the simulator makes of a run: the same scheduler on a virtual clock, with the durations that the run had.
+
+A firing that the run did takes as long as it did there, and decides as it did there (filters, turns); any other draws
+from those of its node. So what a prediction and the run differ by is what the simulator leaves out: how long orders
+and answers are on their way, and that work on one machine slows other work down.
+
+What another lag, or another number of generators, would have made of a run: a table of simulations. Pure.
+
+Every firing takes as long as it did in the run. A replica that has fewer groups at once decodes each of them faster:
+how much is fitted to the run (`crowding`), and where the run does not tell, nothing is assumed.
+
+The run in one line: what bounds it, what another lag or another split would gain, how far the model is off. Pure.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from statistics import fmean, median
+
+from penstock.graph import check
+from penstock.graph.analysis import Bound, period_bound
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.cluster.placement import Plan, Pool, served
+from penstock.runtime.record.timeline import pool_of
+from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
+from penstock.runtime.report.run_history import Stage
+from penstock.runtime.schedule.compile import Rules, Step, Tables, compile_tables
+from penstock.runtime.schedule.events import Command, Event
+from penstock.runtime.schedule.simulator import Durations, Simulation, Spans, Verdicts, draw, simulate
+
+MOST_EVENTS = 60_000
+"""Events of a simulated stage, about: a longer run is predicted for its first updates only."""
+
+SYNC = {"publish": "publish", "send": "wire", "swap": "swap"}
+"""Kinds of work that move weights, with the simulator's names for them."""
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """Seconds of the firings that a run did, by name (with the turn) and index; others draw from them by a key."""
+
+    seconds: dict[tuple[str, int], float]
+    pool: tuple[float, ...]
+
+    @staticmethod
+    def of(seconds: dict[tuple[str, int], float], first: int) -> "Empirical":
+        """Others draw from the firings with an index of at least `first`; from all of them if there is none."""
+        usual = [took for (_, index), took in seconds.items() if index >= first]
+        return Empirical(seconds, tuple(usual or seconds.values()))
+
+    def __call__(self, node: str, index: int) -> float:
+        found = self.seconds.get((node, index))
+        return self.pool[int(draw(f"{node}/{index}") * len(self.pool))] if found is None else found
+
+
+@dataclass(frozen=True)
+class Recorded(Verdicts):
+    """The verdicts that a run came to; `known` are the firings that it has one for, others draw by the shares."""
+
+    known: frozenset[Firing] = frozenset()
+    dropping: frozenset[Firing] = frozenset()
+    going_on: frozenset[Firing] = frozenset()
+
+    def dropped(self, firing: Firing) -> bool:
+        return firing in self.dropping if firing in self.known else super().dropped(firing)
+
+    def goes_on(self, firing: Firing) -> bool:
+        return firing in self.going_on if firing in self.known else super().goes_on(firing)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A training stage as the simulator takes it: durations, verdicts, and the mean seconds by node of a group or
+    update, all turns of it."""
+
+    durations: Durations
+    verdicts: Verdicts
+    means: dict[str, float]
+    medians: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The simulated stage on the report's clock: the first `updates` of it. Seconds per update as they were predicted,
+    as they were measured for the same updates, and for all of the stage."""
+
+    followed: Followed
+    simulation: Simulation
+    updates: int
+    predicted_s: float
+    compared_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float | None:
+        """By how much the prediction is larger than what was measured, as a share of it."""
+        return self.predicted_s / self.compared_s - 1 if self.compared_s else None
+
+
+def fit(stage: Stage) -> Fit | None:
+    """None where the stage has not done every node that was due at least once."""
+    spent = firings(stage.followed.work)
+    nodes: dict[str, Empirical] = {}
+    means: dict[str, float] = {}
+    medians: dict[str, float] = {}
+    for step in stage.tables.steps.values():
+        own = {key: took for key, took in spent.items() if key[0].partition(".")[0] == step.name}
+        first = first_usual(stage, step)
+        if own:
+            nodes[step.name] = Empirical.of(own, first)
+            usual = {key: took for key, took in own.items() if key[1] >= first} or own
+            means[step.name] = sum(usual.values()) / len({index for _, index in usual})
+            medians[step.name] = median(own.values())
+        elif step.every > 1 or step.trails:
+            nodes[step.name] = Empirical({}, (0.0,))  # was not due
+        elif not (step.source or step.filters):
+            return None
+    parts = {name: _median_s(stage.followed.work, kind) for kind, name in SYNC.items()}
+    sync = sum(parts.values())
+    means |= {node.name: sync for node in stage.origin.graph.nodes if node.construct == "broadcast"}
+    means |= {node.name: 0.0 for node in stage.origin.graph.nodes if node.fires and node.name not in means}
+    return Fit(Durations(dict(nodes), **parts), _verdicts(stage), means, medians | parts)
+
+
+def first_usual(stage: Stage, step: Step) -> int:
+    """The index of a step's first firing that the period counts: updates before it fill the pipeline, and warm
+    everything up."""
+    update = stage.origin.rules.start + _skipped(len(stage.followed.ends), stage.tables.max_lag + 1)
+    return update if step.per_update else update * stage.origin.rules.batch
+
+
+def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
+    """Seconds of each firing that was done, from its first rank's start to its last rank's end."""
+    spans: dict[tuple[str, int], tuple[int, int]] = {}
+    for item in work:
+        if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
+            key = (named(item.node, item.turn), item.index)
+            start, end = spans.get(key, (item.start, item.end))
+            spans[key] = (min(start, item.start), max(end, item.end))
+    return {key: (end - start) / NS for key, (start, end) in spans.items()}
+
+
+def named(node: str, turn: int) -> str:
+    """A node's name with the number of the turn after the first one, as durations are asked for."""
+    return f"{node}.{turn}" if turn else node
+
+
+def _median_s(work: Iterable[Work], kind: str) -> float:
+    """Median seconds of the syncs' parts that were answered; the first of each, which finds arenas unmade, left out if
+    there are others."""
+    found: dict[tuple[str, int], int] = {}
+    for item in work:
+        if item.kind == kind and not item.outcome:
+            key = (item.lane[0] + item.node, item.index)
+            found[key] = max(found.get(key, 0), item.end - item.start)
+    return median(found.values()) / NS if found else 0.0
+
+
+def _verdicts(stage: Stage) -> Verdicts:
+    """Those of the run; of other firings the shares that it had."""
+    done = [Firing(w.node, w.index, w.turn) for w in stage.followed.work if w.kind == "group" and w.lane[1] == 0]
+    steps = stage.tables.steps
+    drops = _shares(done, [s.name for s in steps.values() if s.filters], stage.followed.dropped)
+    again = _shares(done, [s.name for s in steps.values() if s.answers], stage.followed.again)
+    dropping, going_on = frozenset(stage.followed.dropped), frozenset(stage.followed.again)
+    return Recorded(drops, again, 0, frozenset(done), dropping, going_on)
+
+
+def _shares(done: Sequence[Firing], names: Sequence[str], told: set[Firing]) -> dict[str, float]:
+    counts = {name: sum(f.node == name for f in done) for name in names}
+    return {name: sum(f.node == name for f in told) / count for name, count in counts.items() if count}
+
+
+def predict(stage: Stage, fitted: Fit) -> Prediction | None:
+    """The stage on a virtual clock, for as many updates as the run has done or as are quickly simulated; None if it
+    has done none."""
+    ends = [end / NS for _, end in sorted(stage.followed.ends.items())]
+    if not ends:
+        return None
+    updates = quick_updates(stage)
+    start = stage.origin.rules.start
+    rules = replace(stage.origin.rules, end=min(stage.origin.rules.end, start + updates))
+    tables = compile_tables(stage.origin.graph, served(stage.origin.graph, stage.origin.plan))
+    follow = Follow(tables, streams(stage.origin.graph), stage.origin.live)
+
+    def observe(time: float, event: Event, commands: list[Command]) -> None:
+        follow.step(stage.begin + round(time * NS), event, commands)
+
+    origin = stage.origin
+    found = simulate(tables, rules, fitted.durations, origin.live, observe, fitted.verdicts, origin.cut)
+    followed = follow.close(stage.begin + round(found.wall_s * NS))
+    begin, filling = stage.begin / NS, stage.tables.max_lag + 1
+    predicted, compared = period(0.0, found.ends, filling), period(begin, ends[:updates], filling)
+    return Prediction(followed, found, updates, predicted, compared, period(begin, ends, filling))
+
+
+def quick_updates(stage: Stage) -> int:
+    """How many of the stage's updates are simulated: all of a short run."""
+    per_update = stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
+    return min(len(stage.followed.ends), max(16, MOST_EVENTS // per_update))
+
+
+def period(begin: float, ends: Sequence[float], filling: int) -> float:
+    """Seconds per update of at least one, the first `filling` left out if there are as many others."""
+    skip = _skipped(len(ends), filling)
+    first = ends[skip - 1] if skip else begin
+    return (ends[-1] - first) / (len(ends) - skip)
+
+
+def _skipped(updates: int, filling: int) -> int:
+    return min(filling, updates // 2)
+
+
+def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rules: Rules) -> Bound:
+    """What no schedule can beat with these durations, and because of what. A pool that publishes has the snapshots as
+    work of its own, which `graph.passes` does not know of."""
+    capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in served(graph, plan).pools}
+    held = {name: pool.name for pool in plan.pools for name in pool.holds}
+    pools = {node.name: held[node.name] for node in graph.nodes if node.name in held}
+    found = period_bound(graph, means, rules.batch, capacity, pools)
+    work: dict[str, float] = defaultdict(float)
+    for node in graph.nodes:
+        if node.fires and node.clock == "update":
+            work[pools[node.name]] += means[node.name] / node.every
+    for node in graph.nodes:
+        if node.construct == "broadcast" and graph.producer(node.inputs[0].ref.node):
+            work[held[node.inputs[0].ref.node]] += publish / node.every
+    return max([found, *(Bound(seconds, pool=pool) for pool, seconds in work.items())], key=lambda b: b.seconds)
+
+
+EVENTS = 24_000
+"""Events of all simulations of a table, about: two seconds on a slow core."""
+MOST_UPDATES, LEAST_UPDATES = 60, 16
+FILLING = 6
+"""Updates at the start of each simulation in which the pipeline fills, the same for every lag."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A lag and a number of generator replicas, and what comes of it: None where the rules do not allow it."""
+
+    lag: int
+    replicas: int
+    period_s: float | None
+    lag_mean: float = 0.0
+    busy: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cases, the lag and replicas of the run itself, and how many updates each was simulated for. `pool` has the
+    generators; `measured_s` is the run's own period over as many updates, None where it has not done so many;
+    `crowding` is by how much of itself a group's time grows with the groups beside it (see `crowding`); `complete` is
+    False where time ran out."""
+
+    pool: str
+    lag: int
+    replicas: int
+    updates: int
+    measured_s: float | None
+    crowding: float
+    cases: tuple[Case, ...]
+    complete: bool
+
+    def case(self, lag: int, replicas: int) -> Case | None:
+        return next((c for c in self.cases if (c.lag, c.replicas) == (lag, replicas)), None)
+
+
+def what_if(stage: Stage, fitted: Fit, out_of_time: Callable[[], bool]) -> Table | None:
+    """The table of a training stage; None for a program without a pool that samples with lagged weights."""
+    pool = generators(stage.tables)
+    if pool is None or not stage.followed.ends:
+        return None
+    graph, plan, rules = stage.origin.graph, stage.origin.plan, stage.origin.rules
+    now = (stage.tables.max_lag, len(stage.tables.by_pool[pool]))
+    lags = sorted({*range(5), now[0], now[0] + 1})
+    sizes = sorted({max(1, now[1] // 2), now[1], now[1] + 1, 2 * now[1], 3 if now[1] == 1 else now[1]})
+    wanted = [(lag, size) for size in sizes for lag in lags]
+    wanted.sort(key=lambda case: (case[1] != now[1], abs(case[1] - now[1]), case[0] != now[0], abs(case[0] - now[0])))
+    per_update = rules.batch * (stage.tables.num_group_steps + 1) + 8
+    updates = min(MOST_UPDATES, max(LEAST_UPDATES, EVENTS // (per_update * len(wanted))))
+    crowd = crowding(group_work(stage, pool))
+    durations = with_crowding(stage, fitted.durations, pool, crowd)
+    cases: list[Case] = []
+    limits = replace(rules, start=0, end=updates, drops=10_000)
+    for lag, size in wanted:
+        if out_of_time():
+            break
+        other, grown = with_lag(graph, now[0], lag), with_replicas(plan, pool, size)
+        cases.append(_case(other, grown, limits, durations, fitted.verdicts, (lag, size)))
+    cases.sort(key=lambda case: (case.replicas, case.lag))
+    return Table(pool, *now, updates, _measured_s(stage, updates), crowd.share, tuple(cases), len(cases) == len(wanted))
+
+
+def _measured_s(stage: Stage, updates: int) -> float | None:
+    ends = [end / NS for _, end in sorted(stage.followed.ends.items())]
+    return period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
+
+
+def _case(
+    graph: Graph, plan: Plan, rules: Rules, durations: Durations, verdicts: Verdicts, names: tuple[int, int]
+) -> Case:
+    if check(graph):  # with too small a lag for how seldom weights are sent, some update would wait for ever
+        return Case(*names, None)
+    try:
+        tables = compile_tables(graph, served(graph, plan))
+        found = simulate(tables, rules, durations, verdicts=verdicts)
+    except ValueError:  # such a lag or plan is refused, or filters drop too much
+        return Case(*names, None)
+    busy: dict[str, list[float]] = {}
+    for replica, seconds in found.busy.items():
+        busy.setdefault(pool_of(replica), []).append(seconds / found.wall_s if found.wall_s else 0.0)
+    shares = {pool: sum(values) / len(values) for pool, values in busy.items()}
+    return Case(*names, period(0.0, found.ends, FILLING), found.lag_mean, shares)
+
+
+def generators(tables: Tables) -> str | None:
+    """The pool of the first per-group node that reads lagged weights."""
+    return next((s.pool for s in tables.steps.values() if s.weights and not s.per_update), None)
+
+
+def with_lag(graph: Graph, now: int, lag: int) -> Graph:
+    """The graph with another lag on the broadcasts that have the largest one."""
+    nodes = [replace(n, lag=lag) if n.construct == "broadcast" and n.lag == now else n for n in graph.nodes]
+    return graph.replace(nodes=tuple(nodes))
+
+
+def with_replicas(plan: Plan, name: str, size: int) -> Plan:
+    """The plan with so many replicas of a pool, all like its first one."""
+
+    def changed(pool: Pool) -> Pool:
+        first = pool.replicas[0]
+        return replace(pool, replicas=tuple(replace(first, name=f"{name}/{i}") for i in range(size)))
+
+    return Plan(tuple(changed(pool) if pool.name == name else pool for pool in plan.pools))
+
+
+def with_capacity(plan: Plan, name: str, capacity: int) -> Plan:
+    """The plan whose replicas of a pool have so many firings in work at once."""
+
+    def changed(pool: Pool) -> Pool:
+        return replace(pool, replicas=tuple(replace(replica, capacity=capacity) for replica in pool.replicas))
+
+    return Plan(tuple(changed(pool) if pool.name == name else pool for pool in plan.pools))
+
+
+LEAST_FIRINGS = 16
+"""Below so many firings, nothing is fitted."""
+
+
+@dataclass(frozen=True)
+class Crowding:
+    """How firings of a pool slow each other down: `share` of a firing's seconds, from 0 to 1, is proportional to the
+    number of firings that its replica has in work; `mean` is that number in the run."""
+
+    share: float
+    mean: float
+
+    def pace(self, count: int) -> float:
+        """Seconds of the run's mean pace that pass in one second with so many firings in work."""
+        return 1 / (1 - self.share + self.share * count / self.mean)
+
+
+def group_work(stage: Stage, pool: str) -> list[Work]:
+    """The per-group firings that a pool has done, as the first rank of each replica did them."""
+    done = (w for w in stage.followed.work if w.kind == "group" and not w.outcome and w.end > w.start)
+    return [w for w in done if w.lane[1] == 0 and stage.tables.pool_of[w.lane[0]] == pool]
+
+
+def crowding(work: Sequence[Work]) -> Crowding:
+    """How much of a firing's time is due to the firings beside it on its replica.
+
+    A firing's seconds are fitted to a + b n by least squares, n being the mean number of firings that its replica had
+    in work meanwhile; the share is b n / (a + b n) at the mean of n. 0 where n does not vary enough to tell.
+    """
+    pairs: list[tuple[float, float]] = []
+    for item, busy in _integrals(work, float):
+        pairs.append((busy / (item.end - item.start), float(item.end - item.start)))
+    if len(pairs) < LEAST_FIRINGS:
+        return Crowding(0.0, 1.0)
+    mean_n, mean_s = fmean(n for n, _ in pairs), fmean(s for _, s in pairs)
+    spread = fmean((n - mean_n) ** 2 for n, _ in pairs)
+    if spread < (0.1 * mean_n) ** 2:
+        return Crowding(0.0, mean_n)
+    slope = fmean((n - mean_n) * (s - mean_s) for n, s in pairs) / spread
+    return Crowding(min(max(slope * mean_n / mean_s, 0.0), 1.0), mean_n)
+
+
+def _integrals(work: Sequence[Work], value: Callable[[int], float]) -> list[tuple[Work, float]]:
+    """Each firing with the integral, over its time, of a function of the number in work on its replica."""
+    by_replica: dict[str, list[Work]] = {}
+    for item in work:
+        by_replica.setdefault(item.lane[0], []).append(item)
+    found: list[tuple[Work, float]] = []
+    for items in by_replica.values():
+        times, sums = _integral(items, value)
+        for item in items:
+            begin, end = (sums[bisect_right(times, time) - 1] for time in (item.start, item.end))
+            found.append((item, end - begin))
+    return found
+
+
+def _integral(items: Sequence[Work], value: Callable[[int], float]) -> tuple[list[int], list[float]]:
+    """At each time at which a firing begins or ends, the integral until then of a function of the number in work."""
+    edges = sorted([(item.start, 1) for item in items] + [(item.end, -1) for item in items])
+    times, sums, count, total = [edges[0][0]], [0.0], 0, 0.0
+    for time, change in edges:
+        if time > times[-1]:
+            total += value(count) * (time - times[-1])
+            times.append(time)
+            sums.append(total)
+        count += change
+    return times, sums
+
+
+def with_crowding(stage: Stage, durations: Durations, pool: str, crowd: Crowding) -> Durations:
+    """The durations with those of a pool's per-group nodes depending on how many firings a replica has in work.
+
+    A firing that begins and ends beside the same others as in the run takes as long as it did there. Without crowding
+    the durations are returned as they are.
+    """
+    if not crowd.share:
+        return durations
+    works: dict[str, dict[tuple[str, int], float]] = {}
+    for item, work in _integrals(group_work(stage, pool), crowd.pace):
+        works.setdefault(item.node, {})[named(item.node, item.turn), item.index] = work / NS
+    steps = stage.tables.steps
+    shared = SharedPace({n: Empirical.of(own, first_usual(stage, steps[n])) for n, own in works.items()}, crowd)
+    return replace(durations, nodes={**durations.nodes, **dict.fromkeys(works, shared)})
+
+
+@dataclass(frozen=True)
+class SharedPace:
+    """The duration of nodes whose firings slow each other down on a replica (`schedule.durations.Batching`).
+
+    work: by node, the seconds that its firings take at the run's mean pace.
+    """
+
+    work: Mapping[str, Empirical]
+    crowding: Crowding
+
+    def engine(self) -> "PacedReplica":
+        return PacedReplica(self)
+
+
+@dataclass
+class PacedReplica:
+    """One replica of `SharedPace` (`schedule.durations.Engine`): all firings in work go on at the same pace.
+
+    `left` are the seconds at the mean pace that each of them has left at `now`.
+    """
+
+    shared: SharedPace
+    left: dict[Firing, float] = field(default_factory=dict)
+    now: float = 0.0
+    _begun: dict[Firing, float] = field(default_factory=dict)
+    _spans: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def begin(self, firing: Firing, now: float) -> None:
+        self._advance(now)
+        self.left[firing] = self.shared.work[firing.node](named(firing.node, firing.turn), firing.index)
+        self._begun[firing] = now
+
+    @property
+    def due(self) -> float:
+        if not self.left:
+            return inf
+        return self.now + min(self.left.values()) / self.shared.crowding.pace(len(self.left))
+
+    def finish(self) -> Sequence[Firing]:
+        least = min(self.left.values())
+        over = [firing for firing, left in self.left.items() if left <= least]
+        self._advance(self.due)
+        for firing in over:
+            del self.left[firing]
+            self._spans.append((self._begun.pop(firing), self.now, firing.index))
+        return over
+
+    def _advance(self, now: float) -> None:
+        done = (now - self.now) * self.shared.crowding.pace(len(self.left))
+        self.left = {firing: max(left - done, 0.0) for firing, left in self.left.items()}
+        self.now = now
+
+    @property
+    def spans(self) -> Spans:
+        begins, ends, indices = zip(*self._spans, strict=True) if self._spans else ((), (), ())
+        return Spans(begins, ends, indices)
+
+
+CLOSE = 0.75
+"""A bound that is a smaller share of the period does not explain it: then firings queue for each other."""
+GAIN, SAME = 0.01, 0.005
+"""A gain worth a word, and two periods that are as good as each other."""
+
+
+def verdict(
+    graph: Graph, bound: Bound | None, period_s: float | None, error: float | None, table: Table | None,
+    busy: Mapping[str, float],
+) -> str:  # fmt: skip
+    """`busy` is the share of training that each pool was busy."""
+    if not period_s or bound is None:
+        return "No update could be followed, so nothing can be said of what bounds this run."
+    parts = [_bounds(graph, bound, period_s, busy)]
+    if table is not None:
+        parts += [*_lag(table), *_split(table)]
+    if error is not None:
+        parts.append(f"model error {_percent(abs(error))}")
+    return "; ".join(parts) + "."
+
+
+def role(graph: Graph, pool: str) -> str:
+    """A pool in words: by what it does for an update where that is plain, else by its name."""
+    per_update = any(n.pool == pool and n.clock == "update" and n.outputs for n in graph.nodes if n.fires)
+    made = {graph.producer(argument.name) for argument in graph.carried}
+    if per_update and any(n.name in made for n in graph.nodes if n.pool == pool):
+        return "training" if pool == "trainer" else f"pool {pool}"
+    weighted = {n.name for n in graph.nodes if n.construct == "broadcast"}
+    samples = any(n.pool == pool and n.clock == "group" and any(i.ref.node in weighted for i in n.inputs)
+                  for n in graph.nodes if n.fires)  # fmt: skip
+    return "generation" if samples and pool == "generator" else f"pool {pool}"
+
+
+def cycle_nodes(graph: Graph, bound: Bound) -> list[str]:
+    """The nodes of a bounding cycle that fire."""
+    return [name for name in bound.cycle if name in graph and graph[name].fires]
+
+
+def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, float]) -> str:
+    if bound.seconds < CLOSE * period_s:
+        pool = max(busy, key=lambda name: busy[name], default="")
+        most = f", the busiest of them {role(graph, pool)} ({_percent(busy[pool])})" if pool else ""
+        return f"No pool and no cycle alone bounds this run{most}"
+    if bound.pool:
+        name = role(graph, bound.pool)
+        return f"{name[:1].upper()}{name[1:]} bounds this run"
+    names = " → ".join(cycle_nodes(graph, bound))
+    return f"The cycle {names} bounds this run" + (f", {bound.span} updates at a time" if bound.span > 1 else "")
+
+
+def _lag(table: Table) -> list[str]:
+    cases = [c for c in table.cases if c.replicas == table.replicas and c.period_s]
+    now = _now(table, cases)
+    if now is None:
+        return []
+    best = _best(cases, key=lambda c: c.lag)
+    gain = now / (best.period_s or now) - 1
+    if best.lag != table.lag and gain >= GAIN:
+        return [f"lag {best.lag} would gain {_percent(gain)}"]
+    smaller = [c.lag for c in cases if c.lag < table.lag and (c.period_s or 0) <= now * (1 + SAME)]
+    return [f"lag {min(smaller)} would do as well" if smaller else "another lag would gain nothing"]
+
+
+def _split(table: Table) -> list[str]:
+    cases = [c for c in table.cases if c.lag == table.lag and c.period_s]
+    now = _now(table, cases)
+    if now is None:
+        return []
+    best = _best(cases, key=lambda c: c.replicas)
+    gain = now / (best.period_s or now) - 1
+    many = "1 generator" if best.replicas == 1 else f"{best.replicas} generators"
+    return [f"{many} would gain {_percent(gain)}"] if best.replicas != table.replicas and gain >= GAIN else []
+
+
+def _now(table: Table, cases: list[Case]) -> float | None:
+    """The simulated period of the run as it was; None where `cases` has no other to compare it with."""
+    now = table.case(table.lag, table.replicas)
+    return now.period_s or None if now is not None and len(cases) > 1 else None
+
+
+def _best(cases: list[Case], key: Callable[[Case], int]) -> Case:
+    """The least lag, or the fewest replicas, of those that are as good as the best."""
+    least = min(c.period_s or 0.0 for c in cases)
+    return min((c for c in cases if (c.period_s or 0.0) <= least * (1 + SAME)), key=key)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0095 else f"{100 * share:.1f} %" if share >= 0.0005 else "under 0.1 %"

@@ -1,0 +1,412 @@
+"""The graph and the plan compiled into what the scheduler looks up: steps, channels, readers. Pure, made once.
+
+Whether a graph can run as a plan places it. Pure; the errors are ValueErrors, as those of `check` are.
+
+Which graphs a run's rules are possible for: pinned versions, groups that are replaced. Pure.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from math import gcd
+from typing import Literal
+
+from penstock.graph.check import starving
+from penstock.graph.errors import GraphError
+from penstock.graph.ir import Graph, Node
+from penstock.runtime.cluster.placement import Plan, Replica
+
+
+def check_held(graph: Graph, plan: Plan) -> None:
+    """Everything is in a pool."""
+    held = {name for pool in plan.pools for name in pool.holds}
+    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
+    if missing := [name for name in needed if name not in held]:
+        raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
+
+
+def check_places(graph: Graph, plan: Plan, makers: dict[str, str]) -> None:
+    """A carried value is where its readers are, and an update makes one next value: `makers` say by whom."""
+    for carried in makers:
+        home = plan.pool_of(carried)
+        if len(home.replicas) != 1:
+            raise ValueError(
+                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
+                "replicas; needed 1, since an update makes one next value"
+            )
+    for carried in (c.name for c in graph.carried):
+        home = plan.pool_of(carried)
+        for node in readers_of(graph.nodes, carried):
+            if node.fires and node.name not in home.holds:
+                raise ValueError(
+                    f"plan: {node.name} reads the carried value {carried!r} and is in pool "
+                    f"{plan.pool_of(node.name).name!r}; needed {home.name!r}, which holds it"
+                )
+
+
+def check_order(waits: Mapping[str, set[str]]) -> None:
+    """Within an update, those who read a carried value come before the one that donates it: `waits` say for whom each
+    waits."""
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        names = " -> ".join(error.args[1])
+        raise ValueError(
+            f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
+            "output; needed an order in which every carried value is read before the node that makes its next value"
+        ) from None
+
+
+def readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
+    """Those that read an output in the same round of a cycle."""
+    return [n for n in nodes if any(i.ref.node == name and not i.back for i in n.inputs)]
+
+
+Edges = dict[str, list[tuple[str, int]]]  # (channel, lag) by consumer of a broadcast
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A run's numbers. Updates `start` to `end` - 1 run; each takes `batch` fresh prompt groups.
+
+    `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
+    A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
+    takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
+    between two updates, for each of the 1 + lag updates that are under way; and likewise when per-group firings have
+    failed `failures` batches' worth of times, each try counted, and more often than one group may be tried.
+    """
+
+    batch: int
+    end: int
+    start: int = 0
+    versions: Literal["free", "pinned"] = "free"
+    retries: int = 0
+    on_failure: Literal["stop", "replace"] = "stop"
+    drops: int = 16
+    failures: int = 4
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch: given {self.batch}, needed at least 1 prompt group per update")
+        if self.end < self.start:
+            raise ValueError(f"updates: given {self.end}, but {self.start} are done already")
+        if self.drops < 1:
+            raise ValueError(f"drops: given {self.drops}, needed at least 1 batch that filters may drop per update")
+        if self.failures < 1:
+            raise ValueError(f"failures: given {self.failures}, needed at least 1 batch that may fail per update")
+        if self.versions == "pinned" and self.on_failure == "replace":
+            raise ValueError(
+                'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '
+                'use versions="free" with it'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """The way of one carried value's weights to one pool, and the publishing node of each broadcast on it.
+
+    `every`: only versions that are multiples of it are published.
+    """
+
+    name: str
+    carried: str
+    source: Replica
+    node: str
+    pool: str
+    replicas: tuple[Replica, ...]
+    every: int = 1
+
+    def replica(self, name: str) -> Replica:
+        """The one of this name, be it the source or a receiver."""
+        return next(r for r in (self.source, *self.replicas) if r.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A node or a source, compiled. `place` is its order in the program.
+
+    groups: per-group values it reads. waits: those that a firing waits for; before two steps take turns, the inputs of
+    both must be there. updates: per-update values of the same update it reads.
+    carried: carried values that change and that it reads as they are. after: readers of the value it donates.
+    weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
+    readers: the steps that read its output.
+    publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
+    every: it fires at each `every`th update. trails: it reads nothing but weights and nobody reads it, so that later
+    updates do not wait for it. filters: it may drop its group. delays: (carried value, lag) that it reads delayed.
+    turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
+    `answers` is the one that says whether there is another turn; it may read what it `recalls`, its own output of the
+    turn before. where: "file:line" of its call.
+    """
+
+    name: str
+    place: int
+    pool: str
+    per_update: bool
+    source: bool = False
+    stateful: bool = False
+    makes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    waits: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    weights: tuple[tuple[str, int], ...] = ()
+    fixed: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    publishes: tuple[str, ...] = ()
+    private: bool = False
+    every: int = 1
+    trails: bool = False
+    filters: bool = False
+    delays: tuple[tuple[str, int], ...] = ()
+    turns: int = 0
+    partner: str = ""
+    answers: bool = False
+    recalls: bool = False
+    where: str = ""
+
+    def due(self, update: int) -> int:
+        """The first update from `update` on at which a per-update step fires."""
+        return update + -(update + 1) % self.every
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Steps and channels by name, and by what asks for them.
+
+    group_steps, update_steps, sends: what each pool runs per group (latest first), per update, and publishes.
+    begins: the per-group steps that a step's output may be the last input of. stirs: those that may start when a
+    per-group step is done. weight_readers: who reads a channel.
+    lagged: some step reads weights that change, at most `max_lag` updates old.
+    makers: the step that makes the next value of each carried value that changes.
+    """
+
+    steps: dict[str, Step]
+    channels: dict[str, Channel]
+    replicas: dict[str, Replica]
+    pool_of: dict[str, str]
+    by_pool: dict[str, tuple[Replica, ...]]
+    group_steps: dict[str, tuple[Step, ...]]
+    update_steps: dict[str, tuple[Step, ...]]
+    sends: dict[str, tuple[Channel, ...]]
+    begins: dict[str, tuple[Step, ...]]
+    stirs: dict[str, tuple[Step, ...]]
+    sources: tuple[Step, ...]
+    stateful: frozenset[str]
+    weight_readers: dict[str, tuple[tuple[Step, int], ...]]
+    makers: dict[str, str]
+    lagged: bool
+    max_lag: int
+    num_group_steps: int
+    takes_groups: bool
+
+
+def compile_tables(graph: Graph, plan: Plan) -> Tables:
+    """Look up once what the scheduler needs at each event. Raises ValueError for what cannot work, as `check` does."""
+    check_held(graph, plan)
+    makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+    check_places(graph, plan, makers)
+    channels, edges = _channels(graph, plan)
+    steps = _steps(graph, plan, makers, channels, edges)
+    check_order({s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update})
+    by_pool = {p.name: p.replicas for p in plan.pools}
+
+    def select(pools: Collection[str], per_update: bool) -> tuple[Step, ...]:
+        chosen = [s for s in steps.values() if s.pool in pools and s.per_update == per_update]
+        return tuple(sorted(chosen, key=lambda s: s.place if per_update else -s.place))
+
+    def begun(step: Step) -> tuple[Step, ...]:
+        """Turns begin with the step that speaks, which waits for the inputs of the one that answers, too."""
+        names = dict.fromkeys(steps[r].partner if steps[r].answers else r for r in step.readers)
+        return tuple(steps[name] for name in names if not steps[name].per_update)
+
+    def stirred(step: Step) -> tuple[Step, ...]:
+        return select({step.pool, *(reader.pool for reader in begun(step))}, False)
+
+    return Tables(
+        steps=steps,
+        channels=channels,
+        replicas={r.name: r for r in plan.replicas},
+        pool_of={r.name: p.name for p in plan.pools for r in p.replicas},
+        by_pool=by_pool,
+        group_steps={p: select({p}, False) for p in by_pool},
+        update_steps={p: select({p}, True) for p in by_pool},
+        sends={p: tuple(c for c in channels.values() if c.source in by_pool[p]) for p in by_pool},
+        begins={s.name: begun(s) for s in steps.values()},
+        stirs={s.name: stirred(s) for s in steps.values() if not s.per_update},
+        sources=tuple(s for s in steps.values() if s.source),
+        stateful=frozenset(s.name for s in steps.values() if s.stateful),
+        weight_readers={
+            name: tuple((s, lag) for s in steps.values() for c, lag in s.weights if c == name) for name in channels
+        },
+        makers=makers,
+        lagged=any(s.weights for s in steps.values()),
+        max_lag=max((lag for s in steps.values() for _, lag in s.weights), default=0),
+        num_group_steps=sum(not s.per_update for s in steps.values()),
+        takes_groups=any(s.groups for s in steps.values() if s.per_update),
+    )
+
+
+def channel_name(carried: str, pool: str) -> str:
+    return f"{carried}>{pool}"
+
+
+def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
+    """The channels by name, and for each consumer of a broadcast its edges."""
+    channels: dict[str, Channel] = {}
+    edges: Edges = {}
+    for node in graph.nodes:
+        if node.construct != "broadcast":
+            continue
+        if fault := starving(node):
+            raise GraphError(fault)
+        carried = node.inputs[0].ref.node
+        home = plan.pool_of(carried).replicas[0]
+        for reader in readers_of(graph.nodes, node.name):
+            pool = plan.pool_of(reader.name)
+            name = channel_name(carried, pool.name)
+            known = channels.get(name)
+            every, publisher = (node.every, node.name) if known is None else (gcd(known.every, node.every), known.node)
+            channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every)
+            edges.setdefault(reader.name, []).append((name, node.lag or 0))
+    return channels, edges
+
+
+def _steps(
+    graph: Graph, plan: Plan, makers: dict[str, str], channels: dict[str, Channel], edges: Edges
+) -> dict[str, Step]:
+    calls = [n for n in graph.nodes if n.fires]
+    clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
+    delays = {n.name for n in graph.nodes if n.construct == "delay"}
+    steps: dict[str, Step] = {}
+    shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
+    shared |= {plan.pool_of(c.carried).name for c in channels.values()}
+    for place, source in enumerate(graph.sources):
+        readers = tuple(n.name for n in readers_of(calls, source.name))
+        pool = plan.pool_of(source.name).name
+        steps[source.name] = Step(
+            source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
+        )
+    own = {node.name: _reads(node, _partner(calls, node)) for node in calls}
+    for place, node in enumerate(calls, start=len(steps)):
+        partner, reads = _partner(calls, node), own[node.name]
+        begun_by = dict.fromkeys((*reads, *(own[partner] if partner and not node.answers else ())))
+        changing = tuple(r for r in reads if r in makers)
+        made = tuple(c for c, maker in makers.items() if maker == node.name)
+        pool = plan.pool_of(node.name).name
+        lagged = tuple(dict.fromkeys(edges.get(node.name, [])))
+        others = [n.name for c in made for n in readers_of(calls, c) if n.name != node.name]
+        readers = tuple(n.name for n in readers_of(calls, node.name) if n.name != partner)
+        plain = not (made or readers or changing or any(r in clocks for r in reads))
+        steps[node.name] = Step(
+            name=node.name,
+            place=place,
+            pool=pool,
+            per_update=node.clock == "update",
+            stateful=node.stateful,
+            makes=made,
+            groups=tuple(r for r in reads if clocks.get(r) == "group"),
+            waits=tuple(r for r in begun_by if clocks.get(r) == "group"),
+            updates=tuple(r for r in reads if clocks.get(r) == "update"),
+            carried=changing,
+            after=tuple(dict.fromkeys(others)),
+            weights=tuple(e for e in lagged if channels[e[0]].carried in makers),
+            fixed=tuple(channel for channel, _ in lagged if channels[channel].carried not in makers),
+            readers=readers,
+            publishes=tuple(c.name for c in channels.values() if c.carried in made),
+            private=pool not in shared,
+            every=node.every,
+            trails=node.clock == "update" and plain,
+            filters=node.construct == "keep",
+            delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if r in delays),
+            turns=node.turns or 0,
+            partner=partner,
+            answers=node.answers,
+            recalls=node.answers and any(i.back for i in node.inputs),
+            where=node.where,
+        )
+    return steps
+
+
+def _reads(node: Node, partner: str) -> tuple[str, ...]:
+    """What a node reads of its own update or group, but for what the turns make."""
+    return tuple(dict.fromkeys(i.ref.node for i in node.inputs if not i.back and i.ref.node != partner))
+
+
+def _partner(nodes: Sequence[Node], node: Node) -> str:
+    """The other node of a bounded cycle; "" for a node in none."""
+    if node.answers:
+        others = (n for n in nodes if n.name != node.name)
+        return next(n.name for n in others if any(i.back and i.ref.node == node.name for i in n.inputs))
+    return next((i.ref.node for i in node.inputs if i.back and i.ref.node != node.name), "")
+
+
+def check_rules(tables: Tables, rules: Rules) -> None:
+    """Raises ValueError for rules that the graph does not allow.
+
+    Pinned versions: a replica keeps one version live and a resumed run makes none older than its cut. So all per-group
+    readers of weights need the same version for a group, and per-update readers the current one; and a cut must not
+    have to wait for a group that reads something delayed, which waits for an update in its turn.
+
+    Groups that are replaced: nobody may read anything delayed, since the groups after a lost one are for an earlier
+    update than the one that they have read it for.
+    """
+    if rules.on_failure == "replace":
+        _check_places(tables)
+    if rules.versions == "pinned":
+        _check_order(tables)
+        _check_lags(tables)
+        _check_delays(tables)
+
+
+def _check_places(tables: Tables) -> None:
+    """Does the update that a group is for stay the one it was when the group started?"""
+    delays = [(step.name, carried) for step in tables.steps.values() for carried, _ in step.delays]
+    if delays:
+        given = ", ".join(f"{name}, which reads {carried!r} delayed" for name, carried in delays)
+        raise ValueError(
+            f'on_failure="replace": given {given}; needed no delay, which is exact, while a replaced group moves those '
+            'after it to earlier updates than the ones that they have read it for; use on_failure="stop", with retries'
+        )
+
+
+def _check_order(tables: Tables) -> None:
+    """Are the groups of an update, and the versions that there are, known beforehand?"""
+    filters = [s.name for s in tables.steps.values() if s.filters]
+    slow = [c.node for c in tables.channels.values() if c.every > 1]
+    if filters or slow:
+        given = ", ".join([f"the filter {name}" for name in filters] + [f"{name} with every=…" for name in slow])
+        raise ValueError(
+            f'versions="pinned": given {given}; needed none, since which groups an update takes, or which versions '
+            'exist, would not be known beforehand; use versions="free"'
+        )
+
+
+def _check_lags(tables: Tables) -> None:
+    lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
+    late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
+    if len({lag for _, lag in lags}) > 1 or late:
+        given = ", ".join(f"{name} lag={lag}" for name, lag in sorted(lags | late))
+        raise ValueError(
+            f'versions="pinned": given {given}; needed one lag for all per-group nodes that read weights, and lag=0 '
+            'for per-update ones; use versions="free" or make the lags equal'
+        )
+
+
+def _check_delays(tables: Tables) -> None:
+    """Is what a reader of weights waits for made by the time its version is?"""
+    for step in tables.steps.values():
+        for carried, lag in step.delays:
+            if lag < tables.max_lag and _reads_weights(tables, step):
+                raise ValueError(
+                    f'versions="pinned": given {step.name}, which reads {carried!r} with a delay of {lag} before '
+                    f"weights are read with lag={tables.max_lag}; needed a delay of at least the lag, or "
+                    'versions="free"'
+                )
+
+
+def _reads_weights(tables: Tables, step: Step) -> bool:
+    """Does a per-group step, or one that depends on it, read weights that change?"""
+    after = [*step.readers, *([step.partner] if step.turns and not step.answers else [])]
+    per_group = [tables.steps[name] for name in after if not tables.steps[name].per_update]
+    return bool(step.weights) or any(_reads_weights(tables, later) for later in per_group)

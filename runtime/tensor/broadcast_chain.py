@@ -1,0 +1,126 @@
+"""A replica that passes weights on to the next one of a chain while they arrive (see `chain`).
+
+A rank receives from the trainers, or from the same rank of the replica before, and a second thread sends each message
+to the same rank of the replica after it as soon as the bytes are there: not yet proved, for each replica proves what
+it gets. Each link is a bridge of its own. If what comes in ends early, so does what goes out: the bridge is given up,
+and the next replica learns it at once. If the next replica fails, what came in is whole all the same.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.runtime.tensor.buffers import Parts, in_background
+from penstock.runtime.tensor.layout import Box, Copy
+from penstock.runtime.tensor.process_group import TransportError
+from penstock.runtime.tensor.reshard import forwards
+from penstock.runtime.tensor.send_recv import MessageTransport
+
+Open = Callable[[], MessageTransport]
+"""Opens a bridge, or gives the one that is open: for the thread that waits for the other side."""
+
+
+class Arrivals:
+    """What of one version has arrived: told by the thread that receives, awaited by the one that passes it on.
+
+    Boxes come disjoint. Waiting has no deadline of its own: whoever receives has one for each message, and says when it
+    is over. `failed`: it was over too early.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._over = False
+        self._boxes: dict[str, list[Box]] = defaultdict(list)
+        self._changed = threading.Condition()
+
+    def add(self, copies: Sequence[Copy]) -> None:
+        with self._changed:
+            for copy in copies:
+                self._boxes[copy.tensor].append(copy.box)
+            self._changed.notify_all()
+
+    def end(self, *, failed: bool) -> None:
+        """Nothing more will arrive."""
+        with self._changed:
+            self.failed, self._over = failed, True
+            self._changed.notify_all()
+
+    def wait(self, copies: Sequence[Copy]) -> None:
+        """Until all of these have arrived. Each box is awaited once. Raises TransportError if it will not come."""
+        with self._changed:
+            for copy in copies:
+                self._changed.wait_for(lambda: self._over or self._has(copy))  # noqa: B023 - called here
+                if not self._has(copy):
+                    raise TransportError(f"{copy.tensor} {copy.box} has not arrived, and is not passed on")
+                known = self._boxes[copy.tensor]
+                self._boxes[copy.tensor] = [box for box in known if (box & copy.box).size < box.size]
+
+    def _has(self, copy: Copy) -> bool:
+        return sum((box & copy.box).size for box in self._boxes[copy.tensor]) == copy.box.size
+
+
+class Relay:
+    """One rank's end of a channel. `failed` is told what ended the passing on of a version, in that thread.
+
+    `passed_on` are the versions that went on from here.
+    """
+
+    def __init__(self, channel: str, rank: int, failed: Callable[[Exception], object]) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._failed = failed
+        self.passed_on = 0
+        self._own: tuple[Copy, ...] = ()
+        self._over = threading.Event()
+        self._over.set()
+
+    def receive(self, leg: "Leg", version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        """As a `Transport`. Versions are passed on one after the other, so that none is written over meanwhile."""
+        self._over.wait()  # each message of it has a deadline
+        if not self._own:
+            self._own = forwards({name: part.box for name, part in parts.items()}, self._rank)
+        arrivals = Arrivals()
+        if leg.downstream is not None:
+            self._over.clear()
+            work = partial(self._pass_on, leg.downstream, version, parts, arrivals)
+            in_background(f"pass {self._channel} {version} on", work, partial(self._passed, arrivals))
+        wanted = self._own if leg.linked else copies
+        try:
+            nbytes = leg.upstream().receive(version, wanted, parts, arrivals.add)
+        except BaseException:
+            arrivals.end(failed=True)
+            raise
+        arrivals.end(failed=False)
+        return nbytes
+
+    def _pass_on(self, downstream: Open, version: int, parts: Parts, arrivals: Arrivals) -> int:
+        bridge = downstream()
+        try:
+            return bridge.send(version, self._own, parts, arrivals.wait)
+        except RuntimeError as error:
+            bridge.close()
+            raise error.with_traceback(None) from None  # its frames have messages, which keep the connection open
+
+    def _passed(self, arrivals: Arrivals, moved: int | Exception) -> None:
+        if not isinstance(moved, Exception):
+            self.passed_on += 1
+        elif not arrivals.failed:
+            self._failed(moved)
+        self._over.set()
+
+
+@dataclass(frozen=True)
+class Leg:
+    """How a version comes to a rank and whither it goes on, for the rank's `Receiver`. `linked`: it comes from a
+    replica, where it lies as it does here, and not from the trainers.
+    """
+
+    relay: Relay
+    upstream: Open
+    downstream: Open | None
+    linked: bool
+
+    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        return self.relay.receive(self, version, copies, parts)

@@ -1,0 +1,172 @@
+"""Where weights lie on both sides of a sync: flat buffers, allocated once, with a view for each tensor.
+
+The receiver's `Arena` has two: one is live, the other, the shadow, is filled meanwhile; a swap exchanges them. The
+sender's `Snapshot` has one, so that the optimizer never changes what is being read.
+
+Work in a thread of its own that says once how it ended.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.codec import DTYPES
+from penstock.runtime.tensor.layout import Box, Layout, LayoutError, TensorLayout
+from penstock.runtime.tensor.shm_transport import Allocate, copy_elements
+
+_ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
+
+Device = str | torch.device
+T = TypeVar("T")
+Fill = Callable[[str, int, int, int], None]
+"""`fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows."""
+
+
+class Part(NamedTuple):
+    """What a rank holds of a logical tensor: the elements of `box`, in `tensor` of the box's shape."""
+
+    box: Box
+    tensor: Tensor
+
+    def cut(self, box: Box) -> Tensor:
+        """The view of the elements of `box`, which must lie in this part."""
+        return self.tensor[box.slices(self.box)]
+
+
+Parts = dict[str, Part]
+Convert = Callable[[Mapping[str, Tensor], Parts], None]
+"""Writes what travels of a rank's tensors."""
+
+
+class Arena:
+    """What one rank of a receiving replica holds of `layout`, twice: `live`, and the `shadow` that a sync fills.
+
+    Both lie in one piece of memory, which `memory` may take from where others can write it.
+    """
+
+    def __init__(self, layout: Layout, rank: int = 0, device: Device = "cpu", memory: Allocate | None = None) -> None:
+        self.layout = layout
+        nbytes = held_bytes(layout, rank)
+        buffer = memory(2 * nbytes) if memory is not None else touched(2 * nbytes, device)
+        self.live = parts_of(layout, rank, buffer[:nbytes])
+        self.shadow = parts_of(layout, rank, buffer[nbytes:])
+
+    def swap(self) -> None:
+        """Exchange the two: nothing is copied. What was live is written over by the next sync."""
+        self.live, self.shadow = self.shadow, self.live
+
+
+class Snapshot:
+    """A copy of a sending rank's tensors as of one version, in the dtypes of `wire`, the layout that travels."""
+
+    def __init__(self, source: Layout, wire: Layout, rank: int = 0, device: Device = "cpu") -> None:
+        self.version = -1
+        self._device = torch.device(device)
+        self.parts = allocate(wire, rank, device)
+        self._needed = {t.name: torch.Size(box.shape) for t, box, _ in _held(source, rank)}
+
+    def take(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        digests: Callable[[Fill | None], T],
+        convert: Convert | None = None,
+    ) -> T:
+        """Copy, and hash with `digests`; its result. The tensors must be those that the rank holds of the source;
+        empty ones may be there too. What `convert` writes is hashed afterwards; without it, `digests` asks for each
+        piece of the copy when it is about to read it.
+        """
+        tensors = {name: t.detach() for name, t in tensors.items() if t.numel() or name in self._needed}
+        wrong = [
+            f"  {name}: given {_shape(tensors, name)}, needed {self._needed.get(name, 'nothing')}"
+            for name in sorted(tensors.keys() | self._needed.keys())
+            if name not in self._needed or _shape(tensors, name) != self._needed[name]
+        ]
+        if wrong:
+            raise LayoutError("\n".join([f"version {version}: the weights' tensors changed", *wrong]))
+        self.version = -1  # torn until all are copied
+        with torch.no_grad():
+            if convert is not None:
+                convert(tensors, self.parts)
+            result = self._copied(tensors, digests) if convert is None else digests(None)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # it is read from other streams
+        self.version = version
+        return result
+
+    def _copied(self, tensors: Mapping[str, Tensor], digests: Callable[[Fill | None], T]) -> T:
+        sources: dict[str, Tensor] = {}
+
+        def fill(name: str, rows: int, first: int, last: int) -> None:
+            if name not in sources:
+                sources[name] = tensors[name].contiguous()
+            target, source = (t.view(rows, -1)[first:last] for t in (self.parts[name].tensor, sources[name]))
+            # Not memmove, which is faster and writes past the caches: the copy is read again at once.
+            target.copy_(source)
+
+        result = digests(fill)
+        for name in self.parts.keys() - sources.keys():
+            copy_elements(self.parts[name].tensor, tensors[name])
+        return result
+
+
+def allocate(layout: Layout, rank: int, device: Device) -> Parts:
+    """Zeroed memory for all that `rank` holds of `layout`, as views; one box of a tensor per rank."""
+    return parts_of(layout, rank, touched(held_bytes(layout, rank), device))
+
+
+def held_bytes(layout: Layout, rank: int) -> int:
+    """The bytes of a buffer for all that `rank` holds of `layout`."""
+    return sum(-(-nbytes // _ALIGN) * _ALIGN for _, _, nbytes in _held(layout, rank))
+
+
+def parts_of(layout: Layout, rank: int, buffer: Tensor) -> Parts:
+    """All that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one box of a tensor per rank."""
+    parts, start = {}, 0
+    for t, box, nbytes in _held(layout, rank):
+        view = buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(box.shape)
+        parts[t.name] = Part(box, view)
+        start += -(-nbytes // _ALIGN) * _ALIGN
+    return parts
+
+
+def touched(nbytes: int, device: Device) -> Tensor:
+    """Memory written at once: a page's first touch costs many times the copy into it, and would be paid in a sync."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _held(layout: Layout, rank: int) -> list[tuple[TensorLayout, Box, int]]:
+    held = [(t, _only_box(t, rank)) for t in layout.tensors if t.held_by(rank)]
+    return [(t, box, box.size * DTYPES[t.dtype].itemsize) for t, box in held]
+
+
+def _only_box(tensor: TensorLayout, rank: int) -> Box:
+    boxes = tensor.held_by(rank)
+    if len(boxes) > 1:
+        raise LayoutError(f"{tensor.name}: rank {rank} holds {len(boxes)} boxes, needed one")
+    return boxes[0]
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | str:
+    return tensors[name].shape if name in tensors else "nothing"
+
+
+Done = Callable[[T | Exception], None]
+"""What a background transfer calls once, in its own thread: with its result, or with the error that ended it."""
+
+
+def in_background(name: str, work: Callable[[], T], done: Done[T]) -> None:
+    """Begin `work`; an exception of it is its result."""
+
+    def run() -> None:
+        try:
+            result: T | Exception = work()
+        except Exception as error:
+            result = error
+        done(result)
+
+    # A daemon: a peer's deadline must not hold up an interpreter that is told to end.
+    threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,0 +1,193 @@
+"""Two replicas joined by a process group of their own, point to point: no other rank waits for it.
+
+The death of a replica breaks its own bridge only. A bridge that failed once stays broken: a new one is made in
+milliseconds. How weights cross it is settled when it opens (`ways`): put straight into the receivers' memory where
+every rank is on one host and can do that, be it shared memory or a GPU's, as messages otherwise: of all bytes, or, with
+`delta`, of what changed.
+
+Which way weights go over a bridge: what its first rank finds that all of them can do. Nobody moves a byte before.
+
+Each rank says which host it is on, which GPUs it sees, and the ways that it can go: a receiver by where its arena lies,
+a source by where its weights do. The first rank answers with the way, or with who cannot go the one that was asked for.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from penstock.runtime.cluster.endpoints import LOOPBACK
+from penstock.runtime.tensor.cuda_ipc import OpenedMemory, visible_devices
+from penstock.runtime.tensor.delta import DeltaTransport
+from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.process_group import (
+    AbsentError,
+    Crossing,
+    Ends,
+    Group,
+    Side,
+    Transport,
+    TransportError,
+    first_line,
+    open_group,
+)
+from penstock.runtime.tensor.send_recv import MessageTransport
+from penstock.runtime.tensor.shm import SHM
+from penstock.runtime.tensor.shm_transport import Exported, MappedMemory, Way
+
+Choice = Literal["auto", "messages", Way]
+CHOICES: tuple[Choice, ...] = ("auto", "messages", *get_args(Way))
+WAYS: tuple[Way, ...] = get_args(Way)
+
+_AGREE = 1 << 20  # the tag of these messages: no sync uses it
+_HOST, _DEVICES, _CAN = range(3)  # what a rank says
+_REASONS = ("is on another host than {first}", "sees other GPUs than {first}", "{lacks}")
+_LACKS = {
+    "shm": ("has no arena in shared memory", ""),
+    "cuda_ipc": ("has no arena in a GPU's memory that others can write", "has its weights on no GPU"),
+}
+
+
+def can_go(side: str, memory: Exported | None, device: torch.device | str) -> tuple[Way, ...]:
+    """The ways that a rank of one side can go: a receiver with this memory, a source with its weights on `device`."""
+    if side == "destination":
+        return (memory.way,) if memory is not None and memory.shared else ()
+    return WAYS if torch.device(device).type == "cuda" else ("shm",)
+
+
+def agree(crossing: Crossing, group: Group, place: int, can: Sequence[Way], choice: Choice) -> Way | None:
+    """The way that all ranks of a bridge go, equal on all; None for messages. `place` is this rank's in the group.
+
+    Raises TransportError on all of them if one cannot go the way that is chosen.
+    """
+    size = crossing.ends.sources + crossing.ends.destinations
+    own = torch.tensor([_host(), visible_devices() if "cuda_ipc" in can else 0, sum(1 << WAYS.index(w) for w in can)])
+    verdict = torch.zeros(3, dtype=torch.int64)  # the way by number (or none: -1), who cannot go it, and why
+    if place:
+        crossing.wait(group.send(own, 0, _AGREE), -1, 0, "the way")
+        crossing.wait(group.receive(verdict, 0, _AGREE), -1, 0, "the way")
+    else:
+        said = [own, *(torch.empty_like(own) for _ in range(1, size))]
+        for peer, work in [(k, group.receive(said[k], k, _AGREE)) for k in range(1, size)]:
+            crossing.wait(work, -1, peer, "the way")
+        verdict[:] = torch.tensor(_verdict([row.tolist() for row in said], choice))
+        for peer, work in [(k, group.send(verdict, k, _AGREE)) for k in range(1, size)]:
+            crossing.wait(work, -1, peer, "the way")
+    return _told(crossing, choice, *verdict.tolist())
+
+
+def _verdict(said: Sequence[Sequence[int]], choice: Choice) -> tuple[int, int, int]:
+    """The way by number, -1 for none; then the first rank that cannot go the last one that was tried, and why."""
+    wanted = WAYS if choice == "auto" else tuple(way for way in WAYS if way == choice)
+    culprit, reason = 0, 0
+    for way in wanted:
+        found = _refusal(said, way)
+        if found is None:
+            return WAYS.index(way), 0, 0
+        culprit, reason = found
+    return -1, culprit, reason
+
+
+def _refusal(said: Sequence[Sequence[int]], way: Way) -> tuple[int, int] | None:
+    """The first rank that cannot go a way, and the number of the reason."""
+    for place, row in enumerate(said):
+        if row[_HOST] != said[0][_HOST]:
+            return place, 0
+        if not row[_CAN] >> WAYS.index(way) & 1:
+            return place, 2
+        if way == "cuda_ipc" and row[_DEVICES] != said[0][_DEVICES]:
+            return place, 1
+    return None
+
+
+def _told(crossing: Crossing, choice: Choice, way: int, culprit: int, reason: int) -> Way | None:
+    if way >= 0 or choice in ("auto", "messages"):
+        return WAYS[way] if way >= 0 else None
+    ends = crossing.ends
+    lacks = _LACKS[choice][culprit < ends.sources]
+    why = f"{ends.name(culprit)} {_REASONS[reason].format(first=ends.name(0), lacks=lacks)}"
+    raise TransportError(f"{ends.channel}: given the way {choice}, needed auto or messages: {why}")
+
+
+def _host() -> int:
+    """Equal for processes that see the same shared memory: of one boot, and with one `/dev/shm` mounted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        facts = f"{boot}\n{os.stat(SHM).st_dev}"
+    except OSError:
+        facts = f"alone\n{os.getpid()}\n{os.urandom(8).hex()}"
+    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")
+
+
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """Where two replicas meet: at `store`, which all ranks of both share, and which no other group has used. `address`
+    is where this rank's host is reached by the others: it listens there.
+
+    `timeout` bounds, in seconds, making the bridge and each wait for a peer. With `delta` n, messages say what changed,
+    and at least each n-th sync is full; for gloo. Writing the receivers' memory gains nothing by it, and goes on as it
+    is. `way` asks for one of the ways of `ways`, with gloo; a bridge whose ranks cannot all go it does not open.
+    """
+
+    channel: str
+    store: Store
+    sources: int = 1
+    destinations: int = 1
+    timeout: float = 60.0
+    backend: Backend = "gloo"
+    address: str = LOOPBACK
+    delta: int = 0
+    way: Choice = "auto"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"{self.channel}: given backend {self.backend!r}, needed one of {', '.join(BACKENDS)}")
+        if self.delta < 0 or (self.delta and self.backend != "gloo"):
+            needed = "0 or more" if self.delta < 0 else "0, or gloo"
+            raise ValueError(f"{self.channel}: given delta={self.delta} over {self.backend}, needed {needed}")
+        needed_ways = CHOICES if self.backend == "gloo" else ("auto", "messages")
+        if self.way not in needed_ways:
+            given = f"way {self.way!r} over {self.backend}"
+            raise ValueError(f"{self.channel}: given {given}, needed one of {', '.join(needed_ways)}")
+
+    def open(
+        self, side: Side, rank: int = 0, memory: Exported | None = None, device: torch.device | str = "cpu"
+    ) -> Transport:
+        """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
+        lies, which must be there already; a source gives none, but the `device` of its weights.
+        """
+        ends = Ends(self.channel, self.sources, self.destinations)
+        started = time.monotonic()
+        try:
+            group = open_group(
+                self.store,
+                ends.place(side, rank),
+                self.sources + self.destinations,
+                timeout=self.timeout,
+                backend=self.backend,
+                address=self.address,
+            )
+        except RuntimeError as error:
+            ranks = f"{self.sources} source and {self.destinations} destination ranks"
+            after = f"after {time.monotonic() - started:.1f} s of {self.timeout} s"
+            text = f"{self.channel}: {side} rank {rank}: the bridge of {ranks} is not complete {after}"
+            absent = [*map(ends.name, error.ranks)] if isinstance(error, AbsentError) else []
+            why = f"not there: {', '.join(absent)}" if absent else first_line(error)
+            raise TransportError(f"{text}: {why}") from error
+        crossing = Crossing(ends, side, group)
+        if self.backend == "gloo":
+            way = agree(crossing, group, ends.place(side, rank), can_go(side, memory, device), self.way)
+            if way is not None:
+                mapped = OpenedMemory(self.timeout) if way == "cuda_ipc" else MappedMemory()
+                return PutTransport(crossing, memory, mapped)
+        return DeltaTransport(crossing, self.delta) if self.delta else MessageTransport(crossing)

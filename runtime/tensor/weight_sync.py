@@ -1,0 +1,357 @@
+"""One sync of weights, from both sides: publish, send, receive, prove, swap.
+
+The sending rank's `Publisher` copies the carried value's weights aside (`publish`) and sends that copy to any number
+of replicas, while the optimizer goes on. Replicas may have several ranks, on each of which one of these runs: weights
+go from shard to shard. Two things travel by the control plane, both equal on all ranks of the sender: once, the
+`description` of the weights, from which both sides make the same plan; and the digests of each version, which
+`publish` returns. The receiving rank's `Receiver` fills its shadow while its nodes read the live weights, proves what
+arrived, and swaps when it is told to, between two steps.
+
+    digests = publisher.publish(7)                              # sender, on Publish → Published
+    publisher.start(7, transport, ranks, done, mesh)            # sender, on Send
+    receiver.describe(publisher.description)                    # receiver, once
+    receiver.start(7, digests, transport, done)                 # receiver, on Send; done → Arrived
+    receiver.swap(7)                                            # receiver, on Swap → Swapped
+
+How a carried value's weights lie on the ranks that send them.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded, Sharding
+from penstock.graph.types import Weights
+from penstock.runtime.tensor.buffers import Arena, Device, Done, Snapshot, in_background
+from penstock.runtime.tensor.digest import MODES, Add, Mode, ProofError, Prover, alone, chosen
+from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
+from penstock.runtime.tensor.process_group import LocalTransport, Receiving, Transport
+from penstock.runtime.tensor.quantise import Agree, Converter, Restorer
+from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.shm_transport import Allocate
+from penstock.runtime.tensor.wire_format import converted, mesh_of, rules_from_json, rules_to_json, target_layout
+
+_DTYPES = tuple(ITEMSIZE)
+
+
+def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
+    """How the value's weights lie on its ranks, and the rules that receivers cut them by.
+
+    The ranks tell each other the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises
+    `LayoutError` for what cannot travel, or does not lie as the sharding says.
+    """
+    tensors = carried.weights()
+    if not isinstance(carried, Sharded):
+        entries = [(name, tuple(t.shape), _dtype(t)) for name, t in tensors.items()]
+        _require_known(entries)
+        return Layout.whole(entries, ranks), {}
+    sharding = carried.sharding()
+    mesh = Mesh(tuple(sharding.mesh))
+    if mesh.size != ranks:
+        raise LayoutError(f"sharding over {mesh}: given {mesh.size} ranks, needed the replica's {ranks}")
+    own = [(name, tuple(t.shape), _dtype(t)) for name, t in tensors.items() if t.numel()]
+    _require_known(own)
+    dtypes = _agreed({name: dtype for name, _, dtype in own}, sharding, add)
+    entries = [(name, tuple(shape), dtypes[name]) for name, shape in sharding.shapes.items()]
+    return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _require_known(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> None:
+    unknown = [f"{name} ({dtype})" for name, _, dtype in entries if dtype not in ITEMSIZE]
+    if unknown:
+        raise LayoutError(f"dtypes that do not travel: {', '.join(unknown)}; needed one of {', '.join(ITEMSIZE)}")
+
+
+def _agreed(own: Mapping[str, str], sharding: Sharding, add: Add) -> dict[str, str]:
+    """The dtype of every tensor, from the ranks that hold some of it: how many say each dtype, added up."""
+    surplus = own.keys() - sharding.shapes.keys()
+    if surplus:
+        raise LayoutError(f"weights that the sharding does not name: {', '.join(sorted(surplus))}")
+    votes = torch.zeros(len(sharding.shapes), len(_DTYPES), dtype=torch.int64)
+    for row, name in enumerate(sharding.shapes):
+        if name in own:
+            votes[row, _DTYPES.index(own[name])] = 1
+    found = [[dtype for dtype, count in zip(_DTYPES, row, strict=True) if count] for row in add(votes).tolist()]
+    wrong = [
+        f"  {name}: {' and '.join(dtypes) or 'on no rank'}"
+        for name, dtypes in zip(sharding.shapes, found, strict=True)
+        if len(dtypes) != 1
+    ]
+    if wrong:
+        raise LayoutError("\n".join(["the ranks do not hold one dtype of each tensor:", *wrong]))
+    return {name: dtypes[0] for name, dtypes in zip(sharding.shapes, found, strict=True)}
+
+
+Description = dict[str, Any]
+"""What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want
+them ("wanted"), and the mode of their "proof"."""
+
+
+class SyncError(RuntimeError):
+    """A command that does not follow from those before it: a version not held, twice received, or not arrived."""
+
+
+class Moved(NamedTuple):
+    """One rank's part of one sync: bytes, seconds on the wire, and seconds spent on the proof (0 for a sender)."""
+
+    version: int
+    nbytes: int
+    wire_s: float
+    prove_s: float
+
+
+class Publisher:
+    """One rank's copies of a carried value's weights, as of the last `keep` versions published.
+
+    The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
+    plan shares the sending out. `wire` is a format of `convert`, "" leaves tensors as `Carried.weights` gives them.
+    `add` sums over the ranks (`adder.Adder`): needed where no rank holds everything; `agree`, the maximum over them,
+    where moreover the format has scales. All ranks must publish the same versions in one order. A copy being sent is
+    never written over: one more is made when they all are.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        carried: Carried,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        wire: str = "",
+        keep: int = 2,
+        device: Device = "cpu",
+        add: Add | None = None,
+        agree: Agree | None = None,
+        proof: Mode = "full",
+    ) -> None:
+        if proof not in MODES:
+            raise ValueError(f"{channel}: proof: given {proof!r}, needed one of {', '.join(MODES)}")
+        if ranks > 1 and add is None and isinstance(carried, Sharded):
+            raise ValueError(f"{channel}: given weights in parts on {ranks} ranks, needed `add`, to sum over them")
+        self.channel = channel
+        self._source, self._wanted = source_layout(carried, ranks, add or alone)
+        self.layout = converted(self._source, wire)
+        self._wire = wire
+        self._convert = partial(Converter(self._source, self.layout, rank).convert, agree=agree) if wire else None
+        self._carried = carried
+        self._rank = rank
+        self._keep = keep
+        self._device = device
+        self._proof = proof
+        # Without a sum over the ranks each has everything, and proves it by itself.
+        self._prover = Prover(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
+        self._names = tuple(t.name for t in self.layout.tensors)
+        wanted = rules_to_json(self._wanted)
+        self.description = {"layout": self._source.to_json(), "wire": wire, "wanted": wanted, "proof": proof}
+        self._snapshots: list[Snapshot] = []
+        self._sending: Counter[int] = Counter()  # transfers under way, by version
+        self._lock = threading.Lock()
+        self._copies: dict[Mesh, tuple[Copy, ...]] = {}
+
+    def publish(self, version: int, carried: Carried | None = None) -> dict[str, int]:
+        """Copy the weights aside as `version`, in the format of the wire; blocks meanwhile. Returns the digests of the
+        copy by tensor, of those that the mode of the proof asks for. `carried` is the value now: an update may return
+        another object than it was given. Raises `ConversionError` for what the format cannot hold.
+        """
+        self._carried = self._carried if carried is None else carried
+        names = chosen(self._proof, version, self._names)
+        snapshot = self._free_snapshot(version)
+        hashed = partial(self._prover.digests, snapshot.parts, names)
+        return snapshot.take(version, self._carried.weights(), hashed, self._convert)
+
+    def send(self, version: int, transport: Transport, ranks: int = 1, mesh: Axes | None = None) -> Moved:
+        """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
+        it is sent. Raises `LayoutError` before any byte moves.
+        """
+        return self._send(self._hold(version), transport, mesh_of(mesh, ranks))
+
+    def start(
+        self, version: int, transport: Transport, ranks: int, done: Done[Moved], mesh: Axes | None = None
+    ) -> None:
+        """`send` in the background. The version is held from now on, whatever is published meanwhile."""
+        snapshot, target = self._hold(version), mesh_of(mesh, ranks)
+        in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
+
+    def _send(self, snapshot: Snapshot, transport: Transport, mesh: Mesh) -> Moved:
+        try:
+            copies = self._planned(mesh)
+            started = time.perf_counter()
+            nbytes = transport.send(snapshot.version, copies, snapshot.parts)
+            return Moved(snapshot.version, nbytes, time.perf_counter() - started, 0.0)
+        finally:
+            with self._lock:
+                self._sending[snapshot.version] -= 1
+
+    def _planned(self, mesh: Mesh) -> tuple[Copy, ...]:
+        """What this rank sends to a replica on `mesh`: one object for ever, by which transports know it again."""
+        with self._lock:  # two replicas may ask at once
+            if mesh not in self._copies:
+                target = converted(target_layout(self._source, self._wanted, mesh), self._wire)
+                self._copies[mesh] = reshard(self.layout, target).sends(self._rank)
+            return self._copies[mesh]
+
+    def _hold(self, version: int) -> Snapshot:
+        with self._lock:
+            for snapshot in self._snapshots:
+                if snapshot.version == version:
+                    self._sending[version] += 1
+                    return snapshot
+            held = sorted(s.version for s in self._snapshots)
+            raise SyncError(f"{self.channel}: send version {version}: only {held} are held (keep={self._keep})")
+
+    def _free_snapshot(self, version: int) -> Snapshot:
+        """The oldest copy that is neither among the last `keep` (with the new one) nor being sent; else a new one."""
+        with self._lock:
+            by_age = sorted(self._snapshots, key=lambda s: s.version)
+            if by_age and by_age[-1].version >= version:
+                raise SyncError(f"{self.channel}: publish version {version}: {by_age[-1].version} is published already")
+            for snapshot in by_age[: max(0, len(by_age) - self._keep + 1)]:
+                if not self._sending[snapshot.version]:
+                    del self._sending[snapshot.version]
+                    snapshot.version = -1
+                    return snapshot
+            self._snapshots.append(Snapshot(self._source, self.layout, self._rank, self._device))
+            return self._snapshots[-1]
+
+
+class Receiver:
+    """One rank's part of a channel's weights: on a `mesh` (axis, size), what its axis "tp" leaves to it of each
+    tensor, by the rules of the sender; without a mesh, all of it on each of `ranks` ranks.
+
+    `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
+    version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
+    over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
+    memory, such as `memory.SharedMemory`. Readers get tensors in the sender's dtypes (see `restore` for what that
+    takes), or, with `restore=False`, as they travelled: elements and scales.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        mesh: Axes | None = None,
+        device: Device = "cpu",
+        add: Add | None = None,
+        allocate: Allocate | None = None,
+        restore: bool = True,
+    ) -> None:
+        self.channel = channel
+        self.mesh = mesh_of(mesh, ranks)
+        if add is None and self.mesh.extent(TENSOR) > 1:
+            raise ValueError(f"{channel}: given weights in parts on {self.mesh}, needed `add`, to sum over them")
+        self.weights = Weights(-1, {})
+        self._rank = rank
+        self._device = device
+        self._add = add
+        self._allocate = allocate
+        self._restore = restore
+        self._restorer: Restorer | None = None
+        self._arena: Arena | None = None
+        self._prover: Prover | None = None
+        self._copies: tuple[Copy, ...] = ()
+        self.description: Description = {}
+        self._arrived: int | None = None
+        self._busy = False
+
+    def describe(self, description: Description) -> None:
+        """Say what the sender's weights look like; before the first version. Raises `LayoutError` for another
+        description than before."""
+        if self.description and self.description != description:
+            raise LayoutError(f"{self.channel}: the weights' names, shapes, dtypes or layout changed during the run")
+        self.description = description
+
+    def receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
+        """Fill the shadow with `version` and compare it with the sender's `digests`; blocks. After an error the live
+        weights are as they were."""
+        self._begin(version)
+        return self._receive(version, digests, transport)
+
+    def start(self, version: int, digests: Mapping[str, int], transport: Receiving, done: Done[Moved]) -> None:
+        """`receive` in the background."""
+        self._begin(version)
+        in_background(f"receive {self.channel} {version}", lambda: self._receive(version, digests, transport), done)
+
+    def swap(self, version: int) -> None:
+        """Make the version that arrived live; the caller is between two steps of whatever reads `weights`."""
+        if self._arena is None or self._arrived != version:
+            raise SyncError(f"{self.channel}: swap to version {version}: {self._state()}")
+        self._arena.swap()
+        self._arrived = None
+        live = self._arena.live
+        restored = self._restorer.swap(live) if self._restorer else None
+        self.weights.tensors = restored or {name: part.tensor for name, part in live.items()}
+        self.weights.version = version
+
+    def _begin(self, version: int) -> None:
+        """Nothing may be written into a shadow that is in use, or that is about to go live."""
+        if not self.description or self._busy or self._arrived is not None or version <= self.weights.version:
+            raise SyncError(f"{self.channel}: receive version {version}: {self._state()}")
+        self._busy = True
+
+    def _receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
+        try:
+            arena, prover = self._prepared()
+            self._require_digests(version, digests, arena.layout)
+            started = time.perf_counter()
+            nbytes = transport.receive(version, self._copies, arena.shadow)
+            arrived = time.perf_counter()
+            prover.check(arena.shadow, digests, version, self._sides())
+            proved = time.perf_counter()
+            if self._restorer is not None:
+                self._restorer.fill(arena.shadow)
+            self._arrived = version
+            return Moved(version, nbytes, arrived - started, proved - arrived)
+        finally:
+            self._busy = False
+
+    def _prepared(self) -> tuple[Arena, Prover]:
+        """The arena, and what checks it; made for the first version."""
+        if self._arena is None or self._prover is None:
+            source, wire = Layout.from_json(self.description["layout"]), self.description["wire"]
+            read = target_layout(source, rules_from_json(self.description["wanted"]), self.mesh)
+            target = converted(read, wire)
+            self._copies = reshard(converted(source, wire), target).receives(self._rank)
+            if wire and self._restore:
+                self._restorer = Restorer(read, target, wire, self._rank, self._device)
+            self._arena = Arena(target, self._rank, self._device, self._allocate)
+            own = target if self._add else target.replicated(1)
+            self._prover = Prover(own, self._rank if self._add else 0, self._add or alone)
+        return self._arena, self._prover
+
+    def _require_digests(self, version: int, digests: Mapping[str, int], layout: Layout) -> None:
+        """Raises ProofError for other tensors' digests than the mode of the proof asks for in this version."""
+        mode = self.description["proof"]
+        needed = chosen(mode, version, [t.name for t in layout.tensors])
+        if digests.keys() != set(needed):
+            names = ", ".join(sorted(digests.keys() ^ set(needed)))
+            raise ProofError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
+
+    def _sides(self) -> str:
+        sources = sorted({copy.source for copy in self._copies})
+        came = f" from source ranks {', '.join(map(str, sources))}" if len(sources) > 1 else ""
+        return f"{self.channel}, destination rank {self._rank}{came}"
+
+    def _state(self) -> str:
+        doing = "a version is being received" if self._busy else f"arrived: {self._arrived}"
+        if not self.description:
+            doing = "the sender has not described its weights"
+        return f"live: {self.weights.version}, {doing}"
+
+
+def hand_over(publisher: Publisher, receiver: Receiver, version: int, digests: Mapping[str, int]) -> Moved:
+    """Send and receive in one process and one thread: the same plan, the same proof, one copy."""
+    transport = LocalTransport(receiver.channel)
+    publisher.send(version, transport, mesh=receiver.mesh.axes)
+    return receiver.receive(version, digests, transport)

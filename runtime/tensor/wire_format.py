@@ -1,0 +1,169 @@
+"""In which format each tensor travels, and the layouts that follow from it. Pure, no torch; `quantise` does the work.
+
+A format is a dtype of floats, or quantises: a matrix [out, in] then travels as two logical tensors like any others,
+NAME in eight bits and NAME.scale in float32, with a scale per row, [out], or per block, [out / 128, in / 128] rounded
+up. A rank holds the scales of the rows or blocks that its box touches, so plan and proof need to know nothing of it.
+
+A receiving replica's side of a channel: its mesh, its layout, the plan that brings it there. Pure, without torch.
+
+What a receiver needs to know of the sender travels as JSON: the layout and the rules by which a replica with an axis
+"tp" cuts the tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.graph.protocols import TENSOR, Axes, Rule
+from penstock.runtime.tensor.layout import (
+    Box,
+    Boxes,
+    Edges,
+    Holding,
+    Layout,
+    LayoutError,
+    Mesh,
+    Placement,
+    TensorLayout,
+    sharded,
+)
+from penstock.runtime.tensor.reshard import Plan, regions, reshard
+
+SCALE = ".scale"
+"""What the name of a matrix's scales ends with."""
+
+KEPT = ("embed", "norm", "head", "score")
+"""Matrices whose name has one of these in it are not quantised: embeddings, norms, and heads over words or values."""
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Eight-bit elements of `dtype`, the largest of which is `limit`, times a scale: that of the row, or of the
+    block × block elements if `block` is not 0. Blocks count from the first element of the whole matrix.
+    """
+
+    dtype: str
+    limit: float
+    block: int = 0
+
+    def scales(self, box: Box) -> Box:
+        """The scales of the rows or blocks that a box of the matrix touches; none for an empty box."""
+        dims, tile = (2, self.block) if self.block else (1, 1)
+        if not box.size:
+            return Box((0,) * dims, (0,) * dims)
+        start, stop = box.start[:dims], box.stop[:dims]
+        return Box(tuple(a // tile for a in start), tuple(-(-b // tile) for b in stop))
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of all scales of a matrix."""
+        return self.scales(Box.whole(shape)).shape
+
+
+FORMATS = {
+    "int8": Format("int8", 127.0),
+    "fp8": Format("float8_e4m3fn", 448.0),
+    "fp8_block": Format("float8_e4m3fn", 448.0, 128),
+}
+"""int8 and fp8 with a scale per row, fp8 with one per 128 × 128 block (DeepSeek-V3, section 3.3)."""
+
+
+def converted(layout: Layout, wire: str, *, kept: Sequence[str] = KEPT, others: str | None = None) -> Layout:
+    """The layout that travels: as it is if `wire` is ""; floats in the dtype `wire`; or, if that is one of `FORMATS`,
+    each matrix that `quantises` names as elements and scales, and other floats in the dtype `others` (None: as they
+    are). Tensors of integers stay. Raises `LayoutError` for an unknown format and for names that would be there twice.
+    """
+    if not wire:
+        return layout
+    format = FORMATS.get(wire)
+    dtype = others if format else wire
+    unknown = [name for name in (wire, dtype) if name is not None and name not in (*FLOATS, *FORMATS)]
+    if unknown or dtype in FORMATS:
+        known = f"{', '.join(FLOATS)} or {', '.join(FORMATS)}"
+        raise LayoutError(f"wire format: given {wire!r} (others {others!r}), needed {known}; others are floats")
+    found: list[TensorLayout] = []
+    holdings: dict[int, Holding] = {}
+    for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
+        if format and quantises(t, kept):
+            if index not in holdings:
+                holdings[index] = scale_holding(t.held, t.shape, format)
+            found.append(replace(t, dtype=format.dtype))
+            found.append(TensorLayout(t.name + SCALE, format.scale_shape(t.shape), "float32", holdings[index]))
+        else:
+            found.append(replace(t, dtype=dtype) if dtype and t.dtype in FLOATS else t)
+    twice = sorted({t.name for t in layout.tensors} & {t.name for t in found if t.name.endswith(SCALE)})
+    twice = [name for name in twice if sum(t.name == name for t in found) > 1]
+    if twice:
+        raise LayoutError(f"{', '.join(twice)}: there already, needed for the scales of a quantised matrix")
+    return Layout(tuple(found), layout.hosts)
+
+
+def quantises(t: TensorLayout, kept: Sequence[str] = KEPT) -> bool:
+    """Whether a tensor is quantised where the wire format quantises: a non-empty matrix of floats without any of
+    `kept` in its name."""
+    matrix = len(t.shape) == 2 and 0 not in t.shape and t.dtype in FLOATS
+    return matrix and not any(word in t.name for word in kept)
+
+
+def cut_through(held: Holding, shape: tuple[int, ...], format: Format) -> bool:
+    """Whether some row or block lies in several boxes of this holding, so that their holders have to agree on its
+    scale. The same answer on every rank.
+    """
+    distinct = regions(held, shape)
+    touched = sum(format.scales(distinct.box(index)).size for index in range(len(distinct.ranks)))
+    return touched > Box.whole(format.scale_shape(shape)).size
+
+
+def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> Holding:
+    """Who holds which scales: as a placement on the same mesh if one gives just these boxes, else listed."""
+    edges = held.edges(shape)
+    rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
+    listed = Boxes(tuple(dict.fromkeys((rank, format.scales(Box(tuple(a), tuple(b)))) for rank, a, b in rows)))
+    if not isinstance(held, Placement):
+        return listed
+    scales = format.scale_shape(shape)
+    splits = tuple(split for split in held.splits if split.dim < len(scales))
+    for own in (splits, tuple(replace(split, units=0) for split in splits)):
+        alike = replace(held, splits=own)
+        if not alike.faults(scales) and _equal(alike.edges(scales), listed.edges(scales)):
+            return alike
+    return listed
+
+
+def _equal(a: Edges, b: Edges) -> bool:
+    """Whether two lists of boxes are the same, all empty ones being equal."""
+    if not np.array_equal(a.ranks, b.ranks):
+        return False
+    empty = (a.start >= a.stop).any(1)
+    same = ((a.start == b.start) & (a.stop == b.stop)).all(1)
+    return bool((same | (empty & (b.start >= b.stop).any(1))).all())
+
+
+def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:
+    """The mesh of a replica; without axes, `ranks` ranks that each hold everything."""
+    return Mesh((("replica", ranks),) if axes is None else tuple((name, size) for name, size in axes))
+
+
+def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:
+    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; whole on
+    each rank if there are no rules."""
+    axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
+    return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
+
+
+def plan_of(description: Mapping[str, Any], mesh: Mesh) -> Plan:
+    """The plan from a sender, whose description of its weights this is (`sync`), to a replica on `mesh`."""
+    source, wire = Layout.from_json(description["layout"]), description["wire"]
+    target = target_layout(source, rules_from_json(description["wanted"]), mesh)
+    return reshard(converted(source, wire), converted(target, wire))
+
+
+def rules_to_json(rules: Mapping[str, Rule]) -> dict[str, list[int] | None]:
+    return {key: None if rule is None else list(rule) for key, rule in rules.items()}
+
+
+def rules_from_json(data: Mapping[str, Any]) -> dict[str, Rule]:
+    return {key: None if rule is None else (rule[0], rule[1]) for key, rule in data.items()}
