@@ -85,11 +85,3 @@ def test_the_errors_that_are_listed_are_what_check_says() -> None:
 def test_the_documentation_stays_short() -> None:
     assert len(README.read_text()) <= 16_000
     assert sum(len(page.read_text()) for page in PAGES) <= 130_000
-
-
-@pages
-def test_lines_of_text_are_not_longer_than_the_editor(page: Path) -> None:
-    """120 columns, but for tables, links, code and what is generated."""
-    text = re.sub(r"(?ms)^```.*?^```$|^<!-- write .*?-->$", "", written(page))
-    prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "!["))]
-    assert [line for line in prose if len(line) > 120] == []

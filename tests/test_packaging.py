@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "programs": {"graph", "nodes", "programs"},
 }
 WITH_TORCH = ("nodes/", "runtime/tensor/")
-RANK_FILES = {f"runtime/control/{name}.py" for name in ("executor", "inprocess", "meeting", "rank", "weights")}
+RANK_FILES = {f"runtime/control/{name}.py" for name in ("executor", "inprocess", "rank", "weight_channels")}
 """What runs in a rank, or in the one process of --in-process."""
 UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 
@@ -115,10 +115,7 @@ def test_nothing_unpickles() -> None:
 
 def test_only_the_wire_uses_sockets() -> None:
     """Messages have one way in; `doctor` tries whether there could be one."""
-    control = {
-        f"runtime/control/{name}.py"
-        for name in ("wire", "client", "listen", "context", "gate", "exchange_server", "exchange_client")
-    }
+    control = {f"runtime/control/{name}.py" for name in ("sockets", "security", "value_server")}
     allowed = control | {"runtime/cli/checks.py"}
     users = {name(path) for path in files() for module, _, _ in imports(path) if module.split(".")[0] == "zmq"}
     assert users - allowed == set()
