@@ -73,8 +73,9 @@ def read_recorded_flags(argv: Sequence[str]) -> RecordedFlags:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A schedule of a run's durations. `own` is what the run itself did in as many updates; `measured_s` its seconds
-    per update. `same`: nothing is other than in the run."""
+    """A schedule of a run's durations. `measured_s` are the run's own seconds per update, of as many updates. `same`:
+    nothing differs from the run. `settings` are what the flags can change, by name; `notes` say what the run's folder
+    lacks."""
 
     folder: str
     graph: Graph
@@ -277,7 +278,8 @@ def _assumptions(stage: Stage, facts: Facts, crowd: Crowding | None, same: bool,
     if crowd is not None and crowd.share:
         yield (
             f"Groups on one generator slow each other down: {percent(crowd.share)} of a group's seconds grows with the "
-            f"number in work, {crowd.mean:.1f} in the run, as fitted to its groups."
+            f"number in work, {crowd.mean:.1f} in the run. That share is fitted to the run, and comes out too small "
+            "where groups differ much in length."
         )
     elif crowd is not None and not same:
         yield "A group takes as long however many others its generator has in work: the run does not tell otherwise."
