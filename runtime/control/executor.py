@@ -32,6 +32,7 @@ from penstock.runtime.control.process import told
 from penstock.runtime.control.rank_state import Held, Holdings, Key, Setup, Values
 from penstock.runtime.control.weight_channels import Ways
 from penstock.runtime.record.folder import update_of
+from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.events import (
     Abort,
     Command,
@@ -73,7 +74,7 @@ def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firi
         value.restore(*part.carried(name, layout_of(value)))
         holdings.history.note(name, update, value)
     for name, lag in holdings.history.lags.items():
-        for version in range(max(0, update - lag), update):
+        for version in range(needed_version(update, lag), update):
             value = holdings.make(name)
             value.restore(*part.carried(_earlier(name, version), layout_of(value)))
             holdings.history.note(name, version, value)
@@ -317,7 +318,7 @@ class Executor:
             if held.node.clock == "update" and isinstance(inputs.get(item.name), Model):
                 inputs[item.name].version = self._version(item, command.firing)
         for name, (carried, lag) in held.delays.items():
-            inputs[name] = self.held.history.of(carried, max(0, command.update - lag))
+            inputs[name] = self.held.history.of(carried, needed_version(command.update, lag))
         return inputs
 
     def _version(self, item: Input, firing: Firing) -> int:

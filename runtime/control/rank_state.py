@@ -24,6 +24,7 @@ from penstock.graph.node import Filter, NodeDef
 from penstock.graph.protocols import Carried, Source, Stream
 from penstock.graph.types import Context
 from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import private
@@ -53,7 +54,9 @@ class History:
     def before(self, update: int) -> Iterator[tuple[str, int, Carried]]:
         """What a run that goes on at `update` needs beside the values as they are."""
         for name, kept in self._kept.items():
-            yield from ((name, v, value) for v, value in kept.items() if update - self.lags[name] <= v < update)
+            yield from (
+                (name, v, value) for v, value in kept.items() if needed_version(update, self.lags[name]) <= v < update
+            )
 
 
 def delayed(graphs: tuple[Graph, ...]) -> dict[str, int]:

@@ -34,6 +34,7 @@ from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.record.typed_json import ConfigFile, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, Lane, Work, lanes, streams
+from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import Step, Tables, compile_tables
 from penstock.runtime.schedule.events import Done, Event
 from penstock.runtime.schedule.replay import Origin
@@ -154,7 +155,7 @@ def _weights(scheduler: Scheduler, step: Step, replica: str) -> str:
     before = scheduler.ledger.before(group) if group in scheduler.ledger.groups else 0
     for channel, lag in step.weights:
         way, carried = scheduler.ways[channel], scheduler.tables.channels[channel].carried
-        needed = max(before // scheduler.rules.batch - lag, scheduler.rules.start)
+        needed = max(needed_version(before, lag, scheduler.rules.batch), scheduler.rules.start)
         receiver = way.receivers[replica]
         if receiver.live >= needed and not scheduler.pinned:
             continue

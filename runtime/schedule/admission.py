@@ -1,10 +1,9 @@
-"""Per-group firings: when a group is opened, where and when a step may start on it.
+"""Admission: which version of the weights a group needs, when it may start, and how versions get to where they are
+needed.
 
-Weights on their way: published by the pool that holds them, sent, swapped in.
-
-A channel sends the versions that somebody may fire with: a per-group step with any, a per-update one of update u with
-those in u - lag … u. Those in between stay where they are, and versions may be skipped while an earlier one is on its
-way.
+A group is opened when it can be admitted soon, and started on a replica whose live weights are new enough. A channel
+sends the versions that some step may fire with: a per-group step with any, a per-update one of update u with those in
+u - lag … u. Those in between stay where they are, and versions may be skipped while an earlier one is on its way.
 """
 
 import heapq
@@ -18,13 +17,44 @@ from penstock.runtime.schedule.state import State
 AHEAD = 1
 """Sources are read up to this many batches before they can be admitted, so that admission finds them ready."""
 
+# Versions -------------------------------------------------------------------------------------------------
+
+
+def needed_version(ordinal: int, lag: int, batch: int = 1) -> int:
+    """The oldest version that may be used for a group, or for update `ordinal` where `batch` is 1.
+
+    ordinal: the number of groups before it that are not known to be dropped: so the group is for update ordinal //
+    batch at the latest, and what is found stays right when a group before it is dropped.
+    lag: how many updates old the version may be then.
+    """
+    return max(0, ordinal // batch - lag)
+
+
+def admitted_groups(version: int, lag: int, batch: int) -> int:
+    """How many groups may be started with `version`: the first that needs a newer one, by `needed_version`."""
+    return (version + lag + 1) * batch
+
+
+def pinned_version(state: State, ordinal: int) -> int:
+    """The version that a group must use where versions are pinned. A resumed run has none older than its start."""
+    needed = needed_version(state.ledger.before(ordinal), state.tables.max_lag, state.rules.batch)
+    return max(state.rules.start, needed)
+
+
+def needs_past_version(state: State, ordinal: int) -> bool:
+    """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
+    return state.pinned and bool(state.tables.lagged) and pinned_version(state, ordinal) < state.update
+
+
+# Groups ---------------------------------------------------------------------------------------------------
+
 
 def open_groups(state: State) -> None:
     """Open the groups that can be admitted now or soon, and have sources read for them."""
     if state.stopping or not state.tables.sources:
         return
-    newest = state.update + state.tables.max_lag + 1 + AHEAD
-    limit = min(newest, state.rules.end) * state.rules.batch
+    soon = admitted_groups(state.update + AHEAD, state.tables.max_lag, state.rules.batch)
+    limit = min(soon, state.total)
     while state.ledger.before(state.ledger.next) < limit:
         group = state.ledger.open()
         for step in state.tables.sources:
@@ -76,7 +106,7 @@ def _admitted(state: State, step: Step) -> int:
     """Groups before this many are needed, and may start on the replica with the newest weights if `step` reads any."""
     admitted = state.total
     for channel, lag in step.weights:
-        admitted = min(admitted, (state.ways[channel].newest + lag + 1) * state.rules.batch)
+        admitted = min(admitted, admitted_groups(state.ways[channel].newest, lag, state.rules.batch))
     return admitted
 
 
@@ -93,28 +123,31 @@ def _leaves_some(state: State, step: Step, admitted: int, replica: str) -> bool:
 def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
     """May `step` start on a needed group at all? What it reads delayed is made, and while the state is saved those with
     state rest; these see the groups one by one, in order."""
-    if step.delays and any(state.version(carried) < state.slot(ordinal) - lag for carried, lag in step.delays):
+    if any(state.version(carried) < needed_version(state.slot(ordinal), lag) for carried, lag in step.delays):
         return False
     if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
         return False
     if state.cutting is None:
         return True
     resting = state.stopping or step.stateful
-    return not resting or (not state.saving and state.perishing(ordinal))
+    return not resting or (not state.saving and needs_past_version(state, ordinal))
 
 
 def _fresh(state: State, step: Step, ordinal: int, before: int, replica: str) -> bool:
     """Are the live weights of `replica` new enough for a group?"""
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
-        if receiver.live < 0 or before >= (receiver.live + lag + 1) * state.rules.batch:
+        if receiver.live < needed_version(before, lag, state.rules.batch):
             return False
-        if state.pinned and (receiver.swapping or receiver.live != state.pin(ordinal)):
+        if state.pinned and (receiver.swapping or receiver.live != pinned_version(state, ordinal)):
             return False
     return not step.fixed or state.has_fixed(step, replica)
 
 
-def publish(state: State, channels: tuple[Channel, ...]) -> None:
+# Weights ---------------------------------------------------------------------------------------------------
+
+
+def publish_weights(state: State, channels: tuple[Channel, ...]) -> None:
     """Snapshot what a receiver lacks and somebody reads, unless it is being donated."""
     if state.cutting is not None and not state.begun():
         return
@@ -131,7 +164,7 @@ def publish(state: State, channels: tuple[Channel, ...]) -> None:
             state.ask(Publish(channel.name, version, source), ("publish", channel.name, version, source), source)
 
 
-def published(state: State, channel: str, version: int, replica: str) -> None:
+def weights_published(state: State, channel: str, version: int, replica: str) -> None:
     """All ranks of `replica` have copied `version` aside."""
     state.weigh(replica, -1)
     state.ways[channel].publish(version)
@@ -139,7 +172,7 @@ def published(state: State, channel: str, version: int, replica: str) -> None:
 
 def _is_read(state: State, channel: Channel, version: int) -> bool:
     """May a step to come fire with a version? The one that a run starts with is for its first updates, whatever the
-    channel's beat, and in a resumed run for steps that trail and are behind, too."""
+    channel's period, and in a resumed run for steps that trail and are behind, too."""
     end = state.rules.end
     if version > state.rules.start:
         return version < end and version == _next_sent(state, channel, version, channel.every)
@@ -163,9 +196,9 @@ def _next_read(state: State, step: Step, lag: int, version: int, every: int) -> 
     due at each."""
     end = state.rules.end
     while (due := _due(state, step, version)) < end:
-        if version >= due - lag and version % every == 0:
+        if version >= needed_version(due, lag) and version % every == 0:
             return version
-        version = max(version + 1, due - lag)
+        version = max(version + 1, needed_version(due, lag))
         version += -version % every
     return end
 
@@ -179,7 +212,7 @@ def _due(state: State, step: Step, update: int) -> int:
     return due
 
 
-def spare(state: State, name: str) -> bool:
+def reclaimable(state: State, name: str) -> bool:
     """May the version that a channel could publish now go? Not while it is read, nor while a reader needs it: every
     update before the one that makes the next version to be sent must find one that is new enough."""
     way, channel = state.ways[name], state.tables.channels[name]
@@ -190,18 +223,18 @@ def spare(state: State, name: str) -> bool:
         replicas = state.tables.by_pool[reader.pool]
         if reader.per_update:
             due = last - (last + 1) % reader.every
-            served = due < state.next_update(reader) or way.holds(max(due - lag, 0), replicas[0].name)
+            served = due < state.next_update(reader) or way.holds(needed_version(due, lag), replicas[0].name)
         elif state.pinned:
             served = all(way.holds(state.update, replica.name) for replica in replicas)
         else:
             able = replicas[:1] if reader.stateful else replicas
-            served = last == state.update or any(way.holds(max(last - lag, 0), replica.name) for replica in able)
+            served = last == state.update or any(way.holds(needed_version(last, lag), replica.name) for replica in able)
         if not served:
             return False
     return True
 
 
-def move(state: State) -> None:
+def move_weights(state: State) -> None:
     """Send to where the shadow is free; swap in what has arrived."""
     for name, way in state.ways.items():
         free = tuple(way.to_send())
@@ -233,6 +266,6 @@ def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:
                 return False
             ordinal = state.first_unfired(step)
             needed = state.ledger.before(ordinal) < state.total
-            if needed and state.pin(ordinal) <= state.live(channel, replica):
+            if needed and pinned_version(state, ordinal) <= state.live(channel, replica):
                 return False
     return True

@@ -1,13 +1,13 @@
 """The scheduler: `handle(event) -> list[Command]`. No clock, no socket, no thread, no log; same events, same commands.
 
-What is heard is sorted out here; what becomes of it, and what may happen next, is decided by the functions in
-`rules/`. `ledger` keeps the groups' fates, `channel` the weights' ways.
+What is heard is sorted out here. `admission` decides which groups may start and which weights move,
+`transitions` what becomes of groups, updates and checkpoints. `channel` has the state of each weight channel.
 
 Invariants, checked after each event of the tests by `tests/runtime/schedule/invariants.py`:
 1.  A firing is in work on at most one replica, and done at most once in a run.
 2.  A replica has at most `capacity` firings in work (sources are free of charge).
-3.  Group g starts on a replica only while before(g) < (live version + lag + 1) * batch for each lagged edge;
-    with pinned versions only while live = max(start, before(g) // batch - lag). A per-update step of update u
+3.  Group g starts on a replica only while its live version is at least needed_version(before(g), lag, batch) for each
+    lagged edge; with pinned versions only while it is just that, or the start. A per-update step of update u
     reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens under it.
 4.  Update u consumes the next `batch` kept groups in ordinal order, once, after update u - 1. It begins when all of
     them are finished, and a cut falls between two updates. A step with every=k takes part where u + 1 is a multiple
@@ -30,8 +30,8 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/inv
 12. Two steps that alternate on a group take turns 0, 1, … in order, the one that speaks before the one that answers.
     What a turn has made is freed when the next one has spoken; what the last one has made is the group's, settled
     once if it was not turn 0, and only then read by others.
-13. A group that reads a delayed value starts when its version is at least before(g) // batch - lag, and is told that
-    update: before(g) // batch.
+13. A group that reads a delayed value starts when its version is at least needed_version(before(g), lag, batch), and is
+    told the update that it is for: before(g) // batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,7 +121,7 @@ class Scheduler(State):
             case Published(channel, version, replica, rank):
                 if not self.answered(("publish", channel, version, replica), rank):
                     return ()
-                admission.published(self, channel, version, replica)
+                admission.weights_published(self, channel, version, replica)
             case Arrived() | Swapped():
                 return self._weights(event)
             case Failed():
@@ -189,7 +189,7 @@ class Scheduler(State):
         if last or self.tables.update_steps[pool] or self.cutting is not None:
             return None
         # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
-        admission.move(self)
+        admission.move_weights(self)
         return steps
 
     def _saved(self, event: Saved) -> Sequence[Step] | None:
@@ -204,9 +204,9 @@ class Scheduler(State):
     def _dispatch(self) -> None:
         """Apply every rule. One pass is enough: what starts here enables nothing before it answers, but for a swap."""
         transitions.assemble(self)
-        admission.move(self)
+        admission.move_weights(self)
         for pool, steps in self.tables.update_steps.items():
-            admission.publish(self, self.tables.sends[pool])
+            admission.publish_weights(self, self.tables.sends[pool])
             transitions.start_updates(self, steps)
         admission.open_groups(self)
         for step_list in self.tables.group_steps.values():
@@ -220,7 +220,7 @@ class Scheduler(State):
     def _swap_pinned(self) -> None:
         """The group that just started, or ended, may have been the last to need a live version."""
         if self.pinned:
-            admission.move(self)
+            admission.move_weights(self)
 
 
 def _take(verdicts: set[Firing], firing: Firing) -> bool:

@@ -1,6 +1,6 @@
 """What the scheduler knows of a run, and the few moves that every rule is made of.
 
-The rules in `rules/` read this state and move it; they own none of their own.
+`admission` and `transitions` read this state and move it; they own none of their own.
 
 Which prompt group has which fate, in what order groups are consumed, and how many stand before one.
 
@@ -305,14 +305,6 @@ class State:
         """Has the current update fired any of its steps?"""
         done = any(count > self.update for count in self.updates_done.values())
         return done or any(f.node in self.updates_done for f in self.running)
-
-    def pin(self, ordinal: int) -> int:
-        """Pinned: the version that a group must use."""
-        return max(self.rules.start, self.slot(ordinal) - self.tables.max_lag)
-
-    def perishing(self, ordinal: int) -> bool:
-        """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
-        return self.pinned and bool(self.tables.lagged) and self.pin(ordinal) < self.update
 
     def first_unfired(self, step: Step) -> int:
         """The lowest ordinal that has not been through `step` nor is in work there."""

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.admission import offer, spare
+from penstock.runtime.schedule.admission import needed_version, needs_past_version, offer, reclaimable
 from penstock.runtime.schedule.compile import Step
 from penstock.runtime.schedule.events import Commit, Save, Settle
 from penstock.runtime.schedule.state import Group, State, Talk
@@ -108,7 +108,7 @@ def drained(state: State) -> bool:
     """Pinned: have the groups that need an older version than the resumed run can make been through its readers?"""
     readers = [step for step in state.tables.steps.values() if step.weights and not step.per_update]
     return not state.pinned or all(
-        step.name in group.made or not state.perishing(group.ordinal)
+        step.name in group.made or not needs_past_version(state, group.ordinal)
         for group in state.ledger.groups.values()
         for step in readers
     )
@@ -170,7 +170,7 @@ def _start_trailing(state: State, step: Step) -> None:
 def _has_inputs(state: State, step: Step, replica: str) -> bool:
     if not all(state.over(name) for name in (*step.updates, *step.after)):
         return False
-    if not all(spare(state, channel) for channel in step.publishes):
+    if not all(reclaimable(state, channel) for channel in step.publishes):
         return False
     return _has_weights(state, step, state.update, replica)
 
@@ -178,7 +178,7 @@ def _has_inputs(state: State, step: Step, replica: str) -> bool:
 def _has_weights(state: State, step: Step, update: int, replica: str) -> bool:
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
-        if receiver.live < max(update - lag, 0) or receiver.swapping:
+        if receiver.live < needed_version(update, lag) or receiver.swapping:
             return False
     return state.has_fixed(step, replica)
 
@@ -271,7 +271,7 @@ def _is_over(state: State) -> bool:
     if state.tables.takes_groups and state.batch is None:
         return False
     left = [state.tables.steps[name] for name, done in state.updates_done.items() if done == state.update]
-    return all(spare(state, channel) for step in left for channel in step.publishes)
+    return all(reclaimable(state, channel) for step in left for channel in step.publishes)
 
 
 def _take_turn(state: State, group: Group, step: Step, firing: Firing, replica: str, again: bool) -> dict[str, str]:
