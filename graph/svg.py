@@ -1,17 +1,19 @@
-"""A graph as one SVG image: no fonts, scripts or system packages needed, readable on light and dark pages.
+"""A graph as SVG: an image of its own, or a part of the page of a run's report. Pure.
 
-Where the boxes of a graph's picture stand: layers from left to right, a lane for each pool. Pure numbers.
+Both have the same boxes and wires; they differ in who says how these look. An image says it itself, and needs no fonts,
+scripts or system packages. A page's style says it by classes, so that the graph follows its light and dark themes; and
+there the boxes show what was measured.
 
-Layers are longest paths over the links within an update. Units are SVG pixels.
+`Grid` places the boxes: layers from left to right, a lane for each pool. Layers are longest paths over the links within
+an update. Units are SVG pixels.
 
-How the wires of a graph's picture run between its boxes, and how wide everything is for that. Pure numbers.
-
-Wires run along free rows and turn in the channels between the columns, where each has a track of its own; feedback
-runs above or below all lanes. Channel c lies left of column c.
+`layout` routes the wires between them, and says how wide everything is for that. Wires run along free rows and turn in
+the channels between the columns, where each has a track of its own; feedback runs above or below all lanes. Channel c
+lies left of column c.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from html import escape
 
@@ -333,12 +335,36 @@ SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 ROUND = 8.0
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a report knows of a run, by node: the second lines of the boxes, how far each is filled (0 to 1), and which
+    `nodes` and `pools` bound the run."""
+
+    notes: Mapping[str, str]
+    shares: Mapping[str, float]
+    nodes: Set[str]
+    pools: Set[str]
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The attributes of what is drawn of a pool: its lane and its name, boxes of nodes and of sources, their words."""
+
+    lane: str
+    pool: str
+    node: str
+    source: str
+    title: str
+    note: str
+
+
 def svg(graph: Graph) -> str:
-    """The graph's picture. Solid wires stay within an update; dashed ones feed a later update."""
+    """The graph as an image, readable on light and dark pages. Solid wires stay within an update; dashed ones feed a
+    later update."""
     drawn = layout(graph)
     summary = graph.doc.partition("\n")[0]
     width, height = max(drawn.width, 420.0), drawn.height
-    colours = {lane.pool: LANES[i % len(LANES)] for i, lane in enumerate(drawn.lanes)}
+    looks = {lane.pool: _image_look(*LANES[i % len(LANES)]) for i, lane in enumerate(drawn.lanes)}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="{MONO}">',
@@ -346,59 +372,86 @@ def svg(graph: Graph) -> str:
         f"<defs>{_marker('data', DATA)}{_marker('feedback', FEEDBACK)}</defs>",
         f'<rect width="{width:.0f}" height="{height:.0f}" rx="12" fill="#fbfcfe"/>',
         *_heading(graph.name, summary, width),
-        *(_lane(lane, width, *colours[lane.pool]) for lane in drawn.lanes),
-        *(_wire(wire) for wire in drawn.wires),
-        *(_box(placed, colours[placed.box.pool][1]) for placed in drawn.placed),
-        *(_label(wire) for wire in drawn.wires if wire.label),
+        *(_lane(lane, width, looks[lane.pool]) for lane in drawn.lanes),
+        *(_wire(wire, IMAGE_WIRE[_is_data(wire)]) for wire in drawn.wires),
+        *(_box(placed, looks[placed.box.pool]) for placed in drawn.placed),
+        *(_label(wire, _image_label(FAINT if _is_data(wire) else FEEDBACK)) for wire in drawn.wires if wire.label),
         *_legend(drawn, height),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _heading(name: str, summary: str, width: float) -> list[str]:
-    room = int((width - 2 * MARGIN - len(name) * 10 - 20) / 6.2)
-    shown = summary if len(summary) <= room else summary[: max(room - 1, 0)].rstrip() + "…"
-    title = f'<text x="{MARGIN}" y="36" font-size="17" font-weight="700" fill="{INK}">{escape(name)}'
-    tail = (
-        f'<tspan dx="14" font-size="12.5" font-weight="400" font-family="{SANS}" fill="{FAINT}">{escape(shown)}</tspan>'
+def svg_in_page(graph: Graph, measured: Measured) -> str:
+    """The graph as a part of an HTML page, whose style has the classes lane, pool, node, share, title, note, mark,
+    wire, feedback, wire-label and halo; what bounds the run has the class bounds, too."""
+    drawn = layout(graph, measured.notes)
+    width, height = max(drawn.width, 420.0), drawn.height - 50
+    parts = [
+        *(_page_lane(lane, width, bounds=lane.pool in measured.pools) for lane in drawn.lanes),
+        *(_wire(wire, PAGE_WIRE[_is_data(wire)]) for wire in drawn.wires),
+        *(_page_box(placed, measured) for placed in drawn.placed),
+        *(_label(wire, 'class="wire-label halo"') for wire in drawn.wires if wire.label),
+    ]
+    label = f"The graph {graph.name}; the table below has the same figures"
+    view = f'viewBox="0 44 {width:.0f} {height - 30:.0f}" width="{width:.0f}"'
+    return (
+        f'<svg {view} role="img" aria-label="{escape(label)}">'
+        '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        f'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z"/></marker></defs>{"".join(parts)}</svg>'
     )
-    return [title + (tail if shown else "") + "</text>"]
 
 
-def _lane(lane: Lane, width: float, background: str, colour: str) -> str:
+# What both draw -------------------------------------------------------------------------------------------------
+
+
+def _lane(lane: Lane, width: float, look: _Look, more: str = "") -> str:
+    """`more` follows the pool's name."""
     return (
         f'<rect x="{MARGIN / 2}" y="{lane.y:.1f}" width="{width - MARGIN:.1f}" height="{lane.height:.1f}" rx="10" '
-        f'fill="{background}"/><text x="{MARGIN / 2 + 12}" y="{lane.y + 20:.1f}" font-size="12" font-weight="600" '
-        f'font-family="{SANS}" fill="{colour}">{escape(lane.pool)}</text>'
+        f'{look.lane}/><text x="{MARGIN / 2 + 12}" y="{lane.y + 20:.1f}" {look.pool}>{escape(lane.pool)}{more}</text>'
     )
 
 
-def _box(placed: Placed, colour: str) -> str:
-    box, middle = placed.box, placed.x + placed.width / 2
-    corner = 8 if box.kind == "node" else placed.height / 2
-    fill = "#ffffff" if box.kind == "node" else "#ffffffb0"
+def _box(placed: Placed, look: _Look, filled: str = "") -> str:
+    """`filled` lies between the box and its words."""
+    box, node = placed.box, placed.box.kind == "node"
     return (
-        f'<rect x="{placed.x:.1f}" y="{placed.y:.1f}" width="{placed.width:.1f}" height="{placed.height:.1f}" '
-        f'rx="{corner:.1f}" fill="{fill}" stroke="{colour}" stroke-width="1.6"/>'
-        f'<text x="{middle:.1f}" y="{placed.middle - 3:.1f}" text-anchor="middle" font-size="14" font-weight="600" '
-        f'fill="{INK}">{escape(box.title)}</text>'
-        f'<text x="{middle:.1f}" y="{placed.middle + 14:.1f}" text-anchor="middle" font-size="11" '
-        f'fill="{FAINT}">{escape(box.note)}</text>'
+        f"<rect {_place(placed)} {look.node if node else look.source}/>{filled}"
+        f"{_centred(placed, placed.middle - 3, look.title, box.title)}"
+        f"{_centred(placed, placed.middle + 14, look.note, box.note)}"
     )
 
 
-def _wire(wire: Wire) -> str:
-    data = wire.link.kind == "data"
-    colour, marker = (DATA, "data") if data else (FEEDBACK, "feedback")
-    dashes = "" if data else ' stroke-dasharray="6 4"'
+def _centred(placed: Placed, y: float, look: str, words: str) -> str:
+    """A line of text in the middle of a box."""
+    x = placed.x + placed.width / 2
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" {look}>{escape(words)}</text>'
+
+
+def _place(placed: Placed, share: float = 1.0) -> str:
+    """Where a box is, or the first `share` of its width."""
+    corner = 8 if placed.box.kind == "node" else placed.height / 2
     return (
-        f'<path d="{wire_path(wire.points)}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes} '
-        f'marker-end="url(#{marker})"/>'
+        f'x="{placed.x:.1f}" y="{placed.y:.1f}" width="{placed.width * share:.1f}" height="{placed.height:.1f}" '
+        f'rx="{corner:.1f}"'
     )
 
 
-def wire_path(points: list[Point]) -> str:
+def _wire(wire: Wire, look: str) -> str:
+    return f'<path d="{_path(wire.points)}" {look}/>'
+
+
+def _label(wire: Wire, look: str) -> str:
+    x, y = wire.label_at
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" {look}>{escape(wire.label)}</text>'
+
+
+def _is_data(wire: Wire) -> bool:
+    return wire.link.kind == "data"
+
+
+def _path(points: list[Point]) -> str:
     """A path through right-angled corners, rounded as far as the pieces beside them allow."""
     steps = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
@@ -418,14 +471,42 @@ def _towards(start: Point, end: Point, distance: float) -> Point:
     return start[0] + (end[0] - start[0]) * distance / whole, start[1] + (end[1] - start[1]) * distance / whole
 
 
-def _label(wire: Wire) -> str:
-    """The halo keeps words readable where a wire passes under them."""
-    x, y = wire.label_at
-    colour = FAINT if wire.link.kind == "data" else FEEDBACK
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" font-size="11" fill="{colour}" stroke="#ffffff" '
-        f'stroke-width="3" stroke-opacity="0.75" paint-order="stroke">{escape(wire.label)}</text>'
+# How an image looks ---------------------------------------------------------------------------------------------
+
+
+def _image_look(background: str, colour: str) -> _Look:
+    stroke = f'stroke="{colour}" stroke-width="1.6"'
+    return _Look(
+        lane=f'fill="{background}"',
+        pool=f'font-size="12" font-weight="600" font-family="{SANS}" fill="{colour}"',
+        node=f'fill="#ffffff" {stroke}',
+        source=f'fill="#ffffffb0" {stroke}',
+        title=f'font-size="14" font-weight="600" fill="{INK}"',
+        note=f'font-size="11" fill="{FAINT}"',
     )
+
+
+IMAGE_WIRE = {
+    True: f'fill="none" stroke="{DATA}" stroke-width="1.6" marker-end="url(#data)"',
+    False: f'fill="none" stroke="{FEEDBACK}" stroke-width="1.6" stroke-dasharray="6 4" marker-end="url(#feedback)"',
+}
+"""Of wires within an update, and of those to a later one."""
+
+
+def _image_label(colour: str) -> str:
+    """The halo keeps words readable where a wire passes under them."""
+    halo = 'stroke="#ffffff" stroke-width="3" stroke-opacity="0.75" paint-order="stroke"'
+    return f'font-size="11" fill="{colour}" {halo}'
+
+
+def _heading(name: str, summary: str, width: float) -> list[str]:
+    room = int((width - 2 * MARGIN - len(name) * 10 - 20) / 6.2)
+    shown = summary if len(summary) <= room else summary[: max(room - 1, 0)].rstrip() + "…"
+    title = f'<text x="{MARGIN}" y="36" font-size="17" font-weight="700" fill="{INK}">{escape(name)}'
+    tail = (
+        f'<tspan dx="14" font-size="12.5" font-weight="400" font-family="{SANS}" fill="{FAINT}">{escape(shown)}</tspan>'
+    )
+    return [title + (tail if shown else "") + "</text>"]
 
 
 def _marker(name: str, colour: str) -> str:
@@ -450,3 +531,28 @@ def _legend(drawn: Layout, height: float) -> list[str]:
         )
         x += 35 + len(words) * 6.5 + 24
     return parts
+
+
+# How a page's graph looks ---------------------------------------------------------------------------------------
+
+PAGE = _Look(*(f'class="{name}"' for name in ("lane", "pool", "node", "node", "title", "note")))
+PAGE_WIRE = {
+    True: 'class="wire" marker-end="url(#head)"',
+    False: 'class="wire feedback" marker-end="url(#head)"',
+}
+PAGE_BOUND = replace(PAGE, lane='class="lane bounds"')
+
+
+def _page_lane(lane: Lane, width: float, *, bounds: bool) -> str:
+    if not bounds:
+        return _lane(lane, width, PAGE)
+    return _lane(lane, width, PAGE_BOUND, '<tspan class="mark" dx="10">bounds the run</tspan>')
+
+
+def _page_box(placed: Placed, measured: Measured) -> str:
+    share = measured.shares.get(placed.box.name, 0.0)
+    filled = f'<rect class="share" {_place(placed, min(share, 1.0))}/>' if share > 0.01 else ""
+    if placed.box.kind != "node" or placed.box.name not in measured.nodes:
+        return f"<g>{_box(placed, PAGE, filled)}</g>"
+    mark = _centred(placed, placed.y - 5, 'class="mark"', "bounds")
+    return f'<g class="bounds">{_box(placed, PAGE, filled)}{mark}</g>'

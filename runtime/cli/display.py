@@ -31,6 +31,7 @@ from rich.text import Text
 from penstock.runtime.control.signals import nobody_reads
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.metrics import Row, columns
+from penstock.runtime.schedule.idle_causes import CAUSES
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -235,14 +236,6 @@ FAILURE_SECONDS = 10.0
 TRACEBACK = 8
 """Lines at the end of the last traceback that the dashboard shows."""
 POOL_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "red")
-IDLE = {
-    "data": "waits for data",
-    "weights": "waits for weights",
-    "start": "waits for its first weights",
-    "saving": "waits for the checkpoint",
-    "done": "has nothing left to do",
-}
-"""The scheduler's causes of idleness."""
 Wanted = tuple[str, str, Callable[[float | None], str]]
 FIGURES: tuple[Wanted, ...] = (
     ("loss", "loss", figure),
@@ -479,11 +472,16 @@ def _gauge(pool: Pool, color: str) -> Text:
     return Text.assemble(("█" * full, color), ("░" * (10 - full), "dim"), f" {100 * pool.busy:3.0f} %")
 
 
+def _idle(doing: str) -> str:
+    """Why a replica is idle, in words; other things are shown as they were said."""
+    return CAUSES[doing].display if doing in CAUSES else doing
+
+
 def _doing(pool: Pool) -> Text:
     busy = [what for what in pool.doing if "[" in what]
     if busy:
         return Text(", ".join(busy))
-    return Text(IDLE.get(pool.doing[0], pool.doing[0]) if pool.doing else "", style="dim")
+    return Text(_idle(pool.doing[0]) if pool.doing else "", style="dim")
 
 
 def _version(pool: Pool) -> Text:

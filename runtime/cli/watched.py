@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from penstock.graph.ir import Firing
 from penstock.runtime.cli.display import Display, Line, dashboard, open_display
 from penstock.runtime.cli.launching import relative, summary_text
 from penstock.runtime.control.messages import read_record
@@ -22,7 +23,9 @@ from penstock.runtime.record.event_log import Mark, new_records
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.record.typed_json import Summary
-from penstock.runtime.schedule.events import Done, Event, Failed, Fire, Publish, Published, Swapped
+from penstock.runtime.report.follow import Follow, streams
+from penstock.runtime.schedule.events import Event, Swapped
+from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -38,7 +41,7 @@ class Watched:
         self._mark: Mark | None = None
         self._broken = False
         self._scheduler: Scheduler | None = None
-        self._work: dict[str, dict[str, None]] = {}
+        self._follow: Follow | None = None
         self._live: dict[str, int] = {}
         self._known: dict[str, float | None] = {}
         self._rows = 0
@@ -86,7 +89,7 @@ class Watched:
                 self._take(*record)
         except ValueError as error:
             self._broken = True
-            self._work.clear()
+            self._follow = None
             yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
 
     def _take(self, kind: str, *rest: Any) -> None:
@@ -96,7 +99,7 @@ class Watched:
             origin = Origin.from_json(rest[0])
             self.stage, self._scheduler = origin.stage, origin.scheduler()
             self._known |= rest[0].get("accuracy", {})
-            self._work = {replica: {} for replica in self._scheduler.tables.replicas}
+            self._follow = Follow(self._scheduler.tables, streams(origin.graph), origin.live)
         elif kind == "event" and self._scheduler is not None:
             self._now = rest[0]
             self._step(self._scheduler, cast(Event, read_record(rest[1])))
@@ -104,27 +107,20 @@ class Watched:
             self.ended = rest[0]
 
     def _step(self, scheduler: Scheduler, event: Event) -> None:
-        match event:
-            case Done(firing, replica, rank=0) | Failed(firing, replica, rank=0):
-                self._work[replica].pop(str(firing), None)
-            case Published(channel, version, replica, rank=0):
-                self._work[replica].pop(f"{channel}[{version}]", None)
-            case Swapped(_, version, replica):
-                self._live[replica] = version
-        for command in scheduler.handle(event):
-            match command:
-                case Fire(firing, replica) if not scheduler.tables.steps[firing.node].source:
-                    self._work[replica][str(firing)] = None
-                case Publish(channel, version, replica):
-                    self._work[replica][f"{channel}[{version}]"] = None
+        assert self._follow is not None
+        if isinstance(event, Swapped):
+            self._live[event.replica] = event.version
+        self._follow.step(0, event, scheduler.handle(event))
+        self._follow.forget()
 
     def _pools(self) -> dict[str, Any]:
         pools: dict[str, Any] = {}
-        if self._scheduler is None:
+        if self._scheduler is None or self._follow is None:
             return pools
-        for replica, work in self._work.items():
-            pool = pools.setdefault(self._scheduler.tables.pool_of[replica], {"doing": [], "version": None})
-            pool["doing"].append(next(reversed(work), None) or self._scheduler.cause(replica))
+        doing = {w.lane: str(Firing(w.name, w.index, w.turn)) for w in self._follow.firings if w.rank == 0}
+        for replica, pool_name in self._scheduler.tables.pool_of.items():
+            pool = pools.setdefault(pool_name, {"doing": [], "version": None})
+            pool["doing"].append(doing.get(replica) or cause(self._scheduler, replica))
             pool["version"] = self._live.get(replica, pool["version"])
         return pools
 

@@ -24,7 +24,7 @@ from penstock.runtime.control.run_config import EVALUATION, RunConfig
 from penstock.runtime.record.event_log import LogWriter
 from penstock.runtime.record.folder import Checkpoint, RunFolder, open_cut, write_cut
 from penstock.runtime.record.metrics import LOST, Board, MetricsFile, Row, Rows, keep_rows, open_board, prefixes
-from penstock.runtime.record.timeline import Bar, Idle, Kind
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_means
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import compile_tables
 from penstock.runtime.schedule.events import (
@@ -182,7 +182,7 @@ class RunRecorder:
         self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}
-        self.idle = Idle([r.name for r in config.plan.replicas], now)
+        self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
         self.bars = Bars()
         self.status = Status(say, now, self.bars.live)
         self.stage = ""
@@ -211,7 +211,7 @@ class RunRecorder:
         name = origin.stage
         self.stage = name
         if name == "train":
-            self.idle.take(now)
+            self._pools(now)
             self.rows.restart(now)
         self.say({"kind": "stage", "stage": name, "time": now - self.began})
 
@@ -272,7 +272,7 @@ class RunRecorder:
 
     def _update(self, update: int, now: float) -> None:
         lost = {fate: count - self.counted[fate] for fate, count in self._lost().items()}
-        self.row = self.rows.row(update, now, self.idle.take(now), lost)
+        self.row = self.rows.row(update, now, self._pools(now), lost)
         self.counted = self._lost()
         self.consumed += self.row["groups"]
         self.updates = self.version = update + 1
@@ -297,7 +297,8 @@ class RunRecorder:
         write_cut(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
 
     def state(self, now: float, replica: str, state: str) -> None:
-        self.idle.change(now, replica, state)
+        self.utilisation.let(microseconds(now))
+        self.utilisation.change(replica, state)
         if state != "busy":
             self.status.doing[replica] = state
 
@@ -355,6 +356,11 @@ class RunRecorder:
         self.say({"kind": "summary", **summary})
 
     # Helpers ----------------------------------------------------------------------------------------------
+
+    def _pools(self, now: float) -> dict[str, dict[str, float]]:
+        """Seconds by pool and state since it was asked last."""
+        self.utilisation.let(microseconds(now))
+        return pool_means(self.utilisation.take())
 
     def _fates(self) -> dict[str, int]:
         """Of all groups that have one. An update's row may be written before the ledger knows that it is over."""

@@ -38,6 +38,7 @@ from penstock.runtime.schedule.events import (
     Settle,
     Swap,
 )
+from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.state import Ledger, UnawaitedError
 from penstock.runtime.tensor.object_ref import Handle
@@ -388,7 +389,7 @@ class Session:
         """Tell the recorder when a replica turns busy, or idle for another cause."""
         scheduler = stage.scheduler
         for replica, load in scheduler.load.items():
-            state = "busy" if load else scheduler.cause(replica)
+            state = "busy" if load else cause(scheduler, replica)
             if self._states.get(replica) != state:
                 self._states[replica] = state
                 self.recorder.state(now, replica, state)

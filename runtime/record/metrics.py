@@ -26,8 +26,8 @@ from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
 from penstock.runtime.record.errors import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append, read_file, write_atomic
-from penstock.runtime.record.timeline import Bar, boundaries, excerpt, lanes, names, span
-from penstock.runtime.record.trace_formats import colors, lighter
+from penstock.runtime.record.timeline import Bar, excerpt, span
+from penstock.runtime.record.trace_formats import Drawing
 from penstock.runtime.record.typed_json import parse_json, require_row
 
 if TYPE_CHECKING:
@@ -184,8 +184,8 @@ class Rows:
     def row(
         self, update: int, now: float, pools: Mapping[str, Mapping[str, float]], lost: Mapping[str, int] | None = None
     ) -> Row:
-        """The row of a complete update. `pools` are the states' seconds since the row before (see `timeline.Idle`), and
-        `lost` the counts of `LOST`."""
+        """The row of a complete update. `pools` are the states' seconds since the row before (see
+        `timeline.pool_means`), and `lost` the counts of `LOST`."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
@@ -323,23 +323,22 @@ def schedule_figure(bars: Sequence[Bar], updates: int = 6, replicas: int = 8, wi
     shown = excerpt(bars, updates, replicas)
     if not shown:
         raise ValueError("schedule: given no bars, needed one or more")
-    found, legend, (begin, end) = lanes(shown), names(shown), span(shown)
-    palette = colors(legend)
-    figure.set_size_inches(width, 0.9 + 0.32 * len(found))
+    drawing, (begin, end) = Drawing(shown), span(shown)
+    figure.set_size_inches(width, 0.9 + 0.32 * len(drawing.lanes))
     axes = figure.subplots()
-    for row, lane in enumerate(found):
+    for row, lane in enumerate(drawing.lanes):
         height = 0.8 / len(lane.tracks)
         for number, track in enumerate(lane.tracks):
             places = [(bar.start - begin, bar.seconds) for bar in track]
-            shades = [lighter(palette[b.name], 0.28) if (b.version or 0) % 2 else palette[b.name] for b in track]
+            shades = [drawing.shade(bar) for bar in track]
             axes.broken_barh(places, (row - 0.4 + number * height, height), facecolors=shades, linewidth=0)
-    for _, time in boundaries(shown):
+    for _, time in drawing.ends:
         axes.axvline(time - begin, color="#6B7480", linewidth=0.6, linestyle=":")
-    axes.set_yticks(range(len(found)), [lane.name for lane in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_yticks(range(len(drawing.lanes)), [lane.name for lane in drawing.lanes])
+    axes.set_ylim(len(drawing.lanes) - 0.5, -0.5)
     axes.set_xlim(0, end - begin)
     axes.set_xlabel("seconds")
-    handles = [axes.barh(0, 0, color=palette[name], label=name) for name in legend]
+    handles = [axes.barh(0, 0, color=color, label=name) for name, color in drawing.colors.items()]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False, fontsize="small")
     return figure
 

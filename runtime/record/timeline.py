@@ -1,20 +1,22 @@
 """What happened when, as bars on lanes: a simulated schedule or a real one. Pure; times are seconds on any one clock.
 
-`gantt` draws bars as text, `svg` as a picture, `chrome` as a trace for Perfetto. `Idle` accounts for the seconds in
-which a pool did nothing.
+`trace_formats` prints bars. `Utilisation` is the one account of what lanes did and why they were idle: of a run's rows,
+of a simulation, and of a report.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["group", "update", "publish", "send", "swap", "save", "source"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bar:
-    """One thing that a lane (a replica, "pool/0") did from `start` to `end`.
+    """One thing that a lane (a replica, "pool/0") did from `start` to `end`: the one record of activity, of
+    a run's trace, of a simulation and, with what only an event log knows, of a report (`report.follow.Work`).
 
     `index` is the ordinal, update or version that it was about, by its kind. `version` is the version of the weights
     that it worked with, if it did; drawings shade odd and even versions differently. `detail` is for tooltips.
@@ -64,7 +66,15 @@ def lanes(bars: Iterable[Bar]) -> list[Lane]:
         if bar.kind in ("group", "update"):
             first.setdefault(pool_of(bar.lane), bar.start)
     names = sorted(by_lane, key=lambda n: (first.get(pool_of(n), inf), pool_of(n), _number(n), n))
-    return [Lane(name, _tracks(by_lane[name])) for name in names]
+    return [_lane(name, by_lane[name]) for name in names]
+
+
+def _lane(name: str, bars: Sequence[Bar]) -> Lane:
+    places, number = place(bars)
+    tracks: list[list[Bar]] = [[] for _ in range(number)]
+    for bar, track in zip(bars, places, strict=True):
+        tracks[track].append(bar)
+    return Lane(name, tuple(map(tuple, tracks)))
 
 
 def excerpt(bars: Iterable[Bar], updates: int = 6, replicas: int = 8) -> list[Bar]:
@@ -80,15 +90,18 @@ def _number(replica: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _tracks(bars: Sequence[Bar]) -> tuple[tuple[Bar, ...], ...]:
-    """Bars in order of their starts, each on the first track that is free."""
-    tracks: list[list[Bar]] = []
+def place(bars: Sequence[Bar]) -> tuple[list[int], int]:
+    """The lowest track that is free for each bar, in order of their starts; and how many tracks there are."""
+    free: list[int] = []
+    ends: list[tuple[float, int]] = []
+    tracks: list[int] = []
     for bar in bars:
-        free = next((t for t in tracks if t[-1].end <= bar.start), None)
-        if free is None:
-            tracks.append(free := [])
-        free.append(bar)
-    return tuple(map(tuple, tracks))
+        while ends and ends[0][0] <= bar.start:
+            heapq.heappush(free, heapq.heappop(ends)[1])
+        track = heapq.heappop(free) if free else len(ends)
+        tracks.append(track)
+        heapq.heappush(ends, (bar.end, track))
+    return tracks, max(tracks, default=-1) + 1
 
 
 def names(bars: Iterable[Bar]) -> list[str]:
@@ -112,63 +125,94 @@ def span(bars: Iterable[Bar]) -> tuple[float, float]:
     return (min(s for s, _ in pairs), max(e for _, e in pairs)) if pairs else (0.0, 0.0)
 
 
-class Idle:
-    """Each pool's seconds by state ("busy", or the cause of being idle), adding up to the wall time exactly.
+class Utilisation:
+    """The time of each lane by state ("busy", or the cause of being idle). A lane's states add up to the time that has
+    passed: exactly if times are whole numbers, as they should be where somebody adds them up.
 
-    The driver says when a replica's state changes. A pool of several replicas counts the mean over them. Time is
-    kept in whole microseconds, so that nothing is lost to rounding.
+    A lane is in a state of its own (`change`), or in that of all lanes of one `Kind` (`join`). A cluster has a thousand
+    replicas that are idle for one cause, which changes for all of them at once: they share a clock, so that time
+    passes once for each kind, and not once for each replica.
     """
 
-    def __init__(self, replicas: Iterable[str], now: float, state: str = "start") -> None:
-        self._state = dict.fromkeys(replicas, state)
-        self._since = self._taken = _microseconds(now)
-        self._spent: dict[str, dict[str, int]] = {replica: {} for replica in self._state}
+    def __init__(self, lanes: Iterable[Hashable], now: float, state: str = "start") -> None:
+        self.now = now
+        self._spent: dict[Hashable, dict[str, float]] = {lane: {} for lane in lanes}
+        self._own: dict[Hashable, tuple[str, float]] = dict.fromkeys(self._spent, (state, now))
+        self._joined: dict[Hashable, Hashable] = {}
+        self._clocks: dict[Hashable, dict[str, float]] = {}
+        self._members: dict[Hashable, dict[Hashable, dict[str, float]]] = {}
 
-    def change(self, now: float, replica: str, state: str) -> None:
-        """From `now` on, `replica` is in `state`."""
-        self._advance(now)
-        self._state[replica] = state
+    def let(self, time: float, cause: Callable[[Any], str] | None = None) -> None:
+        """Let the clock go on to `time`; it never goes back. `cause` says the state of one of a kind's lanes."""
+        passed, self.now = max(time - self.now, 0), max(time, self.now)
+        for kind, members in self._members.items():
+            if members and cause is not None:
+                clock, state = self._clocks[kind], cause(next(iter(members)))
+                clock[state] = clock.get(state, 0) + passed
 
-    def take(self, now: float) -> dict[str, dict[str, float]]:
-        """Seconds by pool and state since the last call; each pool's add up to the time between the calls."""
-        self._advance(now)
-        wall, self._taken = self._since - self._taken, self._since
-        pools: dict[str, list[dict[str, int]]] = {}
-        for replica, spent in self._spent.items():
-            pools.setdefault(pool_of(replica), []).append(spent)
-        taken = {pool: _mean(spent, wall) for pool, spent in pools.items()}
-        self._spent = {replica: {} for replica in self._state}
+    def change(self, lane: Hashable, state: str) -> None:
+        """From now on `lane` is in `state`."""
+        if self._own.get(lane, ("",))[0] != state:
+            self._settle(lane)
+            self._own[lane] = (state, self.now)
+
+    def join(self, lane: Hashable, kind: Hashable) -> None:
+        """From now on `lane` is in the state of its kind, which `let` asks for."""
+        if self._joined.get(lane) != kind:
+            self._settle(lane)
+            self._enter(lane, kind)
+
+    def take(self) -> dict[Any, dict[str, float]]:
+        """Time by lane and state since the last call; no state without time."""
+        for lane in self._spent:
+            own, kind = self._own.get(lane), self._joined.get(lane)
+            self._settle(lane)
+            if own is not None:
+                self._own[lane] = (own[0], self.now)
+            else:
+                self._enter(lane, kind)
+        taken, self._spent = self._spent, {lane: {} for lane in self._spent}
         return taken
 
-    def _advance(self, now: float) -> None:
-        time = max(_microseconds(now), self._since)
-        for replica, state in self._state.items():
-            spent = self._spent[replica]
-            spent[state] = spent.get(state, 0) + time - self._since
-        self._since = time
+    def _enter(self, lane: Hashable, kind: Hashable) -> None:
+        """Note what the clock of a kind says when a lane joins it."""
+        self._joined[lane] = kind
+        self._members.setdefault(kind, {})[lane] = dict(self._clocks.setdefault(kind, {}))
+
+    def _settle(self, lane: Hashable) -> None:
+        """Add what a lane has done since it began to; it is in no state then."""
+        spent = self._spent[lane]
+        if lane in self._own:
+            state, since = self._own.pop(lane)
+            if self.now > since:
+                spent[state] = spent.get(state, 0) + (self.now - since)
+            return
+        kind = self._joined.pop(lane)
+        before = self._members[kind].pop(lane)
+        for state, time in self._clocks[kind].items():
+            if time > before.get(state, 0):
+                spent[state] = spent.get(state, 0) + time - before.get(state, 0)
 
 
-def idle(
-    changes: Iterable[tuple[float, str, str]], replicas: Iterable[str], start: float, end: float
-) -> dict[str, dict[str, float]]:
-    """Seconds by pool and state between `start` and `end`, from all changes (time, replica, state) in order."""
-    account = Idle(replicas, start)
-    for time, replica, state in changes:
-        account.change(time, replica, state)
-    return account.take(end)
+def pool_means(spent: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Seconds by pool and state, of whole microseconds by replica and state: the mean over the replicas of a pool. What
+    whole microseconds leave over goes to the largest state, so that a pool adds up as its replicas do."""
+    pools: dict[str, list[Mapping[str, float]]] = {}
+    for replica, states in spent.items():
+        pools.setdefault(pool_of(replica), []).append(states)
+    return {pool: _mean(states) for pool, states in pools.items()}
 
 
-def _mean(spent: Sequence[dict[str, int]], wall: int) -> dict[str, float]:
-    """The mean over replicas, in seconds; what whole microseconds leave over goes to the largest state."""
-    total: dict[str, int] = {}
-    for item in spent:
-        for state, time in item.items():
+def _mean(replicas: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for states in replicas:
+        for state, time in states.items():
             total[state] = total.get(state, 0) + time
-    mean = {state: time // len(spent) for state, time in sorted(total.items())}
+    mean = {state: time // len(replicas) for state, time in sorted(total.items())}
     if mean:
-        mean[max(mean, key=lambda s: mean[s])] += wall - sum(mean.values())
+        mean[max(mean, key=lambda s: mean[s])] += sum(replicas[0].values()) - sum(mean.values())
     return {state: time / 1e6 for state, time in mean.items() if time}
 
 
-def _microseconds(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)

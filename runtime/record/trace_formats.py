@@ -1,14 +1,12 @@
-"""Bars as text for a terminal: one row per track, or the number of bars at once where a lane has many. Pure.
+"""The printers of a schedule. Pure.
 
-Bars as an SVG picture: a lane per replica, colours by name, updates' ends, an axis and a legend. Pure.
+- `gantt_text`: text for a terminal, one row per track, or the number of bars at once where a lane has many.
+- `gantt_svg`: a picture, which needs no script and no font file, and follows the reader's light or dark theme.
+- `chrome_trace`: the JSON that https://ui.perfetto.dev and chrome://tracing open. A pool is a process there, each track
+  of a replica a thread: events of one thread must not overlap.
 
-It needs no script and no font file, and follows the reader's light or dark theme.
-
-Bars as a Chrome trace: the JSON that https://ui.perfetto.dev and chrome://tracing open. Pure.
-
-A pool is a process, each track of a replica a thread: events of one thread must not overlap.
-
-A time axis with round ticks, and the colours of a drawing. Pure; shared by the text and the SVG drawing.
+All print the lanes of `timeline`; `Drawing` has what the pictures have in common. `metrics.schedule_figure` prints the
+same for papers, and `report.schedule_data` for a page that zooms.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -41,20 +39,46 @@ class Axis:
         return (time - self.start) / self.seconds
 
 
-def make_axis(start: float, end: float, num_ticks: int) -> Axis:
-    """An axis with about `num_ticks` ticks at 1, 2 or 5 times a power of ten."""
-    seconds = max(end - start, 1e-9)
-    rough = seconds / max(num_ticks, 1)
+class Drawing:
+    """A schedule as every printer of it sees it: its lanes, a colour for each name in the order of the legend, and when
+    each update ended."""
+
+    def __init__(self, bars: Sequence[Bar]) -> None:
+        self.bars = bars
+        self.lanes = lanes(bars)
+        self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names(bars))}
+        self.ends = boundaries(bars)
+        self.longest_name = max((len(lane.name) for lane in self.lanes), default=0)
+
+    def axis(self, num_ticks: int) -> Axis:
+        return make_axis(*span(self.bars), num_ticks)
+
+    def cramped(self, width: float, char: float, margin: float) -> set[str]:
+        """The names of bars of which some have no room for their whole label: `width` is that of a second, `char` of a
+        character, and `margin` what is beside a label."""
+        return {bar.name for bar in self.bars if bar.seconds * width < len(bar.label) * char + margin}
+
+    def shade(self, bar: Bar, share: float = 0.28) -> str:
+        """The colour of a bar: lighter by `share` if it worked with an odd version."""
+        color = self.colors[bar.name]
+        return lighter(color, share) if (bar.version or 0) % 2 else color
+
+
+def round_step(span: float, num_steps: float) -> float:
+    """1, 2, 5 or 10 times a power of ten, so that about `num_steps` of it make up the span."""
+    rough = span / num_steps
     power = 10.0 ** floor(log10(rough))
-    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
+    return next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
+
+
+def make_axis(start: float, end: float, num_ticks: int) -> Axis:
+    """An axis with about `num_ticks` round ticks."""
+    seconds = max(end - start, 1e-9)
+    step = round_step(seconds, max(num_ticks, 1))
     ticks = [i * step for i in range(ceil(seconds / step + 1e-9)) if i * step <= seconds]
     unit, name = (1.0, "s") if seconds >= 2 else (1e3, "ms") if seconds >= 2e-3 else (1e6, "µs")
     labels = [f"{tick * unit:.10g} {name}" for tick in ticks]
     return Axis(start, start + seconds, tuple(ticks), tuple(labels))
-
-
-def colors(names: Sequence[str]) -> dict[str, str]:
-    return {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
 
 
 def rgb(color: str) -> tuple[int, int, int]:
@@ -94,22 +118,20 @@ def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> st
     """
     if not bars:
         return "nothing happened"
-    found = lanes(bars)
-    gutter = max(len(lane.name) for lane in found) + 2
+    drawing = Drawing(bars)
+    gutter = drawing.longest_name + 2
     columns = max(width - gutter - 1, 10)
-    axis = make_axis(*span(bars), columns // 14)
-    legend = names(bars)
-    ends = [(update, _column(axis, time, columns)) for update, time in boundaries(bars)]
-    room = columns / axis.seconds
-    cramped = {bar.name for bar in bars if bar.seconds * room < len(bar.label) + 4}
-    painter = _paint_color(colors(legend), cramped) if color else _paint_plain(legend, cramped)
+    axis = drawing.axis(columns // 14)
+    ends = [(update, _column(axis, time, columns)) for update, time in drawing.ends]
+    cramped = drawing.cramped(columns / axis.seconds, 1, 4)
+    painter = _paint_color(drawing, cramped) if color else _paint_plain(list(drawing.colors), cramped)
     lines = [" " * gutter + _axis_line(axis, columns), " " * gutter + _version_line(ends, columns)]
-    for lane in found:
-        front = _ansi(colors(legend)[lane.tracks[-1][0].name]) if color else ""
+    for lane in drawing.lanes:
+        front = _ansi(drawing.colors[lane.tracks[-1][0].name]) if color else ""
         for number, cells in enumerate(_lane(lane, axis, columns, painter, front)):
             _mark(cells, [column for _, column in ends], color)
             lines.append((lane.name if not number else "").ljust(gutter) + _render(cells))
-    return "\n".join(line.rstrip() for line in [*lines, "", *_legend(legend, found, color, width)])
+    return "\n".join(line.rstrip() for line in [*lines, "", *_legend(drawing, color, width)])
 
 
 _Painter = Callable[[list[_Cell], Bar, int, int], None]
@@ -160,10 +182,9 @@ def _paint_plain(legend: Sequence[str], cramped: Set[str]) -> _Painter:
     return paint
 
 
-def _paint_color(palette: dict[str, str], cramped: Set[str]) -> _Painter:
+def _paint_color(drawing: Drawing, cramped: Set[str]) -> _Painter:
     def paint(cells: list[_Cell], bar: Bar, first: int, last: int) -> None:
-        ground = palette[bar.name]
-        shade = lighter(ground, 0.25) if (bar.version or 0) % 2 else ground
+        shade = drawing.shade(bar, 0.25)
         label = f"▏{bar.index if bar.name in cramped else bar.label}"
         label = (label if len(label) <= last - first else "▏").ljust(last - first)
         for column, char in zip(range(first, min(last, len(cells))), label, strict=False):
@@ -214,12 +235,11 @@ def _version_line(ends: Sequence[tuple[int, int]], columns: int) -> str:
     return "".join(line)
 
 
-def _legend(legend: Sequence[str], found: Sequence[Lane], color: bool, width: int) -> list[str]:
-    palette = colors(legend)
+def _legend(drawing: Drawing, color: bool, width: int) -> list[str]:
     items = []
-    for i, name in enumerate(legend):
+    for i, (name, painted) in enumerate(drawing.colors.items()):
         plain = f"{''.join(STYLES[i % len(STYLES)])} {name}"
-        items.append((f"{_ansi(ink(palette[name]), palette[name])} {name} \x1b[0m" if color else plain, len(name) + 4))
+        items.append((f"{_ansi(ink(painted), painted)} {name} \x1b[0m" if color else plain, len(name) + 4))
     end = f"{MARK} end of an update"
     lines, room = [""], width
     for text, columns in [*items, (end, len(end))]:
@@ -228,7 +248,7 @@ def _legend(legend: Sequence[str], found: Sequence[Lane], color: bool, width: in
             room = width
         lines[-1] += text + "  "
         room -= columns + 2
-    many = [f"{lane.name} up to {len(lane.tracks)}" for lane in found if len(lane.tracks) > MAX_TRACKS]
+    many = [f"{lane.name} up to {len(lane.tracks)}" for lane in drawing.lanes if len(lane.tracks) > MAX_TRACKS]
     return [*lines, f"▁▄█ firings at once: {', '.join(many)}"] if many else lines
 
 
@@ -252,16 +272,15 @@ STYLE = """
 
 def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     """The schedule as one SVG document, `width` pixels wide."""
-    found = lanes(bars)
-    left = EDGE + 14 + CHAR * max((len(lane.name) for lane in found), default=0)
-    axis = make_axis(*span(bars), int((width - left) // 110))
+    drawing = Drawing(bars)
+    left = EDGE + 14 + CHAR * drawing.longest_name
+    axis = drawing.axis(int((width - left) // 110))
     scale = (width - left - EDGE) / axis.seconds
-    palette = colors(names(bars))
     bands: list[str] = []
     body: list[str] = []
     top = HEAD
-    cramped = {bar.name for bar in bars if bar.seconds * scale < len(bar.label) * CHAR + 8}
-    for number, lane in enumerate(found):
+    cramped = drawing.cramped(scale, CHAR, 8)
+    for number, lane in enumerate(drawing.lanes):
         height = _height(lane)
         if number % 2 == 0:
             bands.append(_rect(0, top - GAP / 2, width, height + GAP, "band"))
@@ -271,12 +290,12 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
             for bar in items:
                 x, w = left + (bar.start - axis.start) * scale, max(bar.seconds * scale, 0.75)
                 label = str(bar.index) if bar.name in cramped else bar.label
-                body.append(_bar(bar, label, palette[bar.name], x, top + track * step, w, step))
+                body.append(_bar(bar, label, drawing.shade(bar), x, top + track * step, w, step))
         top += height + GAP
     bottom = top + 4
     grid = _grid(axis, scale, left, bottom, width)
-    ends = _ends([(u, left + (t - axis.start) * scale) for u, t in boundaries(bars)], bottom)
-    head = [_text(EDGE, 24, title, "title"), *_svg_legend(palette, 44)]
+    ends = _ends([(u, left + (t - axis.start) * scale) for u, t in drawing.ends], bottom)
+    head = [_text(EDGE, 24, title, "title"), *_svg_legend(drawing.colors, 44)]
     parts = [_rect(0, 0, width, bottom + 8, "back"), *head, *bands, *grid, *ends, *body]
     size = f'width="{width}" height="{bottom + 8:.0f}" viewBox="0 0 {width} {bottom + 8:.0f}"'
     fits = 'class="gantt" style="max-width:100%;height:auto"'
@@ -287,8 +306,7 @@ def _height(lane: Lane) -> float:
     return max(min(TRACK * len(lane.tracks), LANE), THIN * len(lane.tracks))
 
 
-def _bar(bar: Bar, label: str, color: str, x: float, y: float, w: float, step: float) -> str:
-    shade = lighter(color, 0.28) if (bar.version or 0) % 2 else color
+def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: float) -> str:
     inset = min(1.0, step / 8)
     space = min(0.6, w / 4)
     box = f'x="{x:.2f}" y="{y + inset:.2f}" width="{w - space:.2f}" height="{step - 2 * inset:.2f}"'

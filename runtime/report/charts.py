@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise, product
-from math import floor, isfinite, log10, nan
+from math import isfinite, nan
 from typing import Any
 
 from penstock.runtime.record.metrics import Row, columns
+from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import Facts
 from penstock.runtime.report.summary import Report, lags, tokens_by_lag, tokens_by_version
@@ -173,9 +174,7 @@ def _ticks(low: float, high: float, about: int, least: float = 0.0) -> list[floa
     span = high - low
     if span <= 0:
         return [low]
-    rough = span / about
-    power = 10.0 ** floor(log10(rough))
-    step = max(least, next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999))
+    step = max(least, round_step(span, about))
     first = -(-low // step)
     return [tick * step for tick in range(int(first), int(high // step) + 1)]
 

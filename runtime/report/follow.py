@@ -5,12 +5,12 @@ answered by each. A rank does one thing after the other, but for a stream, which
 work that is no stream's began when it was asked for, or when the rank was done with what it had before.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.record.timeline import Kind
+from penstock.runtime.record.timeline import Bar, Kind
 from penstock.runtime.schedule.compile import Step, Tables
 from penstock.runtime.schedule.events import (
     Arrived,
@@ -32,31 +32,35 @@ from penstock.runtime.schedule.events import (
 NS = 1_000_000_000
 """Nanoseconds of a second."""
 
+IN_WORK = ("group", "update", "publish")
+"""Kinds of work that keep a rank busy: firings, and the snapshot that a publication begins with."""
+
 Cause = tuple[str, int]
 """What made work start, as a text in which # stands for the number: ("fake_score[#] was done", 12)."""
 
-Lane = tuple[str, int]
+RankId = tuple[str, int]
 """A rank: its replica and its number in it."""
 
 
 @dataclass(slots=True)
-class Work:
-    """One thing that a rank did. `node` is a node's name, or a channel's for what moves weights.
+class Work(Bar):
+    """A bar of a report: what one rank did, in whole nanoseconds. Its `name` is a node's, or a channel's for what moves
+    weights, and its `cause` what made it start.
 
     `version`: of the weights that were live when it began; of an update or a sync the one that it is about. `outcome`
     is "" for work that was done, "failed", "dropped" (a filter's verdict), or "unanswered" where the log ends.
     """
 
-    lane: Lane
-    node: str
-    index: int
-    turn: int
     start: int
     end: int
-    kind: Kind
-    version: int | None
-    cause: Cause
+    rank: int = 0
+    turn: int = 0
+    cause: Cause = ("", 0)
     outcome: str = ""
+
+    @property
+    def rank_id(self) -> RankId:
+        return self.lane, self.rank
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Followed:
     """
 
     work: list[Work] = field(default_factory=list)
-    swaps: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)
+    swaps: defaultdict[RankId, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, int] = field(default_factory=dict)
     lags: Counter[int] = field(default_factory=Counter)
     batches: dict[int, int] = field(default_factory=dict)
@@ -76,7 +80,7 @@ class Followed:
     dropped: set[Firing] = field(default_factory=set)
 
 
-def lanes(tables: Tables) -> list[Lane]:
+def lanes(tables: Tables) -> list[RankId]:
     return [(name, rank) for name, replica in tables.replicas.items() for rank in range(len(replica.ranks))]
 
 
@@ -90,7 +94,7 @@ class Follow:
 
     def __init__(self, tables: Tables, streaming: Collection[str], live: Mapping[tuple[str, str], int]) -> None:
         self.tables, self.streaming = tables, streaming
-        self.found = Followed(swaps={lane: [] for lane in lanes(tables)})
+        self.found = Followed()
         self.in_work = dict.fromkeys(lanes(tables), 0)
         self._live = dict(live)
         self._open: dict[tuple[object, ...], Work] = {}
@@ -112,6 +116,15 @@ class Follow:
                     self._ask(time, replica, channel, version, "swap", cause)
                 case Save(update, replica):
                     self._ask(time, replica, "checkpoint", update, "save", cause)
+
+    @property
+    def firings(self) -> list[Work]:
+        """What is in work, but for weights and checkpoints on their way, in the order in which it was asked for."""
+        return [work for work in self._open.values() if work.kind in IN_WORK]
+
+    def forget(self) -> None:
+        """Forget what is over: it grows with the run."""
+        self.found = Followed()
 
     def close(self, time: int) -> Followed:
         """The log ends: what has no answer was in work until now, or waited behind what was."""
@@ -150,19 +163,19 @@ class Follow:
         if work is None:  # a source: read ahead, and free of charge
             return
         work.end, work.outcome = time, outcome
-        if work.kind in ("group", "update", "publish"):
-            self.in_work[work.lane] -= 1
+        if work.kind in IN_WORK:
+            self.in_work[work.rank_id] -= 1
         self._queued(work)
         self.found.work.append(work)
-        step = self.tables.steps.get(work.node)
+        step = self.tables.steps.get(work.name)
         if work.kind == "update" and step is not None and not step.trails and not outcome:
             self.found.ends[work.index] = max(time, self.found.ends.get(work.index, time))
 
     def _queued(self, work: Work) -> None:
         """Work that is no stream's waited for what its rank was at."""
-        if work.kind != "send" and work.node not in self.streaming:
-            work.start = max(work.start, min(self._free[work.lane], work.end))
-            self._free[work.lane] = work.end
+        if work.kind != "send" and work.name not in self.streaming:
+            work.start = max(work.start, min(self._free[work.rank_id], work.end))
+            self._free[work.rank_id] = work.end
 
     # What was asked ---------------------------------------------------------------------------------------
 
@@ -178,10 +191,20 @@ class Follow:
             self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
         kind: Kind = "update" if step.per_update else "group"
         for rank in range(len(self.tables.replicas[fire.replica].ranks)):
-            lane = (fire.replica, rank)
-            work = Work(lane, firing.node, firing.index, firing.turn, time, time, kind, version, cause)
+            work = Work(
+                fire.replica,
+                firing.node,
+                firing.index,
+                time,
+                time,
+                kind,
+                version,
+                rank=rank,
+                turn=firing.turn,
+                cause=cause,
+            )
             self._open["fire", firing, fire.replica, rank] = work
-            self.in_work[lane] += 1
+            self.in_work[fire.replica, rank] += 1
 
     def _version(self, step: Step, firing: Firing, replica: str) -> int | None:
         """The oldest weights that the firing reads."""
@@ -193,9 +216,9 @@ class Follow:
 
     def _ask(self, time: int, replica: str, name: str, version: int, kind: Kind, cause: Cause) -> None:
         for rank in range(len(self.tables.replicas[replica].ranks)):
-            work = Work((replica, rank), name, version, 0, time, time, kind, version, cause)
+            work = Work(replica, name, version, time, time, kind, version, rank=rank, cause=cause)
             self._open[kind, name, version, replica, rank] = work
-            self.in_work[work.lane] += kind == "publish"
+            self.in_work[work.rank_id] += kind == "publish"
 
 
 def cause_of(event: Event) -> Cause:

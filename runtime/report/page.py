@@ -1,30 +1,22 @@
 """The report as one HTML file: everything that the template shows, in words and numbers. Pure but for the templates.
 
-The graph of a run with its times: each node's share of the period, and what bounds it, marked. Pure.
-
-Colours and fonts are classes of the page's style, so that the picture follows its light and dark themes.
-
-A schedule as a page of its own: lanes that zoom and pan, with nothing to load. Pure but for templates.
+`schedule_html` is a schedule as a page of its own: lanes that zoom and pan, with nothing to load.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Set
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
 from penstock import __version__
-from penstock.graph.analysis import Bound
-from penstock.graph.ir import Graph
-from penstock.graph.svg import MARGIN, Placed, Wire, layout, wire_path
-from penstock.graph.svg import Lane as GraphLane
+from penstock.graph.svg import Measured, svg_in_page
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
 from penstock.runtime.report.charts import accuracies, groups, numbers, percent
-from penstock.runtime.report.follow import NS, Followed, Lane, Work
-from penstock.runtime.report.run_history import CAUSES, Account
+from penstock.runtime.report.follow import NS, Followed, RankId, Work
+from penstock.runtime.report.run_history import Account
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
 from penstock.runtime.report.summary import (
     NodeTime,
@@ -38,65 +30,7 @@ from penstock.runtime.report.summary import (
     whole_accounts,
 )
 from penstock.runtime.report.what_if import Case, Prediction, Table
-
-
-def graph_svg(
-    graph: Graph, notes: Mapping[str, str], shares: Mapping[str, float], bound: Bound | None, pools: Set[str]
-) -> str:
-    """`notes` are the second lines of the boxes, `shares` say how much of its box is filled, by node. `pools` are the
-    labels that the pool of the bound has in the graph."""
-    drawn = layout(graph, notes)
-    marked = set(bound.cycle) if bound else set()
-    width, height = max(drawn.width, 420.0), drawn.height - 50
-    parts = [
-        *(_lane(lane, width, bounds=lane.pool in pools) for lane in drawn.lanes),
-        *(_wire(wire) for wire in drawn.wires),
-        *(_box(placed, marked, shares.get(placed.box.name, 0.0)) for placed in drawn.placed),
-        *(_label(wire) for wire in drawn.wires if wire.label),
-    ]
-    label = f"The graph {graph.name}; the table below has the same figures"
-    view = f'viewBox="0 44 {width:.0f} {height - 30:.0f}" width="{width:.0f}"'
-    return (
-        f'<svg {view} role="img" aria-label="{escape(label)}">'
-        '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-        f'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z"/></marker></defs>{"".join(parts)}</svg>'
-    )
-
-
-def _lane(lane: GraphLane, width: float, *, bounds: bool) -> str:
-    kind, mark = (" bounds", '<tspan class="mark" dx="10">bounds the run</tspan>') if bounds else ("", "")
-    return (
-        f'<rect class="lane{kind}" x="{MARGIN / 2}" y="{lane.y:.1f}" width="{width - MARGIN:.1f}" '
-        f'height="{lane.height:.1f}" rx="10"/>'
-        f'<text class="pool" x="{MARGIN / 2 + 12}" y="{lane.y + 20:.1f}">{escape(lane.pool)}{mark}</text>'
-    )
-
-
-def _box(placed: Placed, marked: Set[str], share: float) -> str:
-    box, middle = placed.box, placed.x + placed.width / 2
-    bounds = box.name in marked and box.kind == "node"
-    corner = 8 if box.kind == "node" else placed.height / 2
-    place = f'x="{placed.x:.1f}" y="{placed.y:.1f}" height="{placed.height:.1f}" rx="{corner:.1f}"'
-    filled = f'<rect class="share" {place} width="{placed.width * min(share, 1.0):.1f}"/>' if share > 0.01 else ""
-    texts = [("title", placed.middle - 3, box.title), ("note", placed.middle + 14, box.note)]
-    texts += [("mark", placed.y - 5, "bounds")] if bounds else []
-    words = "".join(
-        f'<text class="{kind}" x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
-        for kind, y, text in texts
-    )
-    kind = ' class="bounds"' if bounds else ""
-    return f'<g{kind}><rect class="node" {place} width="{placed.width:.1f}"/>{filled}{words}</g>'
-
-
-def _wire(wire: Wire) -> str:
-    kind = "wire" if wire.link.kind == "data" else "wire feedback"
-    return f'<path class="{kind}" d="{wire_path(wire.points)}" marker-end="url(#head)"/>'
-
-
-def _label(wire: Wire) -> str:
-    x, y = wire.label_at
-    return f'<text class="wire-label halo" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(wire.label)}</text>'
-
+from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -134,12 +68,10 @@ def schedule_html(bars: Sequence[Bar], title: str) -> str:
 def _work(bar: Bar, lane: str, begin: float) -> Work:
     start, end = round((bar.start - begin) * NS), round((bar.end - begin) * NS)
     name = bar.name if bar.lane == lane else bar.lane.rpartition("/")[0]  # a channel's, on a lane of its own
-    return Work((lane, 0), name, bar.index, 0, start, end, bar.kind, bar.version, (bar.detail, 0))
+    return Work(lane, name, bar.index, start, end, bar.kind, bar.version, cause=(bar.detail, 0))
 
 
-STATES = {"busy": "busy", **CAUSES}
-SHORT = {"admission": "admission bound", "rest": "nothing due", "done": "nothing left"}
-"""Heads of columns, where they are not the state's own name."""
+STATES = {"busy": Cause("busy", "busy"), **CAUSES}
 
 
 def page(report: Report, template: str = "report.html.j2") -> str:
@@ -175,7 +107,7 @@ def page(report: Report, template: str = "report.html.j2") -> str:
             {"channel": channel, "part": part, "count": count, "median": seconds(middle), "longest": seconds(most)}
             for channel, part, count, middle, most in sync_parts(facts.training)
         ],
-        key=[(state, name) for state, name in STATES.items() if any(state in a for a in whole.values())],
+        key=[(state, known.title) for state, known in STATES.items() if any(state in a for a in whole.values())],
         idle=_idle("While training", training, whole),
         idle_said=_occupied(report),
         whole=_idle("The whole run", whole, whole),
@@ -242,7 +174,7 @@ def _graph(report: Report, nodes: Iterable[NodeTime]) -> str:
     found = report.bound
     labels = {node.pool for node in report.graph.nodes if node.fires and known.get(node.name) and found
               and known[node.name].pool == found.pool}  # fmt: skip
-    return graph_svg(report.graph, notes, shares, found, labels)
+    return svg_in_page(report.graph, Measured(notes, shares, set(found.cycle) if found else set(), labels))
 
 
 def _graph_said(report: Report) -> str:
@@ -270,7 +202,7 @@ def make_chart(report: Report) -> Chart:
     lanes = dict.fromkeys(lane for stage in facts.stages for lane in stage.accounts)
     order = {pool: place for place, pool in enumerate(dict.fromkeys(n.pool for n in node_times(report)))}
     rooms = {replica.name: replica.capacity for replica in served(report.graph, facts.config.plan).replicas}
-    rows: dict[Lane, Row] = {}
+    rows: dict[RankId, Row] = {}
     for lane in sorted(lanes, key=lambda known: order.get(known[0].rpartition("/")[0], len(order))):
         room = rooms.get(lane[0], 0)
         rows[lane] = Row(rank_name(lane, lanes), lane[0].rpartition("/")[0], Strip([]), room=room)
@@ -288,10 +220,10 @@ def make_chart(report: Report) -> Chart:
     return Chart(list(rows.values()), ends, stages, [life.begin for life in facts.lives[1:]], max([facts.end, *last]))
 
 
-def _add(strips: Mapping[Lane, Strip], followed: Followed) -> None:
+def _add(strips: Mapping[RankId, Strip], followed: Followed) -> None:
     for work in followed.work:
-        if work.lane in strips:
-            strips[work.lane].work.append(work)
+        if work.rank_id in strips:
+            strips[work.rank_id].work.append(work)
     for lane, swaps in followed.swaps.items():
         if lane in strips:
             strips[lane].swaps += swaps
@@ -315,14 +247,14 @@ def _schedule_said(report: Report) -> str:
 # Idle time ----------------------------------------------------------------------------------------------------
 
 
-def _idle(caption: str, accounts: Mapping[Lane, Account], known: Iterable[Lane]) -> dict[str, Any]:
+def _idle(caption: str, accounts: Mapping[RankId, Account], known: Iterable[RankId]) -> dict[str, Any]:
     known = list(known)
     present = [state for state in STATES if any(account.get(state) for account in accounts.values())]
     rows = []
     for lane, account in accounts.items():
         wall = sum(account.values())
         shares = [(state, account.get(state, 0)) for state in present]
-        said = [(state, f"{STATES[state]} {percent(time / max(wall, 1))}") for state, time in shares if time]
+        said = [(state, f"{STATES[state].title} {percent(time / max(wall, 1))}") for state, time in shares if time]
         parts = [
             {"state": state, "flex": round(account[state] / max(wall, 1), 5), "said": words} for state, words in said
         ]
@@ -332,7 +264,7 @@ def _idle(caption: str, accounts: Mapping[Lane, Account], known: Iterable[Lane])
             {"name": name, "wall": wall, "total": f"{wall / NS:.3f}", "parts": parts, "cells": cells,
              "said": f"{name}: {', '.join(words for _, words in said)}"}
         )  # fmt: skip
-    return {"caption": caption, "names": [SHORT.get(state, state) for state in present], "rows": rows}
+    return {"caption": caption, "names": [STATES[state].column for state in present], "rows": rows}
 
 
 def _occupied(report: Report) -> str:

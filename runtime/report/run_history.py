@@ -3,25 +3,11 @@
 A folder may be incomplete: a run that was killed has no summary and no end in its log, and half a frame there. What is
 missing is said in `notes`; the rest is as good as ever.
 
-Why a rank has nothing in work, as one word for each cause. Pure: it reads the scheduler's state.
-
-data        what it reads is not made yet
-straggler   a batch is ready but for its last tenth (or one group), or another rank of its replica is not done
-admission   the groups that are ready are too far ahead: the weights that would admit them are not made yet
-weights     those weights are made, and are not on their way
-syncing     they are on their way: snapshot, wire or swap
-saving      a checkpoint is being written
-rest        its pool has nothing due at this update, or nothing in this stage
-done        the run has no group or update left for it
-
-Where each rank's time went: busy, or idle by cause, in whole nanoseconds that add up to the wall time exactly. Pure.
-
-Work that failed is no use to anybody, and the trainer's snapshot of its weights is a part of the sync: both count as
+`accounts` says where each rank's time went: busy, or idle by cause, in whole nanoseconds that add up to the wall time
+exactly. Work that failed is of no use, and the trainer's snapshot of its weights is a part of the sync: both count as
 idle, by their cause. How full the slots of a stream are is its occupancy, and says nothing about idle time.
 """
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -32,53 +18,42 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import FORMAT, MAGIC, LogError, Segment, StageLog, read_whole
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
+from penstock.runtime.record.timeline import Utilisation
 from penstock.runtime.record.typed_json import ConfigFile, Summary
-from penstock.runtime.report.follow import NS, Follow, Followed, Lane, Work, lanes, streams
-from penstock.runtime.schedule.admission import needed_version
-from penstock.runtime.schedule.compile import Step, Tables, compile_tables
-from penstock.runtime.schedule.events import Done, Event
+from penstock.runtime.report.follow import NS, Follow, Followed, RankId, Work, lanes, streams
+from penstock.runtime.schedule.compile import Tables, compile_tables
+from penstock.runtime.schedule.events import Event
+from penstock.runtime.schedule.idle_causes import detailed_cause
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.scheduler import Scheduler
 
 Account = dict[str, int]
 """Nanoseconds by "busy" and by cause."""
 
 
 def accounts(
-    work: Iterable[Work], reasons: dict[Lane, list[tuple[int, str]]], begin: int, end: int
-) -> dict[Lane, Account]:
+    work: Iterable[Work], reasons: Mapping[RankId, Sequence[tuple[int, str]]], begin: int, end: int
+) -> dict[RankId, Account]:
     """Of each rank between two times. `reasons` say from when on a rank that has no work is idle for which cause."""
-    by_lane: dict[Lane, list[Work]] = defaultdict(list)
-    for item in work:
-        by_lane[item.lane].append(item)
-    return {lane: account(by_lane[lane], changes, begin, end) for lane, changes in reasons.items()}
-
-
-def account(work: Sequence[Work], reasons: Sequence[tuple[int, str]], begin: int, end: int) -> Account:
-    """Of one rank: its time is cut where work begins or ends and where the cause changes; each piece has one state."""
-    counts = {"busy": 0, "failed": 0, "syncing": 0}
-    edges: list[tuple[int, str, int]] = []
+    edges: list[tuple[int, RankId, str, int]] = []
     for item in work:
         state = _state(item)
         start, stop = min(max(item.start, begin), end), min(max(item.end, begin), end)
-        if state and stop > start:
-            edges += [(start, state, 1), (stop, state, -1)]
-    edges += [(min(max(time, begin), end), "", 0) for time, _ in reasons]
-    edges.append((end, "", 0))
-    times = [time for time, _ in reasons]
-    spent: Account = {}
-    now = begin
-    for time, state, change in sorted(edges, key=lambda edge: edge[0]):
-        if time > now:
-            what = next((name for name, count in counts.items() if count), "")
-            if not what:
-                place = bisect_right(times, now) - 1
-                what = reasons[place][1] if place >= 0 else "starting"
-            spent[what] = spent.get(what, 0) + time - now
-            now = time
-        if state:
-            counts[state] += change
-    return spent
+        if state and stop > start and item.rank_id in reasons:
+            edges += [(start, item.rank_id, state, 1), (stop, item.rank_id, state, -1)]
+    for lane, changes in reasons.items():
+        edges += [(min(max(time, begin), end), lane, cause, 0) for time, cause in changes]
+    counts = {lane: {"busy": 0, "failed": 0, "syncing": 0} for lane in reasons}
+    idle = dict.fromkeys(reasons, "starting")
+    found = Utilisation(reasons, begin, "starting")
+    for time, lane, state, change in sorted(edges, key=lambda edge: edge[0]):
+        found.let(time)
+        if change:
+            counts[lane][state] += change
+        else:
+            idle[lane] = state
+        found.change(lane, next((name for name, count in counts[lane].items() if count), idle[lane]))
+    found.let(end)
+    return cast(dict[RankId, Account], found.take())
 
 
 def union(work: Iterable[Work]) -> int:
@@ -103,71 +78,6 @@ def _state(item: Work) -> str:
     if item.kind in ("group", "update"):
         return "failed" if item.outcome == "failed" else "busy"
     return "syncing" if item.kind == "publish" else ""
-
-
-CAUSES = {
-    "data": "waiting for data",
-    "straggler": "waiting for a straggler",
-    "admission": "waiting for the admission bound",
-    "weights": "waiting for weights",
-    "syncing": "syncing weights",
-    "starting": "starting processes",
-    "saving": "saving a checkpoint",
-    "failed": "work that failed",
-    "rest": "nothing due",
-    "done": "nothing left to do",
-}
-"""The causes of being idle, in the order of the report, with their names."""
-
-
-def reason(scheduler: Scheduler, replica: str, finished: int) -> str:
-    """Why a replica without work is idle. `finished` is the number of groups that lie ready for the next update."""
-    if scheduler.finished or scheduler.update >= scheduler.rules.end:
-        return "done"
-    if scheduler.cutting is not None:
-        return "saving"
-    pool = scheduler.tables.pool_of[replica]
-    group_steps, update_steps = scheduler.tables.group_steps[pool], scheduler.tables.update_steps[pool]
-    for step in group_steps:
-        if scheduler.ready[step.name] and (step.weights or step.fixed):
-            return _weights(scheduler, step, replica)
-    waiting = [step for step in update_steps if not step.trails]
-    if not waiting and not any(not step.source for step in group_steps):
-        return "rest"
-    if waiting:
-        batch = scheduler.rules.batch
-        takes = any(step.groups for step in waiting) and scheduler.batch is None
-        return "straggler" if takes and finished >= batch - max(1, batch // 10) else "data"
-    return "done" if _all_made(scheduler, group_steps) else "data"
-
-
-def _all_made(scheduler: Scheduler, steps: tuple[Step, ...]) -> bool:
-    """Have all groups of the run been through these steps?"""
-    ledger = scheduler.ledger
-    if ledger.before(ledger.next) < scheduler.total:
-        return False
-    return all(step.source or step.name in group.made for group in ledger.groups.values() for step in steps)
-
-
-def _weights(scheduler: Scheduler, step: Step, replica: str) -> str:
-    """Which of the ways in which weights can be missing it is, for the first group that is ready."""
-    group = scheduler.ready[step.name][0]
-    before = scheduler.ledger.before(group) if group in scheduler.ledger.groups else 0
-    for channel, lag in step.weights:
-        way, carried = scheduler.ways[channel], scheduler.tables.channels[channel].carried
-        needed = max(needed_version(before, lag, scheduler.rules.batch), scheduler.rules.start)
-        receiver = way.receivers[replica]
-        if receiver.live >= needed and not scheduler.pinned:
-            continue
-        if scheduler.version(carried) < needed:
-            return "admission"
-        moving = way.publishing or receiver.sending or receiver.swapping or receiver.shadow > receiver.live
-        return "syncing" if moving else "weights"
-    for channel in step.fixed:
-        way = scheduler.ways[channel]
-        if way.receivers[replica].live < scheduler.rules.start:
-            return "syncing" if way.publishing or way.receivers[replica].sending else "weights"
-    return "data"
 
 
 TRAIN = "train"
@@ -203,7 +113,7 @@ class Stage:
     begin: int
     end: int
     followed: Followed
-    accounts: dict[Lane, Account] = field(default_factory=dict)
+    accounts: dict[RankId, Account] = field(default_factory=dict)
     depths: list[Depth] = field(default_factory=list)
 
 
@@ -402,11 +312,10 @@ class _Watch:
     def __init__(self, origin: Origin, tables: Tables, begin: int, end: int) -> None:
         self.scheduler = origin.scheduler(tables)
         self.follow = Follow(tables, streams(origin.graph), origin.live)
-        self.lanes: list[Lane] = lanes(tables)
-        self.reasons: dict[Lane, list[tuple[int, str]]] = {lane: [] for lane in self.lanes}
+        self.lanes: list[RankId] = lanes(tables)
+        self.reasons: dict[RankId, list[tuple[int, str]]] = {lane: [] for lane in self.lanes}
         self.depths: list[Depth] = []
         self.time, self.broken = begin, True
-        self._finished = {g.ordinal for g in self.scheduler.ledger.groups.values() if g.finished}
         self._every, self._next = max((end - begin) // SAMPLES, 1), begin
 
     def step(self, time: int, event: Event) -> None:
@@ -414,22 +323,11 @@ class _Watch:
             self.sample()
             self._next = time - (time - self._next) % self._every + self._every
         self.broken = True
-        update = self.scheduler.update
         commands = self.scheduler.handle(event)
         self.broken = False
         self.time = max(time, self.time)
         self.follow.step(self.time, event, commands)
-        self._count(event, update)
         self._note(self.time)
-
-    def _count(self, event: Event, update: int) -> None:
-        groups = self.scheduler.ledger.groups
-        if isinstance(event, Done):
-            group = groups.get(event.firing.index)
-            if group is not None and group.finished:
-                self._finished.add(group.ordinal)
-        if self.scheduler.update != update:
-            self._finished &= groups.keys()
 
     def _note(self, time: int) -> None:
         """Of each rank without work, why."""
@@ -440,18 +338,18 @@ class _Watch:
             replica = lane[0]
             if replica not in found:
                 loaded = self.scheduler.load[replica] > 0
-                found[replica] = "straggler" if loaded else reason(self.scheduler, replica, len(self._finished))
+                found[replica] = "straggler" if loaded else detailed_cause(self.scheduler, replica)
             changes = self.reasons[lane]
             if not changes or changes[-1][1] != found[replica]:
                 changes.append((time, found[replica]))
 
     def sample(self) -> None:
         """What lies in queues since the last event."""
-        first: Sequence[Lane] = [lane for lane in self.lanes if lane[1] == 0]
+        first: Sequence[RankId] = [lane for lane in self.lanes if lane[1] == 0]
         in_work: dict[str, int] = {}
         for lane in first:
             pool = self.scheduler.tables.pool_of[lane[0]]
             in_work[pool] = in_work.get(pool, 0) + self.follow.in_work[lane]
         steps = self.scheduler.tables.steps.values()
         ready = {s.name: len(self.scheduler.ready[s.name]) for s in steps if not s.per_update and not s.source}
-        self.depths.append(Depth(self.time, len(self._finished), ready, in_work))
+        self.depths.append(Depth(self.time, self.scheduler.ledger.finished, ready, in_work))

@@ -5,7 +5,6 @@ tables. A long run's bars are merged (`thin`): a page stays small however many t
 """
 
 import base64
-import heapq
 import json
 import zlib
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.runtime.control.run_config import EVALUATION
+from penstock.runtime.record.timeline import place
 from penstock.runtime.report.follow import Work
 
 US = 1_000
@@ -115,12 +115,12 @@ def _merge(work: Iterable[Work], begin: int, end: int) -> list[Work]:
         if not begin < item.start < end or item.kind != "group" or item.outcome == "failed":
             found.append(item)
             continue
-        key = (item.kind, item.node, item.version)
+        key = (item.kind, item.name, item.version)
         known = groups.get(key)
         if known is None:
             groups[key] = Merged(
-                item.lane, item.node, item.index, 0, item.start, item.end, item.kind, item.version, ("", 0), "", 1,
-                item.index,
+                item.lane, item.name, item.index, item.start, item.end, item.kind, item.version, rank=item.rank,
+                last=item.index,
             )  # fmt: skip
         else:
             known.start, known.end = min(known.start, item.start), max(known.end, item.end)
@@ -142,7 +142,7 @@ def _strip(strip: Strip, tables: _Tables) -> dict[str, Any]:
     syncs = [item for item in work if item.kind in SYNCS]
     tracks, _ = place(main)
     sync_tracks, num_syncs = place(syncs)
-    evaluates = [item.node.startswith(EVALUATION) for item in main]
+    evaluates = [item.name.startswith(EVALUATION) for item in main]
     return {
         "tracks": [
             max((track for track, other in zip(tracks, evaluates, strict=True) if other == part), default=-1) + 1
@@ -153,20 +153,6 @@ def _strip(strip: Strip, tables: _Tables) -> dict[str, Any]:
         "sync": _columns(syncs, sync_tracks, tables),
         "swaps": [[time // US, version] for time, version in strip.swaps],
     }
-
-
-def place(work: Sequence[Work]) -> tuple[list[int], int]:
-    """The lowest track that is free for each bar, in order of their starts; and how many tracks there are."""
-    free: list[int] = []
-    ends: list[tuple[int, int]] = []
-    tracks: list[int] = []
-    for item in work:
-        while ends and ends[0][0] <= item.start:
-            heapq.heappush(free, heapq.heappop(ends)[1])
-        track = heapq.heappop(free) if free else len(ends)
-        tracks.append(track)
-        heapq.heappush(ends, (item.end, track))
-    return tracks, max(tracks, default=-1) + 1
 
 
 def _columns(work: Sequence[Work], tracks: Sequence[int], tables: _Tables) -> dict[str, Any]:
@@ -181,7 +167,7 @@ def _columns(work: Sequence[Work], tracks: Sequence[int], tables: _Tables) -> di
         values = (
             begin - start,
             item.end // US - begin,
-            tables.names.setdefault((item.node, item.kind), len(tables.names)),
+            tables.names.setdefault((item.name, item.kind), len(tables.names)),
             item.index - index,
             item.turn,
             -1 if item.version is None else item.version,

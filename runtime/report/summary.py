@@ -12,7 +12,7 @@ from typing import Any
 from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import decodes, samples_of
-from penstock.runtime.report.follow import NS, Lane, Work
+from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Account, Facts, Stage, slot_time, union
 from penstock.runtime.report.what_if import (
     SYNC,
@@ -90,9 +90,9 @@ def make_report(facts: Facts, out_of_time: Callable[[], bool]) -> Report:
 # What the page and the figures share ---------------------------------------------------------------------------
 
 
-def rank_accounts(stages: Iterable[Stage]) -> dict[Lane, Account]:
+def rank_accounts(stages: Iterable[Stage]) -> dict[RankId, Account]:
     """Nanoseconds of each rank by state, over several stages."""
-    total: dict[Lane, Account] = {}
+    total: dict[RankId, Account] = {}
     for stage in stages:
         for lane, account in stage.accounts.items():
             known = total.setdefault(lane, {})
@@ -101,7 +101,7 @@ def rank_accounts(stages: Iterable[Stage]) -> dict[Lane, Account]:
     return total
 
 
-def whole_accounts(facts: Facts) -> dict[Lane, Account]:
+def whole_accounts(facts: Facts) -> dict[RankId, Account]:
     """The same of the whole run: while processes start, all ranks are at it."""
     total = rank_accounts(facts.stages)
     starting = sum(life.starting for life in facts.lives)
@@ -136,12 +136,12 @@ def occupancy(report: Report) -> dict[str, float]:
     rows = {name: samples_of(graph, node) if decodes(graph, node) else 0 for name, node in streaming.items()}
     for pool, replicas in stage.tables.by_pool.items():
         lanes = {(replica.name, 0) for replica in replicas}
-        work = [w for w in stage.followed.work if w.lane in lanes and w.node in streaming]
-        slots = report.facts.config.flags.slots if any(rows[w.node] for w in work) else replicas[0].capacity
-        by_lane = [[w for w in work if w.lane == lane] for lane in lanes]
+        work = [w for w in stage.followed.work if w.rank_id in lanes and w.name in streaming]
+        slots = report.facts.config.flags.slots if any(rows[w.name] for w in work) else replicas[0].capacity
+        by_lane = [[w for w in work if w.rank_id == lane] for lane in lanes]
         busy = sum(map(union, by_lane))
         if busy:
-            used = sum(slot_time([(w, rows[w.node] or 1) for w in items], slots) for items in by_lane)
+            used = sum(slot_time([(w, rows[w.name] or 1) for w in items], slots) for items in by_lane)
             found[pool] = used / (busy * slots)
     return found
 
@@ -156,20 +156,20 @@ def node_times(report: Report) -> list[NodeTime]:
     by_node: dict[str, list[Work]] = {}
     for item in stage.followed.work:
         if item.kind in ("group", "update"):
-            by_node.setdefault(item.node, []).append(item)
+            by_node.setdefault(item.name, []).append(item)
     times = []
     for node in report.graph.nodes:
         if not node.fires:
             continue
         step = stage.tables.steps[node.name]
         work = by_node.get(node.name, [])
-        lanes = {w.lane for w in work}
+        lanes = {w.rank_id for w in work}
         ranks = sum(len(replica.ranks) for replica in stage.tables.by_pool[step.pool])
-        share = sum(union(w for w in work if w.lane == lane) for lane in lanes) / (wall * ranks)
+        share = sum(union(w for w in work if w.rank_id == lane) for lane in lanes) / (wall * ranks)
         bounds = node.name in marked or (found is not None and found.pool == step.pool and bool(work))
         clock = f"per {node.clock}" + (f", every {node.every}" if node.every > 1 else "")
         times.append(
-            NodeTime(node.name, step.pool, clock, sum(w.lane[1] == 0 for w in work),
+            NodeTime(node.name, step.pool, clock, sum(w.rank == 0 for w in work),
                      median((w.end - w.start) / NS for w in work) if work else None, share, bounds)
         )  # fmt: skip
     return times
@@ -181,7 +181,7 @@ def sync_parts(stages: Iterable[Stage]) -> list[tuple[str, str, int, float, floa
     for stage in stages:
         for work in stage.followed.work:
             if work.kind in SYNC and not work.outcome:
-                found.setdefault((work.node, work.kind), []).append((work.end - work.start) / NS)
+                found.setdefault((work.name, work.kind), []).append((work.end - work.start) / NS)
     names = {"publish": "pause", "send": "wire", "swap": "apply"}
     return [(channel, names[kind], len(s), median(s), max(s)) for (channel, kind), s in sorted(found.items())]
 
@@ -263,7 +263,7 @@ def figures(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rank_name(lane: Lane, known: Iterable[Lane]) -> str:
+def rank_name(lane: RankId, known: Iterable[RankId]) -> str:
     """A rank as the page names it: its replica, with its number where the replica has several."""
     replica, rank = lane
     return f"{replica} rank {rank}" if sum(other == replica for other, _ in known) > 1 else replica

@@ -136,7 +136,7 @@ def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
     spans: dict[tuple[str, int], tuple[int, int]] = {}
     for item in work:
         if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
-            key = (named(item.node, item.turn), item.index)
+            key = (named(item.name, item.turn), item.index)
             start, end = spans.get(key, (item.start, item.end))
             spans[key] = (min(start, item.start), max(end, item.end))
     return {key: (end - start) / NS for key, (start, end) in spans.items()}
@@ -153,14 +153,14 @@ def _median_s(work: Iterable[Work], kind: str) -> float:
     found: dict[tuple[str, int], int] = {}
     for item in work:
         if item.kind == kind and not item.outcome:
-            key = (item.lane[0] + item.node, item.index)
+            key = (item.lane + item.name, item.index)
             found[key] = max(found.get(key, 0), item.end - item.start)
     return median(found.values()) / NS if found else 0.0
 
 
 def _verdicts(stage: Stage) -> Verdicts:
     """Those of the run; of other firings the shares that it had."""
-    done = [Firing(w.node, w.index, w.turn) for w in stage.followed.work if w.kind == "group" and w.lane[1] == 0]
+    done = [Firing(w.name, w.index, w.turn) for w in stage.followed.work if w.kind == "group" and w.rank == 0]
     steps = stage.tables.steps
     drops = _shares(done, [s.name for s in steps.values() if s.filters], stage.followed.dropped)
     again = _shares(done, [s.name for s in steps.values() if s.answers], stage.followed.again)
@@ -366,7 +366,7 @@ class Crowding:
 def group_work(stage: Stage, pool: str) -> list[Work]:
     """The per-group firings that a pool has done, as the first rank of each replica did them."""
     done = (w for w in stage.followed.work if w.kind == "group" and not w.outcome and w.end > w.start)
-    return [w for w in done if w.lane[1] == 0 and stage.tables.pool_of[w.lane[0]] == pool]
+    return [w for w in done if w.rank == 0 and stage.tables.pool_of[w.lane] == pool]
 
 
 def crowding(work: Sequence[Work]) -> Crowding:
@@ -392,7 +392,7 @@ def _integrals(work: Sequence[Work], value: Callable[[int], float]) -> list[tupl
     """Each firing with the integral, over its time, of a function of the number in work on its replica."""
     by_replica: dict[str, list[Work]] = {}
     for item in work:
-        by_replica.setdefault(item.lane[0], []).append(item)
+        by_replica.setdefault(item.lane, []).append(item)
     found: list[tuple[Work, float]] = []
     for items in by_replica.values():
         times, sums = _integral(items, value)
@@ -425,7 +425,7 @@ def with_crowding(stage: Stage, durations: Durations, pool: str, crowd: Crowding
         return durations
     works: dict[str, dict[tuple[str, int], float]] = {}
     for item, work in _integrals(group_work(stage, pool), crowd.pace):
-        works.setdefault(item.node, {})[named(item.node, item.turn), item.index] = work / NS
+        works.setdefault(item.name, {})[named(item.name, item.turn), item.index] = work / NS
     steps = stage.tables.steps
     shared = SharedPace({n: Empirical.of(own, first_usual(stage, steps[n])) for n, own in works.items()}, crowd)
     return replace(durations, nodes={**durations.nodes, **dict.fromkeys(works, shared)})

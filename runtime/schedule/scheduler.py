@@ -100,18 +100,6 @@ class Scheduler(State):
         """What ranks were asked and have not answered."""
         return self.answers
 
-    def cause(self, replica: str) -> str:
-        """Why a replica without firings in work is idle: "weights", "data", "saving", "done" or "start"."""
-        if self.finished or self.update >= self.rules.end:
-            return "done"
-        if self.cutting is not None:
-            return "saving"
-        pool = self.tables.pool_of[replica]
-        if any(way.expects_first(replica) for way in self.ways.values()):
-            return "start"
-        waiting = any(self.ready[s.name] and (s.weights or s.fixed) for s in self.tables.group_steps[pool])
-        return "weights" if waiting else "data"
-
     # What is heard: each returns the steps that may start because of it, None for a look at everything -------
 
     def _hear(self, event: Event) -> Sequence[Step] | None:

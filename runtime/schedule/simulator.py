@@ -1,21 +1,13 @@
 """The schedule on a virtual clock: the real scheduler, answered after given durations and with given verdicts.
 
-A duration may depend on what else is in work on a replica (`durations.Batching`): then the replica is an engine, asked
+A duration may depend on what else is in work on a replica (`Batching`): then the replica is an engine, asked
 when something next happens in it, and again whenever something begins there.
 
 What it leaves out: time spent between an answer and the next command. So a real run differs from its simulation by
 durations and by the runtime's own cost.
 
-What a schedule on a virtual clock was: its bars, its ends, and how long an update takes in it. Pure.
-
-How long things take, for the simulator: by node, constant, drawn by a key, or by what else is in work. Pure.
-
-What filters and environments decide, for the simulator: by given shares, drawn by a key. Pure.
-
-Where a simulated run's time goes: what each replica does, and how many groups wait for each node. Pure.
-
-A cluster has a thousand replicas, and a run hundreds of thousands of events, most of them about one replica. Those that
-are idle for one cause share a clock, so that time passes once for each pool, not for each replica.
+In this file: `Account` (where the time of replicas and queues goes), `Durations` (how long things take), `Verdicts`
+(what filters and environments decide), `Simulation` (what came of it), and `simulate`.
 """
 
 import hashlib
@@ -29,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.graph.ir import Firing
 from penstock.runtime.collection import uncollected
-from penstock.runtime.record.timeline import Bar, Kind, excerpt
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, excerpt
 from penstock.runtime.record.trace_formats import gantt_svg
 from penstock.runtime.schedule.compile import Rules, Step, Tables
 from penstock.runtime.schedule.events import (
@@ -48,46 +40,37 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
+from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
-
-IdleKind = tuple[str, tuple[bool, ...]]
-"""Idle replicas that have one cause: their pool, and which weights they have had at all."""
 
 
 class Account:
     """Follows one scheduler. Between two calls of `let` each replica does one thing.
 
-    busy, idle: seconds of each replica with something in work, and without by cause; complete after `close`.
-    depths: for each node but sources the seconds in which so many groups waited for it: ready, and not begun.
+    replicas: the time of each, with something in work and without by cause. depths: for each node but sources the
+    seconds in which so many groups waited for it: ready, and not begun.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.now = scheduler, 0.0
+        self.scheduler = scheduler
         tables = scheduler.tables
-        self.busy = dict.fromkeys(tables.replicas, 0.0)
-        self.idle: dict[str, dict[str, float]] = {replica: {} for replica in tables.replicas}
+        self.replicas = Utilisation(tables.replicas, 0.0)
         self.depths: dict[str, dict[int, float]] = {
             s.name: {} for s in tables.steps.values() if not s.source and (not s.per_update or s.groups)
         }
         self._queues = [(self.depths[s], scheduler.ready[s]) for s in self.depths if not tables.steps[s].per_update]
         self._updates = [self.depths[s] for s in self.depths if tables.steps[s].per_update]
-        self._ways = {
+        self._receivers = {
             replica: tuple(way.receivers[replica] for way in scheduler.ways.values() if replica in way.receivers)
             for replica in tables.replicas
         }
-        self._clocks: dict[IdleKind, dict[str, float]] = {}
-        self._idling: dict[IdleKind, dict[str, dict[str, float]]] = {}
-        self._doing: dict[str, float | IdleKind] = {}
         for replica in tables.replicas:
-            self._begin(replica)
+            self.note(replica)
 
     def let(self, time: float) -> None:
         """Let the clock go on to `time`."""
-        seconds, self.now = time - self.now, time
-        for kind, replicas in self._idling.items():
-            if replicas:
-                clock, cause = self._clocks[kind], self.scheduler.cause(next(iter(replicas)))
-                clock[cause] = clock.get(cause, 0.0) + seconds
+        seconds = time - self.replicas.now
+        self.replicas.let(time, self._cause)
         for depths, queue in self._queues:
             depths[len(queue)] = depths.get(len(queue), 0.0) + seconds
         waiting = self.scheduler.ledger.finished - len(self.scheduler.batch or ())
@@ -96,41 +79,15 @@ class Account:
 
     def note(self, replica: str) -> None:
         """Something was begun or has ended on a replica, or weights went live there."""
-        doing = self._doing[replica]
         if self.scheduler.load[replica]:
-            if isinstance(doing, tuple):
-                self._end(replica)
-                self._begin(replica)
-        elif doing != self._kind(replica):
-            self._end(replica)
-            self._begin(replica)
-
-    def close(self) -> None:
-        """The run is over."""
-        for replica in self._doing:
-            self._end(replica)
-
-    def _kind(self, replica: str) -> IdleKind:
-        return self.scheduler.tables.pool_of[replica], tuple(receiver.live < 0 for receiver in self._ways[replica])
-
-    def _begin(self, replica: str) -> None:
-        if self.scheduler.load[replica]:
-            self._doing[replica] = self.now
+            self.replicas.change(replica, "busy")
         else:
-            kind = self._doing[replica] = self._kind(replica)
-            clock = self._clocks.setdefault(kind, {})
-            self._idling.setdefault(kind, {})[replica] = dict(clock)
+            # Idle replicas of a pool have one cause if they have had the same weights at all.
+            had = tuple(receiver.live < 0 for receiver in self._receivers[replica])
+            self.replicas.join(replica, (self.scheduler.tables.pool_of[replica], had))
 
-    def _end(self, replica: str) -> None:
-        """Add what a replica has done since it began to."""
-        doing = self._doing[replica]
-        if not isinstance(doing, tuple):
-            self.busy[replica] += self.now - doing
-            return
-        idle, before = self.idle[replica], self._idling[doing].pop(replica)
-        for cause, seconds in self._clocks[doing].items():
-            if seconds > before.get(cause, 0.0):
-                idle[cause] = idle.get(cause, 0.0) + seconds - before.get(cause, 0.0)
+    def _cause(self, replica: str) -> str:
+        return cause(self.scheduler, replica)
 
 
 class Engine(Protocol):
@@ -423,7 +380,7 @@ class _Clock:
             if self.scheduler.finished:
                 return self._over()
             event = self._next()
-            if self.now > self.account.now:
+            if self.now > self.account.replicas.now:
                 self.account.let(self.now)
 
     def _next(self) -> Event:
@@ -441,10 +398,10 @@ class _Clock:
                 self._watch(due.node, due.replica, engine)
 
     def _over(self) -> Simulation:
-        self.account.close()
         result = self.result
         result.wall_s, result.dropped = self.now, self.scheduler.ledger.fates["dropped"]
-        result.busy, result.idle, result.depths = self.account.busy, self.account.idle, self.account.depths
+        result.idle, result.depths = self.account.replicas.take(), self.account.depths
+        result.busy = {replica: states.pop("busy", 0.0) for replica, states in result.idle.items()}
         for node in dict.fromkeys(node for node, _ in self._engines):
             found = [engine.spans for (name, _), engine in self._engines.items() if name == node]
             result.spans[node] = Spans(

@@ -3,7 +3,17 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.record.timeline import Bar, Idle, boundaries, idle, lanes, names, span
+from penstock.runtime.record.timeline import (
+    Bar,
+    Utilisation,
+    boundaries,
+    lanes,
+    microseconds,
+    names,
+    pool_means,
+    pool_of,
+    span,
+)
 
 
 def bar(lane: str, start: float, end: float, index: int = 0, name: str = "work") -> Bar:
@@ -57,37 +67,62 @@ def test_an_update_ends_with_its_last_node() -> None:
     assert span([]) == (0.0, 0.0)
 
 
-changes = st.lists(
-    st.tuples(times, st.sampled_from(["g/0", "g/1", "g/2", "t/0"]), st.sampled_from(["busy", "data", "weights"]))
-)
+PLACES = ["g/0", "g/1", "g/2", "t/0"]
+changes = st.lists(st.tuples(times, st.sampled_from(PLACES), st.sampled_from(["busy", "data", "weights", "joined"])))
 
 
 @given(changes, st.lists(times, min_size=1))
 def test_busy_and_idle_seconds_add_up_to_the_wall_time_exactly(
     given: list[tuple[float, str, str]], takes: list[float]
 ) -> None:
-    account = Idle(["g/0", "g/1", "g/2", "t/0"], 0.0)
+    account = Utilisation(PLACES, 0)
     moments = sorted([(t, r, s) for t, r, s in given] + [(t, "", "") for t in takes])
     last = 0
-    for time, replica, state in moments:
-        if replica:
-            account.change(time, replica, state)
-            continue
-        now = round(time * 1e6)
-        for spent in account.take(time).values():
-            assert sum(round(seconds * 1e6) for seconds in spent.values()) == now - last
-        last = now
+    for number, (time, replica, state) in enumerate(moments):
+        account.let(microseconds(time), lambda _, number=number: f"cause {number % 3}")  # type: ignore[misc]
+        if state == "joined":
+            account.join(replica, pool_of(replica))
+        elif replica:
+            account.change(replica, state)
+        else:
+            now = microseconds(time)
+            spent = account.take()
+            assert {sum(states.values()) for states in spent.values()} == {now - last}
+            assert all(time > 0 for states in spent.values() for time in states.values())
+            for seconds in pool_means(spent).values():
+                assert sum(map(microseconds, seconds.values())) == now - last
+            last = now
+
+
+def spent(states: list[tuple[int, str, str]], end: int) -> dict[str, dict[str, float]]:
+    account = Utilisation(["g/0", "t/0"], 0)
+    for time, replica, state in states:
+        account.let(time)
+        account.change(replica, state)
+    account.let(end)
+    return account.take()
 
 
 def test_idle_seconds_go_to_their_cause() -> None:
-    states = [(1.0, "g/0", "busy"), (1.0, "t/0", "data"), (3.0, "g/0", "weights"), (3.5, "t/0", "busy")]
-    assert idle(states, ["g/0", "t/0"], 0.0, 4.0) == {
-        "g": {"start": 1.0, "busy": 2.0, "weights": 1.0},
-        "t": {"start": 1.0, "data": 2.5, "busy": 0.5},
+    states = [(10, "g/0", "busy"), (10, "t/0", "data"), (30, "g/0", "weights"), (35, "t/0", "busy")]
+    assert spent(states, 40) == {
+        "g/0": {"start": 10, "busy": 20, "weights": 10},
+        "t/0": {"start": 10, "data": 25, "busy": 5},
     }
+
+
+def test_lanes_of_a_kind_are_in_its_state_while_they_are_with_it() -> None:
+    account = Utilisation(["g/0", "g/1"], 0)
+    account.join("g/0", "g")
+    account.join("g/1", "g")
+    account.let(3, lambda lane: "data")
+    account.change("g/1", "busy")
+    account.let(5, lambda lane: "weights")
+    assert account.take() == {"g/0": {"data": 3, "weights": 2}, "g/1": {"data": 3, "busy": 2}}
+    account.join("g/1", "g")
+    account.let(6, lambda lane: "weights")
+    assert account.take() == {"g/0": {"weights": 1}, "g/1": {"weights": 1}}
 
 
 def test_a_pool_counts_the_mean_of_its_replicas() -> None:
-    assert idle([(0.0, "g/0", "busy"), (0.0, "g/1", "data")], ["g/0", "g/1"], 0.0, 3.0) == {
-        "g": {"busy": 1.5, "data": 1.5}
-    }
+    assert pool_means({"g/0": {"busy": 3_000_000}, "g/1": {"data": 3_000_000}}) == {"g": {"busy": 1.5, "data": 1.5}}

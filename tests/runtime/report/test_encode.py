@@ -5,12 +5,13 @@ import json
 import zlib
 from typing import Any
 
+from penstock.runtime.record.timeline import place
 from penstock.runtime.report.follow import Work
-from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode, place, thin
+from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode, thin
 
 
 def work(index: int, start: int, end: int, node: str = "n", version: int = 0) -> Work:
-    return Work(("p/0", 0), node, index, 0, start * 1000, end * 1000, "group", version, ("m[#] was done", index + 5))
+    return Work("p/0", node, index, start * 1000, end * 1000, "group", version, cause=("m[#] was done", index + 5))
 
 
 def decoded(chart: Chart, most: int = 10_000) -> Any:

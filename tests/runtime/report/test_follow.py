@@ -10,7 +10,7 @@ from .runs import Made
 
 def test_the_work_of_a_record_is_that_of_the_run(made: Made) -> None:
     (stage,) = read_facts(made.folder).stages
-    real = {(w.node, w.index, w.start - stage.begin, w.end - stage.begin) for w in stage.followed.work
+    real = {(w.name, w.index, w.start - stage.begin, w.end - stage.begin) for w in stage.followed.work
             if w.kind in ("group", "update")}  # fmt: skip
     told = {(b.name, b.index, round(b.start * NS), round(b.end * NS)) for b in made.simulation.bars
             if b.kind in ("group", "update")}  # fmt: skip
@@ -22,18 +22,18 @@ def test_the_work_of_a_record_is_that_of_the_run(made: Made) -> None:
 
 def test_the_depths_of_queues_are_what_was_in_work_from_then_on(made: Made) -> None:
     (stage,) = read_facts(made.folder).stages
-    groups = [w for w in stage.followed.work if w.kind == "group" and w.lane[1] == 0]
+    groups = [w for w in stage.followed.work if w.kind == "group" and w.rank == 0]
     nodes = {"generator": "fake_generate", "scorer": "fake_score"}
     assert len(stage.depths) > 50
     for depth in stage.depths[:-1]:
         for pool, node in nodes.items():
-            assert depth.in_work[pool] == sum(w.node == node and w.start <= depth.time < w.end for w in groups)
+            assert depth.in_work[pool] == sum(w.name == node and w.start <= depth.time < w.end for w in groups)
 
 
 def test_every_rank_of_a_replica_has_its_own_work(made: Made) -> None:
     (stage,) = read_facts(made.folder).stages
     for number in range(2):
-        first, second = ([w.index for w in stage.followed.work if w.lane == (f"generator/{number}", rank)
+        first, second = ([w.index for w in stage.followed.work if w.rank_id == (f"generator/{number}", rank)
                           and w.kind == "group"] for rank in range(2))  # fmt: skip
         assert first == second
 

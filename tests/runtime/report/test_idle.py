@@ -7,15 +7,21 @@ from hypothesis import strategies as st
 
 from penstock.runtime.record.timeline import Kind
 from penstock.runtime.report.follow import Work
-from penstock.runtime.report.run_history import account, read_facts, slot_time, union
+from penstock.runtime.report.run_history import accounts, read_facts, slot_time, union
 from penstock.runtime.report.summary import make_report, occupancy, rank_accounts, whole_accounts
 from penstock.runtime.schedule.simulator import Durations
 
 from .runs import Made, simulated_run
 
+RANK = ("pool/0", 0)
+
 
 def work(start: int, end: int, kind: Kind = "group", outcome: str = "") -> Work:
-    return Work(("pool/0", 0), "node", 0, 0, start, end, kind, None, ("", 0), outcome)
+    return Work("pool/0", "node", 0, start, end, kind, outcome=outcome)
+
+
+def account(done: list[Work], reasons: list[tuple[int, str]], begin: int, end: int) -> dict[str, int]:
+    return accounts(done, {RANK: reasons}, begin, end)[RANK]
 
 
 def test_time_is_busy_where_anything_is_in_work_and_idle_by_its_cause_elsewhere() -> None:

@@ -20,7 +20,7 @@ def test_a_run_without_a_runtime_of_its_own_is_predicted_exactly(made: Made) -> 
     assert prediction is not None
     assert prediction.error == pytest.approx(0, abs=1e-6)
     assert prediction.simulation.ends == pytest.approx(made.simulation.ends, abs=1e-6)
-    real, predicted = ([(w.node, w.index) for w in f.work] for f in (stage.followed, prediction.followed))
+    real, predicted = ([(w.name, w.index) for w in f.work] for f in (stage.followed, prediction.followed))
     assert sorted(real) == sorted(predicted)
 
 

@@ -78,7 +78,7 @@ def test_a_lag_too_small_for_how_seldom_weights_travel_has_no_period(tmp_path: P
 
 
 def firing(index: int, start: int, end: int) -> Work:
-    return Work(("generator/0", 0), "generate", index, 0, start, end, "group", 0, ("", 0))
+    return Work("generator/0", "generate", index, start, end, "group", 0)
 
 
 def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:

@@ -8,6 +8,7 @@ import pytest
 from penstock.graph.ir import Firing, Graph, Node
 from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Fire, Publish, Save, Send
+from penstock.runtime.schedule.idle_causes import cause
 
 from .examples import begun, exhaust, finish, fired, is_fire, published, run_until, versions, world
 from .graphs import aipo, broadcast, call, graph, place
@@ -173,10 +174,10 @@ def test_a_resumed_run_sends_its_first_version_only_to_who_is_behind_or_due() ->
 
 def test_a_pool_whose_first_weights_are_not_due_waits_for_data_and_not_for_its_start() -> None:
     made = begun(watched(lag=0, every=3), Rules(batch=1, end=6))
-    assert made.scheduler.cause("evaluator/0") == "data"
-    assert made.scheduler.cause("generator/0") == "start"
+    assert cause(made.scheduler, "evaluator/0") == "data"
+    assert cause(made.scheduler, "generator/0") == "start"
     run_until(made, lambda c: isinstance(c, Publish) and (c.channel, c.version) == ("policy>evaluator", 2))
-    assert made.scheduler.cause("evaluator/0") == "start"
+    assert cause(made.scheduler, "evaluator/0") == "start"
 
 
 # Trailing ---------------------------------------------------------------------------------------------------

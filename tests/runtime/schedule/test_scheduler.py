@@ -6,6 +6,7 @@ import pytest
 
 from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Finish, Fire
+from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
 from .examples import begun, exhaust, finish, fired, is_fire, run_until, versions, world
@@ -100,12 +101,12 @@ def test_pinned_versions_need_one_lag() -> None:
 
 def test_why_a_replica_is_idle() -> None:
     made = begun(aipo(lag=0), Rules(batch=1, end=2))
-    assert made.scheduler.cause("generator/0") == "start"
-    assert made.scheduler.cause("scorer/0") == "data"
+    assert cause(made.scheduler, "generator/0") == "start"
+    assert cause(made.scheduler, "scorer/0") == "data"
     run_until(made, is_fire("update", 0))
     exhaust(made, but="'update'")
-    assert made.scheduler.cause("generator/0") == "weights"
+    assert cause(made.scheduler, "generator/0") == "weights"
     made.feed(Checkpoint(final=True))
-    assert made.scheduler.cause("generator/0") == "saving"
+    assert cause(made.scheduler, "generator/0") == "saving"
     finish(made)
-    assert made.scheduler.cause("generator/0") == "done"
+    assert cause(made.scheduler, "generator/0") == "done"
