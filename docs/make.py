@@ -8,6 +8,7 @@ docs/ it is one line, `<!-- write WHAT -->`, which is filled when the site is bu
 built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
 
     source NAME               a built-in program's function, as it is written
+    example FILE              a file of docs/examples
     show PROGRAM              what `penstock show PROGRAM` prints
     check PROGRAM             what `penstock check PROGRAM` prints
     schedule PROGRAM FLAG …   the period and the drawing that `penstock simulate PROGRAM` prints
@@ -128,6 +129,10 @@ def picture(name: str) -> str:
 
 def source(name: str) -> str:
     return fenced(inspect.getsource(program(name).fn).rstrip(), "python")
+
+
+def example(name: str) -> str:
+    return fenced((EXAMPLES / name).read_text().rstrip(), "python")
 
 
 def show(name: str) -> str:
@@ -270,6 +275,7 @@ def fenced(content: str, language: str) -> str:
 
 WRITERS: dict[str, Callable[..., str]] = {
     "source": source,
+    "example": example,
     "show": show,
     "check": checked,
     "help": help_text,

@@ -45,7 +45,8 @@ class NodeDef(Generic[P, T]):
         self.beat = 1
         self.label = ""
         self.bound: Mapping[str, Any] = {}
-        self.answering: NodeDef[..., Any] | None = None
+        # Quoted, since the documentation's parser takes `node` for this module and for the function in it.
+        self.answering: "NodeDef[..., Any] | None" = None  # noqa: UP037
         self.written: str = fn.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
