@@ -132,7 +132,7 @@ def source(name: str) -> str:
 
 
 def example(name: str) -> str:
-    return fenced((EXAMPLES / name).read_text().rstrip(), "python")
+    return fenced((EXAMPLES / name).read_text().rstrip(), f'python title="{name}"')
 
 
 def show(name: str) -> str:

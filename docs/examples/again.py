@@ -8,8 +8,6 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.replay_buffer import replay
 from penstock.nodes.score import math_answer, score
 
-# again.py
-
 
 @program
 def often(policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1, take: int = 2) -> Policy:

@@ -5,8 +5,6 @@ from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 
-# baseline.py
-
 
 @carried
 class Baseline:

@@ -9,8 +9,6 @@ from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 
-# clocks.py
-
 
 @program
 def anchored(

@@ -8,8 +8,6 @@ from penstock.nodes.generate import converse
 from penstock.nodes.learn.batching import turn_of_tokens
 from penstock.nodes.learn.update import aipo_update
 
-# credit.py
-
 
 @node(pool="scorer")
 def to_come(rollouts: Rollouts, rewards: TurnRewards, *, discount: float = 0.9) -> TokenAdvantages:

@@ -1,4 +1,3 @@
-# dapo_groups.py
 from penstock.graph import Rewards, Rollouts, node
 
 

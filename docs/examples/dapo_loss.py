@@ -4,8 +4,6 @@ from torch import Tensor
 from penstock.graph import requires
 from penstock.nodes.learn.losses import Sampled, reads
 
-# dapo_loss.py
-
 
 @requires(reads("behaviour"))
 def clip_higher(logprobs_P: Tensor, sampled: Sampled, *, low: float = 0.2, high: float = 0.28) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,6 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
 
-# faulty.py
-
 
 @program
 def faulty(policy: Policy, prompts: Prompts) -> Policy:

@@ -5,8 +5,6 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 
-# feedback.py
-
 
 def width(text: str) -> str:
     """What two problems have in common: how long they are."""

@@ -6,8 +6,6 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 
-# filters.py
-
 
 def some_finished(rollouts: Rollouts, *, least: int = 1) -> bool:
     """Did any response end by itself?"""

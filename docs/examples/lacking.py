@@ -10,8 +10,6 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.option_checks import positive
 from penstock.nodes.score import math_answer, score
 
-# lacking.py
-
 
 @requires(reads("behaviour", "proximal"), positive("cap"))
 def capped(logprobs_P: Tensor, sampled: Sampled, *, cap: float = 2.0) -> Tensor:

@@ -5,8 +5,6 @@ from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
 from penstock.programs.evaluate import evaluate
 
-# length.py
-
 
 def ends_with(prompt: str, response: str, answer: str) -> float:
     """A rule for `score`: what it returns is the reward, and what it raises stops the run."""

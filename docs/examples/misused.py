@@ -6,8 +6,6 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 
-# misused.py
-
 
 @program
 def filter_by_lambda(policy: Policy, prompts: Prompts) -> Policy:

@@ -7,8 +7,6 @@ from penstock.nodes.learn.losses import Sampled, aipo, imitate, reads, segment_s
 from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.score import math_answer, score
 
-# mixed.py
-
 
 @node(pool="scorer")
 def right(rollouts: Rollouts, rewards: Rewards) -> Rollouts:

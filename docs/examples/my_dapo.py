@@ -10,8 +10,6 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
 
-# my_dapo.py
-
 
 @program(evaluation=evaluate)
 def my_dapo(

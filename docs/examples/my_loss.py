@@ -8,8 +8,6 @@ from penstock.nodes.learn.losses import Sampled, reads, segment_sum
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 
-# my_loss.py
-
 
 @requires(reads("behaviour"))
 def tapered(logprobs_P: Tensor, sampled: Sampled) -> Tensor:

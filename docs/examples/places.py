@@ -1,4 +1,3 @@
-# places.py
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 
-# players.py
-
 
 class Chaser(Policy):
     """Wants to be right."""

@@ -11,8 +11,6 @@ from penstock.nodes.learn.schedules import cosine
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 
-# rates.py
-
 
 @program
 def warmed(policy: Policy, prompts: Prompts, *, samples: int = 8, lag: int = 1, lr: float = 2e-4) -> Policy:

@@ -9,8 +9,6 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 
-# remote.py
-
 
 def ask(texts: Sequence[str]) -> list[float]:
     """In earnest this would ask a server, with a deadline."""

@@ -7,8 +7,6 @@ from penstock.nodes.environments.environment import outcome
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 
-# talking.py
-
 
 def shown(prompt: str, response: str, answer: str) -> str:
     """What the judge is asked first: here the sum, and what was said to it."""

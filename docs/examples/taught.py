@@ -8,8 +8,6 @@ from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.policy import language_model
 from penstock.nodes.score import math_answer, score
 
-# taught.py
-
 
 def finished(rollouts: Rollouts) -> list[bool]:
     """Responses that ended by themselves are compared with each other, and those that were cut."""

@@ -3,8 +3,6 @@ from dapo_loss import clip_higher
 
 from penstock.nodes.learn.losses import Sampled
 
-# test_dapo_loss.py
-
 
 def test_the_gradient_is_the_formula_on_both_sides_of_both_bounds() -> None:
     ratio_P = torch.tensor([1.0, 1.27, 1.29, 0.7, 0.81, 0.79, 1.5])

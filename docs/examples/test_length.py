@@ -5,8 +5,6 @@ from penstock.graph import Rewards, check, trace
 from penstock.graph.types import Batchable
 from penstock.nodes.advantage import group_advantage
 
-# test_length.py
-
 
 def test_the_advantages_of_a_group_add_up_to_nothing() -> None:
     advantages = group_advantage(Rewards(torch.tensor([1.0, 0.0, 0.0, 1.0])))

@@ -8,8 +8,6 @@ from penstock.nodes.generate import converse
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
 
-# turns.py
-
 
 @environment(deadline=10.0)
 def once_more(rollouts: Rollouts, *, sign: str = ":") -> Replies:

@@ -1,4 +1,3 @@
-# verdicts.py
 from dataclasses import dataclass
 
 import torch
