@@ -20,7 +20,7 @@ from penstock.runtime.collection import uncollected
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
 from penstock.runtime.plan.roles import Roles, roles_of
-from penstock.runtime.plan.search import Found, Split
+from penstock.runtime.plan.search import Solution, Split
 from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
 
 KEPT = 0.7
@@ -151,7 +151,7 @@ def _why(found: Planned) -> str:
     if found.roles.turns > 1:
         answers = found.roles.turns * found.work.environment_s
         parts.append(f"{found.roles.turns} answers of {found.roles.environment} {seconds(answers)}")
-    groups = [(each.pools, reading) for each, reading in zip(best.split.apart, best.readings, strict=True)]
+    groups = [(each.pools, reading) for each, reading in zip(best.split.dedicated, best.readings, strict=True)]
     taken = [pool for pools, _ in groups for pool in pools]
     free = tuple(pool for pool in found.roles.beside if pool not in taken)
     for pools, reading in [*([(free, best.training)] if free else []), *groups]:
@@ -210,7 +210,7 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))
 
 
-def _beside(other: Found, best: Found) -> str:
+def _beside(other: Solution, best: Solution) -> str:
     """An alternative beside the plan."""
     more = percent(other.period_s / best.period_s - 1)
     if more != percent(0):
@@ -219,12 +219,8 @@ def _beside(other: Found, best: Found) -> str:
 
 
 def _gpus(split: Split) -> str:
-    """Of the trainer, the generator, and each group of models that is apart; by kind where there are several."""
-    trains, decodes = split.islands
-    found = [(split.trainer, trains.kind)]
-    found += [] if split.shared else [(split.generator, decodes.kind)]
-    found += [(each.gpus, each.island.kind) for each in split.apart]
-    several = len({kind for _, kind in found}) > 1
-    sizes = [f"{gpus} {kind}" if several else str(gpus) for gpus, kind in found]
+    """Of the trainer, the generator, and each dedicated group of models; by kind where there are several."""
+    several = len({each.nodes.kind for each in split.allocations}) > 1
+    sizes = [f"{each.gpus} {each.nodes.kind}" if several else str(each.gpus) for each in split.allocations]
     sizes[0] += " shared" if split.shared else ""
-    return " + ".join(sizes) + ("" if several else f" {trains.kind}")
+    return " + ".join(sizes) + ("" if several else f" {split.trainer.nodes.kind}")

@@ -14,7 +14,7 @@ from math import inf
 
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.placement import spelled
-from penstock.runtime.plan.candidates import FEWEST_SLOTS, Island, Pins, Sides, trainer_meshes
+from penstock.runtime.plan.candidates import FEWEST_SLOTS, Candidates, NodeGroup, Pins, trainer_meshes
 from penstock.runtime.plan.memory import (
     Memory,
     Misfit,
@@ -29,11 +29,11 @@ from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
 
-def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
+def check_pins(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> None:
     """Raises PlanError for a mesh of more ranks than any island has GPUs, or that no layout has."""
-    largest = max(islands, key=lambda island: island.gpus)
-    own = {roles.trainer: sides.pins.trainer, roles.generator: sides.pins.generator}
-    for pool, axes in {**own, **sides.pins.beside}.items():
+    largest = max(node_groups, key=lambda nodes: nodes.gpus)
+    own = {roles.trainer: candidates.pins.trainer, roles.generator: candidates.pins.generator}
+    for pool, axes in {**own, **candidates.pins.beside}.items():
         if axes is None:
             continue
         ranks = num_ranks(axes)
@@ -41,56 +41,62 @@ def check_pins(roles: Roles, sides: Sides, islands: Sequence[Island]) -> None:
         if ranks > largest.gpus:
             raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
         if pool == roles.generator:
-            known = any(sides.decoding.bases(island) for island in islands)
+            known = any(candidates.bases(nodes) for nodes in node_groups)
         else:
-            known = any(True for i in islands if ranks in i.sizes for _ in sides.candidates.on(i, ranks, axes))
+            known = any(candidates.cuts(nodes, ranks, axes) for nodes in node_groups if ranks in nodes.sizes)
         if not known:
             needed = "whole hosts, a divisor of one or any part of a single one, tp within a host, "
             needed += "and heads and layers that it divides"
-            raise AskedError(f"{given} for {sides.work.shape.name}, needed {needed}")
+            raise AskedError(f"{given} for {candidates.work.shape.name}, needed {needed}")
 
 
-def refuse(roles: Roles, sides: Sides, islands: Sequence[Island]) -> PlanError:
+def refuse(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> PlanError:
     """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
     or, where each would by itself, how many GPUs each needs."""
-    misfits = [_trainer(roles, sides, islands), _generator(roles, sides, islands)]
+    misfits = [_trainer(roles, candidates, node_groups), _generator(roles, candidates, node_groups)]
     lines = [str(misfit) for misfit in misfits if misfit is not None]
-    total = sum(island.gpus for island in islands)
-    head = f"{sides.work.shape.name} does not fit on {total} GPU{'s' * (total > 1)}"
+    total = sum(nodes.gpus for nodes in node_groups)
+    head = f"{candidates.work.shape.name} does not fit on {total} GPU{'s' * (total > 1)}"
     if lines:
         return PlanError("\n".join((head, *lines)))
-    trains = [n for i in islands for n in i.sizes if sides.training.trainers(i, n, Models(0))]
-    decodes = [n for i in islands for n in i.sizes if n in sides.decoding.own(i).block.gpus]
+    trains = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
+    decodes = [n for i in node_groups for n in i.sizes if n in candidates.dedicated(i).gpus]
     if not (trains and decodes):
-        return PlanError(f"{head}: given layouts that fit, needed pools of {sides.work.responses} replicas at most")
+        return PlanError(
+            f"{head}: given layouts that fit, needed pools of {candidates.work.responses} replicas at most"
+        )
     needed = f"{min(trains)} GPUs for {roles.trainer} and {min(decodes)} for {roles.generator}"
     return PlanError(f"{head}: needed at least {needed}" + "".join(f", and those of {pool}" for pool in roles.beside))
 
 
-def _trainer(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
+def _trainer(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
     """Of the layout that needs least memory; None if it fits."""
-    sizes = [(i, n) for i in islands for n in ((i.gpus,) if sides.pins.trainer is None else i.sizes)]
-    pin, made = sides.pins.trainer, sides.candidates
-    found = [trainer for island, gpus in sizes for trainer in made.on(island, gpus, pin)]
+    sizes = [(i, n) for i in node_groups for n in ((i.gpus,) if candidates.pins.trainer is None else i.sizes)]
+    cuts = [cut for nodes, gpus in sizes for cut in candidates.cuts(nodes, gpus, candidates.pins.trainer)]
+    found = [trainer for cut in cuts for trainer in cut.layouts()]
     if not found:
-        raise PlanError(f"{roles.trainer}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
+        raise PlanError(
+            f"{roles.trainer}: given no layout of {candidates.work.shape.name}, needed heads that tp divides"
+        )
     least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)
     sharded = replace(least, zero3=True)
     copies = Memory({"copies": trainer_memory(sharded, roles.models.copies).parts["copies"]})
-    return check_trainer(sharded, roles.trainer, copies if roles.models.copies else None, sides.work.context)
+    return check_trainer(sharded, roles.trainer, copies if roles.models.copies else None, candidates.work.context)
 
 
-def _generator(roles: Roles, sides: Sides, islands: Sequence[Island]) -> Misfit | None:
+def _generator(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
     best, share = None, inf
-    for island in islands:
-        for base in sides.decoding.bases(island):
-            least = replace(base, slots=min(FEWEST_SLOTS, sides.slots))
-            needed = generator_memory(least, sides.decoding.context).bytes / island.gpu.memory_bytes
+    for nodes in node_groups:
+        for base in candidates.bases(nodes):
+            least = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
+            needed = generator_memory(least, candidates.context).bytes / nodes.gpu.memory_bytes
             if needed < share:
                 best, share = least, needed
     if best is None:
-        raise PlanError(f"{roles.generator}: given no layout of {sides.work.shape.name}, needed heads that tp divides")
-    return check_generator(best, sides.decoding.context, roles.generator)
+        raise PlanError(
+            f"{roles.generator}: given no layout of {candidates.work.shape.name}, needed heads that tp divides"
+        )
+    return check_generator(best, candidates.context, roles.generator)
 
 
 MOST_GPUS = 4096
@@ -103,55 +109,53 @@ class Enough:
     """A question that has no plan, and until when others like it may be asked."""
 
     roles: Roles
-    sides: Sides
-    islands: Sequence[Island]
+    candidates: Candidates
+    node_groups: Sequence[NodeGroup]
     deadline: float
 
     def __str__(self) -> str:
         """ "" where nothing that is tried is known to be enough."""
-        if self.sides.pins != Pins() and self._fits(self._free, self.islands):
+        if self.candidates.pins != Pins() and self._fits(self._free, self.node_groups):
             return "All of it would fit without --mesh"
         ways = [way for way in (self._hosts(), self._shorter()) if way]
         return f"All of it would fit {', or '.join(ways)}" if ways else ""
 
     @property
-    def _free(self) -> Sides:
-        return replace(self.sides, pins=Pins())
+    def _free(self) -> Candidates:
+        return replace(self.candidates, pins=Pins())
 
     def _hosts(self) -> str:
-        widest = max(self.islands, key=lambda island: island.gpu.memory_bytes * island.each)
-        others = [island for island in self.islands if island is not widest]
+        widest = max(self.node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
+        others = [nodes for nodes in self.node_groups if nodes is not widest]
         for count in range(len(widest.hosts) + 1, MOST_GPUS // widest.each + 1):
             grown = replace(widest, hosts=tuple(f"host{number}" for number in range(count)))
             if self._trains(grown) and self._fits(self._free, (grown, *others)):
-                without = " and without --mesh" if self.sides.pins != Pins() else ""
+                without = " and without --mesh" if self.candidates.pins != Pins() else ""
                 return f"on {count} hosts of {widest.each} {widest.kind}, {grown.gpus} GPUs{without}"
             if time.monotonic() > self.deadline:
                 break
         return ""
 
     def _shorter(self) -> str:
-        lengths, longest = self.sides.work.lengths, self.sides.work.lengths.longest // 2
+        lengths, longest = self.candidates.work.lengths, self.candidates.work.lengths.longest // 2
         while longest >= SHORTEST and (cut := _cut(lengths, longest)) and time.monotonic() < self.deadline:
-            if self._fits(replace(self.sides, work=replace(self.sides.work, lengths=cut)), self.islands):
+            if self._fits(replace(self.candidates, work=replace(self.candidates.work, lengths=cut)), self.node_groups):
                 return f"with --max-tokens {longest}"
             longest //= 2
         return ""
 
-    def _trains(self, island: Island) -> bool:
-        """Whether a trainer fits on all GPUs of an island, alone."""
-        work, copies = self.sides.work, self.sides.models.copies
-        for mesh in trainer_meshes(work.shape, island, island.gpus):
-            least = Trainer(work.shape, island.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
-            if trainer_memory(least, copies).bytes <= island.gpu.memory_bytes:
+    def _trains(self, nodes: NodeGroup) -> bool:
+        """Whether a trainer fits on all GPUs of a node group, alone."""
+        work, copies = self.candidates.work, self.candidates.models.copies
+        for mesh in trainer_meshes(work.shape, nodes, nodes.gpus):
+            least = Trainer(work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
+            if trainer_memory(least, copies).bytes <= nodes.gpu.memory_bytes:
                 return True
         return False
 
-    def _fits(self, sides: Sides, islands: Sequence[Island]) -> bool:
+    def _fits(self, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> bool:
         """Whether there is any plan, as far as a search finds one in its grace."""
-        # Islands that differ in their hosts alone are equal, and what is kept of one would be taken for the other's.
-        fresh = Sides(sides.work, sides.lag, sides.slots, sides.pins, sides.models)
-        return Search(self.roles, fresh, tuple(islands)).run(time.monotonic(), second=False).best is not None
+        return Search(self.roles, candidates, tuple(node_groups)).run(time.monotonic(), second=False).best is not None
 
 
 def _cut(lengths: Lengths, longest: int) -> Lengths | None:

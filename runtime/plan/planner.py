@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -10,11 +10,11 @@ from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import html_table, spelled
-from penstock.runtime.plan.candidates import Island, Pins, Sides, Training, islands
+from penstock.runtime.plan.candidates import Candidates, NodeGroup, Pins, Training, node_groups
 from penstock.runtime.plan.infeasible import Enough, check_pins, refuse
 from penstock.runtime.plan.memory import Memory, beside_memory
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
-from penstock.runtime.plan.search import Apart, Found, Outcome, Search, Split
+from penstock.runtime.plan.search import Allocation, Outcome, Search, Solution, Split
 from penstock.runtime.plan.simulate import KEY, Costed, costed
 from penstock.runtime.plan.workload import Workload
 
@@ -52,7 +52,7 @@ class Alternative:
     """Another plan; `found` is None where `why` says that there is none."""
 
     name: str
-    found: Found | None
+    found: Solution | None
     proved: bool
     why: str = ""
 
@@ -65,7 +65,7 @@ class Planned:
     work: Workload
     lag: int
     gpus: int
-    best: Found
+    best: Solution
     outcome: Outcome
     alternatives: tuple[Alternative, ...]
     seconds: float
@@ -129,58 +129,58 @@ def plan(
 ) -> Planned:
     """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
     began, cpu = time.monotonic(), time.process_time()
-    roles, found = roles_of(graph), islands(cluster)
+    roles, found = roles_of(graph), node_groups(cluster)
     if slots < 1:
         raise AskedError(f"slots: given {slots}, needed at least 1")
-    sides = Sides(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
-    check_pins(roles, sides, found)
+    candidates = Candidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
+    check_pins(roles, candidates, found)
     others = [
-        _by_hand(Search(roles, sides, found, (split,)), name, began + time_limit * HEURISTIC_SHARE * number)
+        _by_hand(Search(roles, candidates, found, split), name, began + time_limit * HEURISTIC_SHARE * number)
         for number, (name, split) in enumerate(_hands(found), 1)
     ]
     known = tuple(other.found for other in others if other.found)
-    outcome = Search(roles, sides, found, known=known).run(began + time_limit)
+    outcome = Search(roles, candidates, found, known=known).run(began + time_limit)
     best = outcome.best
     if best is None and outcome.floor == float("inf"):
-        more = str(Enough(roles, sides, found, time.monotonic() + ENOUGH_S))
-        raise PlanError("\n".join(filter(None, (str(refuse(roles, sides, found)), more))))
+        more = str(Enough(roles, candidates, found, time.monotonic() + ENOUGH_S))
+        raise PlanError("\n".join(filter(None, (str(refuse(roles, candidates, found)), more))))
     if best is None:
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
-    total = sum(island.gpus for island in found)
+    total = sum(nodes.gpus for nodes in found)
     taken = time.monotonic() - began, time.process_time() - cpu
     return Planned(roles, work, roles.lag, total, best, outcome, (second, *others), *taken)
 
 
-def pools_of(roles: Roles, found: Found) -> tuple[PoolPlan, ...]:
+def pools_of(roles: Roles, found: Solution) -> tuple[PoolPlan, ...]:
     """In the order trainer, generator, models beside the policy, small work."""
     split, training, decode, generator = found.split, found.training, found.generating, found.generating.generator
-    hosts = split.hosts() or [(), ()]
-    trains, decodes = split.islands
+    hosts, decodes = split.hosts() or [(), ()], split.decodes
+    trains = replace(split.trainer, pools=(roles.trainer,))
     pools = [
-        _learning(roles, roles.trainer, Apart((roles.trainer,), trains, split.trainer), training, hosts[0]),
+        _learning(roles, roles.trainer, trains, training, hosts[0]),
         PoolPlan(
-            roles.generator, roles.nodes_of(roles.generator), decodes.kind, hosts[1], split.generator, decode.replicas,
-            generator.mesh.axes, generator.precision, decode.memory, decodes.gpu.memory_bytes, slots=generator.slots,
-            shares=f"its GPUs are those of {roles.trainer}" if split.shared else "",
+            roles.generator, roles.nodes_of(roles.generator), decodes.nodes.kind, hosts[1], decodes.gpus,
+            decode.replicas, generator.mesh.axes, generator.precision, decode.memory, decodes.nodes.gpu.memory_bytes,
+            slots=generator.slots, shares=f"its GPUs are those of {roles.trainer}" if split.shared else "",
         ),
     ]  # fmt: skip
     for pool in roles.beside:
-        group = Apart((roles.trainer,), trains, split.trainer), training, hosts[0]
-        for each, reading, own in zip(split.apart, found.readings, hosts[2:], strict=False):
+        group = trains, training, hosts[0]
+        for each, reading, own in zip(split.dedicated, found.readings, hosts[2:], strict=False):
             group = (each, reading, own) if pool in each.pools else group
         pools.append(_learning(roles, pool, *group))
     pools += [PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small]
     return (*pools, *(PoolPlan(pool, roles.nodes_of(pool), shares=OUTSIDE) for pool in roles.outside))
 
 
-def _learning(roles: Roles, pool: str, group: Apart, training: Training, hosts: tuple[str, ...]) -> PoolPlan:
+def _learning(roles: Roles, pool: str, group: Allocation, training: Training, hosts: tuple[str, ...]) -> PoolPlan:
     """A pool of a group whose first one is said to have its GPUs, and what all of them hold."""
     trainer, first = training.trainer, group.pools[0]
     return PoolPlan(
-        pool, roles.nodes_of(pool), group.island.kind, hosts, group.gpus, 1, trainer.mesh.axes, trainer.precision,
+        pool, roles.nodes_of(pool), group.nodes.kind, hosts, group.gpus, 1, trainer.mesh.axes, trainer.precision,
         training.memory if pool == first else beside_memory(trainer, roles.models_of((pool,))),
-        group.island.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
+        group.nodes.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
         shares="" if pool == first else f"its GPUs are those of {first}",
     )  # fmt: skip
 
@@ -201,23 +201,23 @@ def _outermost_first(axes: Axes) -> Axes:
     return tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: order.index(axis[0])))
 
 
-def _hands(found: Sequence[Island]) -> list[tuple[str, Split]]:
+def _hands(found: Sequence[NodeGroup]) -> list[tuple[str, Split]]:
     """What people set by hand: shares of all GPUs, all layouts free; a frozen model beside the trainer."""
-    shared = max(found, key=lambda island: island.gpus * island.gpu.flops("bf16"))
+    shared = max(found, key=lambda nodes: nodes.gpus * nodes.gpu.flops("bf16"))
     hands = [
         ("half and half", _shares(found, 0.5)),
         ("75:25 (generator : trainer)", _shares(found, 0.75)),
-        ("all shared, synchronous", Split(True, (shared, shared), shared.gpus, shared.gpus)),
+        ("all shared, synchronous", Split(Allocation(shared, shared.gpus), None)),
     ]
     return [(name, split) for name, split in hands if split is not None]
 
 
-def _shares(found: Sequence[Island], part: float) -> Split | None:
+def _shares(found: Sequence[NodeGroup], part: float) -> Split | None:
     """The split that is nearest to `part` of all GPUs for the generator and the others for the trainer: each within one
-    island, the trainer on the faster one where that is no matter. None where there is a single GPU."""
-    total = sum(island.gpus for island in found)
+    node group, the trainer on the faster one where that is no matter. None where there is a single GPU."""
+    total = sum(nodes.gpus for nodes in found)
     splits = [
-        Split(False, (trains, decodes), trainer, generator)
+        Split(Allocation(trains, trainer), Allocation(decodes, generator))
         for trains, decodes in product(found, found)
         for generator in (min(decodes.sizes, key=lambda size: abs(size - part * total)),)
         for room in (trains.gpus - generator if trains == decodes else trains.gpus,)
@@ -226,10 +226,10 @@ def _shares(found: Sequence[Island], part: float) -> Split | None:
     ]
 
     def distance(split: Split) -> tuple[float, float]:
-        off = abs(split.generator - part * total) + abs(split.trainer - (1 - part) * total)
-        return off, -split.islands[0].gpu.flops("bf16")
+        off = abs(split.decodes.gpus - part * total) + abs(split.trainer.gpus - (1 - part) * total)
+        return off, -split.trainer.nodes.gpu.flops("bf16")
 
-    return min((split for split in splits if split.has_room), key=distance, default=None)
+    return min((split for split in splits if split.hosts()), key=distance, default=None)
 
 
 def _by_hand(search: Search, name: str, deadline: float) -> Alternative:

@@ -1,154 +1,136 @@
-"""The best plan by best-first branch and bound. Pure but for the clock of its time limit.
+"""The best plan: combinations of the roles' candidate layouts, in the order of a lower bound of the period. Pure but
+for the clock of its time limit.
 
-What is open lies in a heap by a lower bound of its period (`least`): first the GPUs of the trainer; then those of each
-group of models that is apart; then their fastest layouts; then each generator there is, on any of the GPUs that are
-left; then with its rollout simulated; then with each trainer in turn, fastest first, and the sync of the real
-resharding plan. A plan that is no worse than anything still open is optimal under the model, and what cannot beat the
-best two plans of different splits is never opened. Equal periods are decided by precision (bf16 first), then by GPUs
-(fewer first), then by the order of creation, so that the same question always has the same answer.
+A combination is decided step by step: the trainer's GPUs; those of each group of models that has dedicated ones; their
+layouts; then a row of the generator's table, with its rollout simulated and the sync of the real resharding plan. What
+is open lies in a heap by a lower bound of the period of all that may follow from it. A plan that is no worse than the
+least of these bounds is optimal under the model. What cannot beat the best two plans of different splits is dropped.
 
-What a search has open, by lower bounds, and what it has found. Pure.
+Equal periods are decided by precision (bf16 first), then by GPUs (fewer first), then by the order in which plans are
+found, so that the same question always has the same answer.
 
-What follows a part of a plan when the next thing about it is decided. Pure.
+The period is the largest of a few sums, by the argument of `graph.passes`. A batch of groups counts as one firing of
+each node. With dedicated GPUs pools work beside each other, so that the period is at least each pool's work; and from
+one version of the policy to the version that is trained on its samples the sync, the batch's rollout (with its tail),
+the passes of models beside it and the steps follow each other, 1 + lag updates at a time. Pools that share GPUs take
+turns, whatever the lag is. What queueing between groups adds is left to the simulator.
 
-What of a plan is decided, step by step: what a search has open. Pure.
-
-What a search goes through and finds: who has which GPUs, a whole plan, and how sure it is. Pure.
-
-Lower bounds of the period of all plans that are still possible when some of it is decided. Pure.
-
-Seconds per update of a plan, and what bounds it: the largest of a few sums, by the argument of `graph.passes`. Pure.
-
-A batch of groups counts as one firing of each node. With GPUs of its own each pool works beside the others, so that the
-period is at least each pool's work; and from one version of the policy to the version that is trained on its samples
-the sync, the batch's rollout (with its tail), the passes of models beside it and the steps follow each other, 1 + lag
-updates at a time. Models that read groups as they are finished are behind the rollout by one group only. Pools on the
-same GPUs take turns, whatever the lag is. What queueing between groups adds is left to the simulator.
-
-At a lag of k, k other batches are decoded beside a batch. Reading the weights costs a step the same
+At a lag of k, k other batches are decoded beside a batch (docs/theory.md). Reading the weights costs a step the same
 whoever is in it; what rows and contexts cost, `others` seconds of each batch, comes on top for each. A batch follows
 another one by an update's steps, t seconds or more, so that of each the share 1 - t / r falls into a rollout of r.
 """
 
 import heapq
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
-from itertools import count, product
+from functools import cache, cached_property, reduce
+from itertools import product
 from math import inf
 from typing import Any
 
 import numpy as np
 
 from penstock.graph.analysis import Bound
-from penstock.runtime.plan.candidates import OWN, SHARED, Decoders, Generating, Island, Sides, Training
+from penstock.runtime.plan.candidates import (
+    DEDICATED,
+    SHARED,
+    Candidates,
+    Generating,
+    GeneratorTable,
+    NodeGroup,
+    Training,
+)
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.memory import Memory
 from penstock.runtime.plan.roles import Models, Roles
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.workload import FloatArray, IntArray
 
+GRACE = 5.0
+"""Seconds beyond its time that a search without any plan has to find one."""
+STAY = ("weights", "frozen model", "critic weights", "copies")
+"""What a trainer keeps on GPUs that decode while its moments are on the host."""
+Groups = tuple[tuple[str, ...], ...]
+"""Pools that share dedicated GPUs."""
+Seconds = Any
+"""A number, or an array of them: of as many plans at once."""
+
 
 @dataclass(frozen=True)
-class Apart:
-    """GPUs that some pools of models beside the policy have for themselves."""
+class Allocation:
+    """GPUs of one node group for one or more pools."""
 
-    pools: tuple[str, ...]
-    island: Island
+    nodes: NodeGroup
     gpus: int
+    pools: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def place(self) -> int:
-        """Of this number among those that there may be."""
-        return self.island.sizes.index(self.gpus)
+        return self.nodes.place[self.gpus]
+
+
+def hosts_of(allocations: Sequence[Allocation]) -> list[tuple[str, ...]] | None:
+    """The hosts of each; None if they have no room beside each other."""
+    given: list[tuple[str, ...]] = [()] * len(allocations)
+    for nodes in dict.fromkeys(each.nodes for each in allocations):
+        here = [index for index, each in enumerate(allocations) if each.nodes is nodes]
+        found = nodes.share_out([allocations[index].gpus for index in here])
+        if found is None:
+            return None
+        for index, hosts in zip(here, found, strict=True):
+            given[index] = hosts
+    return given
+
+
+def have_room(allocations: Sequence[Allocation]) -> bool:
+    """Whole hosts of one node group only have to be counted; parts have to be packed."""
+    nodes = allocations[0].nodes
+    if all(each.nodes is nodes and each.gpus % nodes.each == 0 for each in allocations):
+        return sum(each.gpus for each in allocations) <= nodes.gpus
+    return hosts_of(allocations) is not None
 
 
 @dataclass(frozen=True)
 class Split:
-    """Who has which GPUs. `islands` are the trainer's and the generator's. `shared`: the generator has the trainer's
-    GPUs; else it has none yet while `generator` is 0. Models beside the policy that are not `apart` lie on the
-    trainer's."""
+    """Who has which GPUs. `generator` is None where it shares the trainer's. Models beside the policy that have no
+    dedicated GPUs are colocated with the trainer."""
 
-    shared: bool
-    islands: tuple[Island, Island]
-    trainer: int
-    generator: int
-    apart: tuple[Apart, ...] = ()
+    trainer: Allocation
+    generator: Allocation | None
+    dedicated: tuple[Allocation, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        return self.generator is None
+
+    @property
+    def decodes(self) -> Allocation:
+        """The GPUs that decode."""
+        return self.generator or self.trainer
+
+    @property
+    def allocations(self) -> tuple[Allocation, ...]:
+        return (self.trainer, *((self.generator,) if self.generator else ()), *self.dedicated)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """GPUs of each group of pools that has its own."""
-        return (self.trainer, *(() if self.shared else (self.generator,)), *(each.gpus for each in self.apart))
+        return tuple(each.gpus for each in self.allocations)
 
     @property
     def gpus(self) -> int:
         return sum(self.sizes)
 
-    def left(self, island: Island) -> int:
-        """GPUs of an island that nobody has."""
-        taken = self.trainer * (island == self.islands[0])
-        taken += 0 if self.shared else self.generator * (island == self.islands[1])
-        return island.gpus - taken - sum(each.gpus for each in self.apart if each.island == island)
-
-    @property
-    def decided(self) -> "Split | None":
-        """This one, if the generator has GPUs."""
-        return self if self.generator else None
-
-    def with_generator(self, gpus: int) -> "Split":
-        return self if self.generator == gpus else replace(self, generator=gpus)
-
-    def generators(self) -> tuple[int, ...]:
-        """GPUs that the generator may have beside the others."""
-        island = self.islands[1]
-        left = self.left(island)
-
-        def fits(size: int) -> bool:
-            return size <= left and self.with_generator(size).has_room
-
-        sizes = island.sizes
-        if self._whole:
-            return sizes[: bisect_right(sizes, left)]
-        whole = sizes.index(island.each)
-        most = bisect_left(sizes, True, whole, key=lambda size: not fits(size))
-        return (*filter(fits, sizes[:whole]), *sizes[whole:most])
-
-    @property
-    def has_room(self) -> bool:
-        """Whole hosts only have to be counted, as whoever makes a split does; parts have to be packed."""
-        return self._whole or self.hosts() is not None
-
-    @property
-    def _whole(self) -> bool:
-        """Whether all have whole hosts of one island."""
-        first, *others = (*self.islands, *(each.island for each in self.apart))
-        return all(size % first.each == 0 for size in self.sizes) and all(island is first for island in others)
-
     def hosts(self) -> list[tuple[str, ...]] | None:
-        """Of the trainer, the generator and what is apart; None if they have no room."""
-        asked = [(self.islands[0], self.trainer), (self.islands[1], 0 if self.shared else self.generator)]
-        asked += [(each.island, each.gpus) for each in self.apart]
-        given: list[tuple[str, ...]] = [()] * len(asked)
-        for island in dict.fromkeys(island for island, _ in asked):
-            here = [i for i, (where, gpus) in enumerate(asked) if gpus and where == island]
-            found = island.share_out([asked[i][1] for i in here])
-            if found is None:
-                return None
-            for index, hosts in zip(here, found, strict=True):
-                given[index] = hosts
-        return [given[0], given[0] if self.shared else given[1], *given[2:]]
-
-
-def tie(decode: Generating, split: Split) -> tuple[int, int]:
-    """What decides between equal periods, the lowest first: bf16, then fewer GPUs."""
-    return int(decode.generator.precision != "bf16"), split.gpus
+        """Of the trainer, the generator and each dedicated group; None if they have no room."""
+        found = hosts_of(self.allocations)
+        return [found[0], *found] if found and self.shared else found
 
 
 @dataclass(frozen=True)
-class Found:
-    """A whole plan. `readings` are of what is apart, in the split's order. `alone_s` would be its period if no batch
+class Solution:
+    """A whole plan. `readings` are of dedicated groups, in the split's order. `alone_s` would be its period if no batch
     slowed another one. `offloads`: the trainer's moments lie on the host while its GPUs decode."""
 
     split: Split
@@ -169,7 +151,7 @@ class Found:
     @cached_property
     def rank(self) -> tuple[float, tuple[int, ...]]:
         """What decides between plans, the lowest first: the period, then the precision, then the GPUs."""
-        return self.period_s, tie(self.generating, self.split)
+        return self.period_s, (int(self.generating.generator.precision != "bf16"), self.split.gpus)
 
     @property
     def bound(self) -> str:
@@ -178,11 +160,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`best` is None where nothing fits, or where the time was over before anything was found. No plan takes less than
-    `floor` seconds; `proved`: the search ended by itself."""
+    """`best` is None where nothing fits, or where the time was over before anything was found; `runner_up` is the best
+    plan with another split. No plan takes less than `floor` seconds; `proved`: the search ended by itself. `opened`
+    counts the parts of plans that were looked at."""
 
-    best: Found | None
-    runner_up: Found | None
+    best: Solution | None
+    runner_up: Solution | None
     floor: float
     proved: bool
     opened: int
@@ -193,256 +176,43 @@ class Outcome:
         return 0.0 if self.proved or self.best is None else max(0.0, 1 - self.floor / self.best.period_s)
 
 
-Groups = tuple[tuple[str, ...], ...]
-"""Pools that share GPUs."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """GPUs of the trainer, and of some groups of pools: `apart` are those that are to have GPUs of their own, too. The
-    generator's may be undecided."""
-
-    split: Split
-    apart: Groups = ()
-
-    @property
-    def alone(self) -> Split | None:
-        """The split of all plans that follow, if they have one."""
-        return None if self.apart else self.split.decided
-
-
-@dataclass(frozen=True)
-class Trained:
-    """GPUs of all but the generator, and with them a trainer, the `index`th of its list."""
-
-    split: Split
-    readings: tuple[Training, ...]
-    train: Training
-    index: int = 0
-
-    @property
-    def alone(self) -> Split | None:
-        return self.split.decided
-
-
-@dataclass(frozen=True)
-class Ways:
-    """A trainer with each of some generators: those of `decoders` whose numbers are in `order`, by their bounds.
-    `learnt` is how much was known of their rollouts. `offloads`: the trainer's moments are on the host while they
-    decode."""
-
-    trained: Trained
-    decoders: Decoders
-    order: IntArray
-    bounds: FloatArray
-    learnt: int
-    offloads: bool = False
-
-    @property
-    def alone(self) -> Split | None:
-        return self.trained.alone
-
-    @property
-    def first(self) -> int:
-        """The number of the most promising generator."""
-        return int(self.order[0])
-
-    @property
-    def tie(self) -> tuple[int, ...]:
-        """As `found.tie` has it."""
-        block, split, first = self.decoders.block, self.trained.split, self.order[0]
-        own = 0 if split.shared else int(block.gpus[first]) - split.generator
-        return int(block.narrow[first]), split.gpus + own
-
-    @property
-    def switch(self) -> Cost:
-        return moved(self.trained.split, self.trained.train, self.offloads)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """All but the sync. With GPUs of its own the trainer is the `index`th of its list, and the others follow."""
-
-    split: Split
-    readings: tuple[Training, ...]
-    train: Training
-    decode: Generating
-    rollout_s: float
-    index: int = 0
-    offloads: bool = False
-
-    @property
-    def alone(self) -> Split:
-        return self.split
-
-    @property
-    def tie(self) -> tuple[int, ...]:
-        return tie(self.decode, self.split)
-
-    @property
-    def switch(self) -> Cost:
-        return moved(self.split, self.train, self.offloads)
-
-
-Part = Room | Trained | Ways | Pair
-
-
-def moved(split: Split, train: Training, offloads: bool) -> Cost:
-    """A trainer's moments to the host and back, if they leave."""
-    parts = train.memory.parts
-    moments = parts["moments"] + parts.get("critic moments", 0.0) if offloads else 0.0
-    return switch_cost(split.islands[0].gpu, moments, moments)
-
-
-Tie = tuple[int, ...]
-Entry = tuple[float, Tie, int, Part]
-
-
-@dataclass
-class Frontier:
-    """Parts by the bounds of their periods, then by what decides between equal ones, then in the order in which they
-    came. `second`: the best plan of another split than that of the best one is looked for, too."""
-
-    second: bool
-    best: Found | None = None
-    runner_up: Found | None = None
-    heap: list[Entry] = field(default_factory=list)
-    _serial: Iterator[int] = field(default_factory=count)
-
-    def note(self, found: Found) -> None:
-        """Keep the best plan and the best one of another split."""
-        best, other = self.best, self.runner_up
-        if best is None or found.rank < best.rank:
-            self.best, self.runner_up = found, other if best is None or best.split == found.split else best
-        elif found.split != best.split and (other is None or found.rank < other.rank):
-            self.runner_up = found
-
-    def push(self, part: Part, lower: float, tie: Tie = ()) -> None:
-        if lower < inf and not _beyond(self.limit_of(part), lower, tie):
-            heapq.heappush(self.heap, (lower, tie, next(self._serial), part))
-
-    def pop(self) -> Part | None:
-        """The first one that still matters; None if there is none."""
-        while self.heap:
-            lower, tie, _, part = heapq.heappop(self.heap)
-            if not _beyond(self.limit_of(part), lower, tie):
-                return part
-        return None
-
-    def merge(self, heaps: Sequence[list[Entry]]) -> None:
-        """All of these in place of what is open."""
-        self.heap = [entry for heap in heaps for entry in heap]
-        heapq.heapify(self.heap)
-
-    @property
-    def limit(self) -> Found | None:
-        """The plan that another one has to beat to matter."""
-        return self.runner_up if self.second else self.best
-
-    def limit_of(self, part: Part) -> Found | None:
-        """What a part has to beat: one of a single split, the best plan if it has the same."""
-        return self.best if self.best is not None and part.alone == self.best.split else self.limit
-
-    def most(self, part: Part) -> float:
-        """Seconds above which it does not matter."""
-        limit = self.limit_of(part)
-        return limit.period_s if limit else inf
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing that is open can matter."""
-        return not self.heap or _beyond(self.limit, *self.heap[0][:2])
-
-    def outcome(self, opened: int) -> Outcome:
-        best, rest = self.best, self.heap[0] if self.heap else (inf, ())
-        proved = best is not None and _beyond(best, *rest[:2])
-        return Outcome(best, self.runner_up, best.period_s if best and proved else rest[0], proved, opened)
-
-
-def _beyond(found: Found | None, lower: float, tie: Tie) -> bool:
-    """Whether nothing with this lower bound comes before a plan."""
-    return found is not None and (lower, tie) >= found.rank
-
-
-Seconds = Any
-"""A number, or an array of them: of as many plans at once."""
-
-
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a batch, or lower bounds of them. `train` has the work of models beside the policy in it if they are
-    on the trainer's GPUs; `apart` are the passes of each group of pools that has its own, and the steps of its critics,
-    which nobody waits for but the next batch. `wait` is what an environment takes to answer all turns. `steady` and
-    `rollout` are as in `ways.Generating`; `switch` is of the GPUs that both stages share. `others` is what another
-    batch in work beside one adds to its rollout, if it is there from start to end.
-    """
+    """Seconds of a batch, or lower bounds of them. `train` has the work of colocated models in it; `dedicated` are the
+    passes of each group with GPUs of its own, and the steps of its critics, for which only the next batch waits. `wait`
+    is what an environment takes to answer all turns. `steady`, `rollout` and `others` are as in `GeneratorTable`;
+    `switch` is of the GPUs that both stages share."""
 
     train: Seconds
     steady: Seconds
     rollout: Seconds
     sync: Seconds = 0.0
     switch: Seconds = 0.0
-    apart: tuple[tuple[Seconds, Seconds], ...] = ()
+    dedicated: tuple[tuple[Seconds, Seconds], ...] = ()
     others: Seconds = 0.0
     wait: Seconds = 0.0
 
-    @property
-    def read(self) -> Seconds:
-        """Passes follow the rollout, those of several groups beside each other."""
-        return reduce(np.maximum, (read for read, _ in self.apart), 0.0)
 
-    @property
-    def learn(self) -> Seconds:
-        return reduce(np.maximum, (learn for _, learn in self.apart), 0.0)
-
-
-def bounds(
-    roles: Roles, times: Times, lag: int, prompts: int, pools: Sequence[Sequence[str]] = (), *, shared: bool
-) -> tuple[Bound, ...]:
-    """All that bounds the period, the largest first. `pools` are those of each group that is apart."""
-    total = float(_around(roles, times, prompts))
-    if shared:
-        seconds = float(total + times.train + times.learn)
-        return (Bound(seconds, pool=f"{roles.trainer} and {roles.generator}, which share GPUs"),)
-    found = [
-        Bound(float(total + _trained(times, lag)) / (1 + lag), roles.cycle, 1 + lag),
-        Bound(times.train, pool=roles.trainer),
-        Bound(times.steady, pool=roles.generator),
-        Bound(times.sync, roles.cycle[1:2]),
-    ]
-    groups = zip(pools, times.apart, strict=True)
-    found += [Bound(read + learn, pool=", ".join(names)) for names, (read, learn) in groups]
-    return tuple(sorted(found, key=lambda bound: -bound.seconds))
-
-
-def period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
-    """That of `bounds`."""
-    return float(_largest(roles, times, lag, prompts, _trained(times, lag), shared))
-
-
-def least_period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> Seconds:
-    """What the period does not go below whichever of the times are longer than given. It grows with each of them but
-    for the steps: slower ones may keep batches apart."""
-    if shared:
-        return _largest(roles, times, lag, prompts, 0.0, shared)
-    # Linear in the steps until they take as long as the rollout: the least is at an end.
-    slowest = _trained(replace(times, train=np.maximum(times.train, times.rollout)), lag)
-    return _largest(roles, times, lag, prompts, np.minimum(_trained(times, lag), slowest), shared)
-
-
-def alone_s(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
-    """The bound of `graph.passes` for a rollout of so many seconds: per update if no batch slowed another one."""
-    return period(roles, replace(times, others=0.0), lag, prompts, shared=shared)
-
-
-def _around(roles: Roles, times: Times, prompts: int) -> Seconds:
-    """Seconds from one version to the next one but for the steps and other batches."""
+def period_terms(
+    roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool, least: bool = False
+) -> list[Seconds]:
+    """The sums of which the largest is the period: the cycle of the policy, the trainer, the generator, the sync, each
+    dedicated group; or of shared GPUs all of it. With `least` none of them falls if a time is longer than given: slower
+    steps may keep batches apart, so that the period itself is not monotone in them."""
+    read, learn = (reduce(np.maximum, (each[kind] for each in times.dedicated), 0.0) for kind in (0, 1))
     generates = times.rollout
-    if times.apart and roles.reads_groups:
-        generates = np.maximum(times.rollout, times.read) + times.read / prompts
-    elif times.apart:
-        generates = generates + times.read
-    return times.sync + times.switch + times.wait + generates
+    if times.dedicated and roles.reads_groups:  # they are behind the rollout by one group only
+        generates = np.maximum(times.rollout, read) + read / prompts
+    elif times.dedicated:
+        generates = generates + read
+    around = times.sync + times.switch + times.wait + generates
+    if shared:
+        return [around + times.train + learn]
+    trained = _trained(times, lag)
+    if least:  # linear in the steps until they take as long as the rollout: the least is at an end
+        trained = np.minimum(trained, _trained(replace(times, train=np.maximum(times.train, times.rollout)), lag))
+    groups = (reads + learns for reads, learns in times.dedicated)
+    return [(around + trained) / (1 + lag), times.train, times.steady, times.sync, *groups]
 
 
 def _trained(times: Times, lag: int) -> Seconds:
@@ -452,409 +222,434 @@ def _trained(times: Times, lag: int) -> Seconds:
     return times.train + lag * times.others * some * overlap
 
 
-def _largest(roles: Roles, times: Times, lag: int, prompts: int, trained: Seconds, shared: bool) -> Seconds:
-    total = _around(roles, times, prompts)
+def bounds(
+    roles: Roles, times: Times, lag: int, prompts: int, pools: Sequence[Sequence[str]] = (), *, shared: bool
+) -> tuple[Bound, ...]:
+    """All that bounds the period, the largest first. `pools` are those of each dedicated group."""
+    seconds = [float(each) for each in period_terms(roles, times, lag, prompts, shared=shared)]
     if shared:
-        return total + times.train + times.learn
-    most = np.maximum(np.maximum((total + trained) / (1 + lag), times.train), np.maximum(times.steady, times.sync))
-    for read, learn in times.apart:
-        most = np.maximum(most, read + learn)
-    return most
+        return (Bound(seconds[0], pool=f"{roles.trainer} and {roles.generator}, which share GPUs"),)
+    found = [
+        Bound(seconds[0], roles.cycle, 1 + lag),
+        Bound(seconds[1], pool=roles.trainer),
+        Bound(seconds[2], pool=roles.generator),
+        Bound(seconds[3], roles.cycle[1:2]),
+        *(Bound(each, pool=", ".join(names)) for names, each in zip(pools, seconds[4:], strict=True)),
+    ]
+    return tuple(sorted(found, key=lambda bound: -bound.seconds))
 
 
-ApartBound = tuple[tuple[Seconds, Seconds], ...]
-"""Seconds of passes and of steps of each group of models that has GPUs of its own."""
-Left = Mapping[Island, Seconds]
-"""GPUs of each island that nobody has yet."""
-
-
-@dataclass(frozen=True)
-class Least:
-    """Of one search. Nothing that is found by opening a part has a period below the part's bound."""
-
-    roles: Roles
-    sides: Sides
-    islands: tuple[Island, ...]
-
-    def trainers(self, trainer: Island, generator: Island, groups: Groups, *, shared: bool) -> FloatArray:
-        """[sizes]: for each number of GPUs that the trainer may have; `groups` are to have GPUs of their own."""
-        sizes = trainer.counts
-        left = {island: island.gpus - sizes * (island == trainer) for island in self.islands}
-        train = self.sides.training.fastest(trainer, self.free(groups))
-        gpus = sizes if shared else left[generator]
-        found: FloatArray = self._period(generator, shared, train, self._unplaced(groups, left), gpus)
-        return found
-
-    def room(self, split: Split) -> float:
-        """With the GPUs of all known; perhaps not of the generator."""
-        return float(self._split(split, self._placed(split), {i: split.left(i) for i in self.islands}, ()))
-
-    def groups(self, split: Split, groups: Groups, island: Island) -> FloatArray:
-        """[sizes]: for each number of GPUs of an island that the first group may have, the others after it."""
-        sizes = island.counts
-        own = self.sides.reading.fastest(island, self.models_of(groups[0]))
-        left = {each: split.left(each) - sizes * (each == island) for each in self.islands}
-        bounds = self._split(split, (*self._placed(split), (own.reads, own.learns)), left, groups)
-        return np.where(left[island] >= 0, bounds, inf)
-
-    def trained(self, part: Trained) -> float:
-        """With the steps and passes known, whatever the generator is: for one on the same GPUs, by all that is known
-        of rollouts."""
-        split, generator = part.split, part.split.islands[1]
-        if split.shared:
-            decoders = self.sides.decoding.turns(generator, split.generator)
-            return float(self._ways(part, decoders, 0.0, slice(None)).min(initial=inf))
-        left = split.generator or split.left(generator)
-        return float(self._period(generator, False, part.train.seconds, _seconds_of(part.readings), left))
-
-    def ways(self, ways: Ways, most: float) -> tuple[IntArray, FloatArray]:
-        """Those of the generators with which the period may be `most` at the most, and a bound for each."""
-        part, block, order = ways.trained, ways.decoders.block, ways.order
-        shared, lag = part.split.shared, 0 if part.split.shared else self.sides.lag
-        cheap = (ways.decoders.rollouts[order] + part.train.seconds) / (1 + lag)
-        order = order[cheap * SAFE <= most]
-        order = order if shared else order[block.steady[order] * SAFE <= most]
-        bounds = self._ways(part, ways.decoders, ways.switch.seconds, order)
-        return order[bounds <= most], bounds[bounds <= most]
-
-    def _ways(self, part: Trained, decoders: Decoders, switch_s: float, order: IntArray | slice) -> FloatArray:
-        block, rollouts = decoders.block, decoders.rollouts[order]
-        ranks = block.gpus[order] // block.replicas[order]
-        sync = self._sync(part.split, block.share[order], ranks / part.train.trainer.mesh.ranks)
-        times = self._times(part, block.steady[order], rollouts, sync, switch_s, block.others[order])
-        found: FloatArray = self._least(times, part.split.shared)
-        return found
-
-    def pair(self, pair: Pair) -> float:
-        return float(self._least(self.times(pair), pair.split.shared))
-
-    def times(self, pair: Pair) -> Times:
-        """Exact but for the sync."""
-        decode, ranks = pair.decode, pair.decode.generator.mesh.ranks
-        sync = self._sync(pair.split, decode.generator.bytes_each, ranks / pair.train.trainer.mesh.ranks)
-        return self._times(pair, decode.steady, pair.rollout_s, sync, pair.switch.seconds, decode.others)
-
-    def _times(
-        self, part: Trained | Pair, steady: Seconds, rollout: Seconds, sync: Seconds, switch: float, others: Seconds
-    ) -> Times:
-        apart = _seconds_of(part.readings)
-        return Times(part.train.seconds, steady, rollout, sync, switch, apart, others, self._wait)
-
-    def free(self, groups: Groups) -> Models:
-        """Models beside the policy on the trainer's GPUs."""
-        taken = {pool for group in groups for pool in group}
-        return self.models_of(tuple(pool for pool in self.roles.beside if pool not in taken))
-
-    def models_of(self, pools: tuple[str, ...]) -> Models:
-        if pools not in self._models:
-            self._models[pools] = self.roles.models_of(pools)
-        return self._models[pools]
-
-    @cached_property
-    def _models(self) -> dict[tuple[str, ...], Models]:
-        return {}
-
-    def _placed(self, split: Split) -> ApartBound:
-        """Of the groups that have GPUs."""
-        found = []
-        for each in split.apart:
-            own, place = self.sides.reading.fastest(each.island, self.models_of(each.pools)), each.place
-            found.append((own.reads[place], own.learns[place]))
-        return tuple(found)
-
-    def _split(self, split: Split, apart: ApartBound, left: Left, groups: Groups) -> Seconds:
-        """With `groups` beside those of the split, of which all but the first have no GPUs."""
-        trainer, generator = split.islands
-        taken = (*(each.pools for each in split.apart), *groups)
-        train = self.sides.training.fastest(trainer, self.free(taken))[trainer.sizes.index(split.trainer)]
-        apart += self._unplaced(groups[1:], left)
-        return self._period(generator, split.shared, train, apart, split.generator or left[generator])
-
-    def _unplaced(self, groups: Groups, left: Left) -> ApartBound:
-        """Of groups that share out what is left of each island: a single one is within an island, and one of several is
-        no faster than all of them on all of it."""
-        if not groups:
-            return ()
-        models = self.models_of(tuple(pool for group in groups for pool in group))
-        free = sum(np.maximum(gpus, 0) for gpus in left.values())
-        reads: list[Seconds] = []
-        learns: list[Seconds] = []
-        for island, own in left.items():
-            gpus = np.maximum(own, 0) if len(groups) == 1 else free
-            passed, steps = self.sides.reading.least(island.gpu, models)
-            share = np.where(gpus > 0, 1 / np.maximum(gpus, 1), inf)
-            reads.append(passed * share)
-            learns.append(steps * share if steps else 0.0)
-        return ((reduce(np.minimum, reads), reduce(np.minimum, learns)),)
-
-    def _period(self, generator: Island, shared: bool, train: Seconds, apart: ApartBound, gpus: Seconds) -> Seconds:
-        """By the fastest of all generators that there are on so many GPUs, or on fewer of their own."""
-        fastest = self.sides.decoding.fastest(generator, shared=shared)
-        place = np.searchsorted(generator.counts, gpus, "right") - 1
-        sync = fastest.share[place] * SAFE / _rate(generator, shared)
-        times = Times(
-            train, fastest.steady[place], fastest.rollout[place], sync, 0.0, apart, fastest.others[place], self._wait
-        )
-        return np.where(place >= 0, self._least(times, shared), inf)
-
-    def _sync(self, split: Split, share: Seconds, part: Seconds) -> Seconds:
-        """Every rank of a generator gets its share of the weights, and the trainer's ranks, of which there are 1 / part
-        for each of a replica's, send them to one replica at the least."""
-        trainer, generator = split.islands
-        into, out = _rate(generator, split.shared), _rate(trainer, split.shared)
-        return share * np.maximum(1 / into, part / out) * SAFE
-
-    def _least(self, times: Times, shared: bool) -> Seconds:
-        return least_period(self.roles, times, self.sides.lag, self.sides.work.prompts, shared=shared)
-
-    @cached_property
-    def _wait(self) -> float:
-        """Seconds in which an environment answers all turns."""
-        return self.roles.turns * self.sides.work.environment_s if self.roles.environment else 0.0
-
-
-def _rate(island: Island, shared: bool) -> float:
-    """Bytes per second of a rank's weights."""
-    return island.gpu.nvlink if shared else island.gpu.nic
-
-
-def _seconds_of(readings: Sequence[Training]) -> ApartBound:
-    """Seconds of passes and of steps of models that have GPUs of their own."""
-    return tuple((each.reads.seconds, each.learns.seconds) for each in readings)
-
-
-STAY = ("weights", "frozen model", "critic weights", "copies")
-"""What a trainer keeps on GPUs that decode while its moments are on the host."""
-
-
-@dataclass(frozen=True)
-class Opener:
-    """Of one search, whose `frontier` takes what follows."""
-
-    roles: Roles
-    sides: Sides
-    islands: tuple[Island, ...]
-    least: Least
-    frontier: Frontier
-
-    def begin(self, groups: Groups) -> None:
-        """All splits with some groups of models on GPUs of their own: each number of GPUs for the trainer."""
-        for trainer in self.islands:
-            for shared, generator in ((True, trainer), *((False, island) for island in self.islands)):
-                bounds = self.least.trainers(trainer, generator, groups, shared=shared)
-                for size, bound in zip(trainer.sizes, bounds.tolist(), strict=True):
-                    split = Split(shared, (trainer, generator), size, size if shared else 0)
-                    self.frontier.push(Room(split, groups), bound)
-
-    def given(self, split: Split) -> None:
-        """One split."""
-        self.frontier.push(Room(split), self.least.room(split))
-
-    def open(self, part: Part) -> Found | None:
-        """Decide the next thing about a part; returns the plan that became whole by it."""
-        match part:
-            case Room() if part.apart:
-                self._open_apart(part)
-            case Room():
-                self._open_room(part)
-            case Trained():
-                self._open_trained(part)
-            case Ways():
-                return self._open_ways(part)
-            case Pair():
-                return self._open_pair(part)
-        return None
-
-    def _open_apart(self, room: Room) -> None:
-        """The first group that has no GPUs yet, with each number of them."""
-        first, *others = room.apart
-        for island in self.islands:
-            bounds = self.least.groups(room.split, room.apart, island)
-            for place in np.flatnonzero(bounds < self.frontier.most(room)).tolist():
-                own = Apart(first, island, island.sizes[place])
-                split = replace(room.split, apart=(*room.split.apart, own))
-                if split.has_room:
-                    self.frontier.push(Room(split, tuple(others)), float(bounds[place]))
-
-    def _open_room(self, room: Room) -> None:
-        split, sides = room.split, self.sides
-        if (train := self._trainer(split, 0)) is None:
-            return
-        ways = [
-            sides.reading.readers(each.island, each.gpus, self.least.models_of(each.pools), sides.pin_of(each.pools))
-            for each in split.apart
-        ]
-        for readings in product(*ways):
-            self._push_trained(Trained(split, readings, train))
-
-    def _push_trained(self, part: Trained) -> None:
-        self.frontier.push(part, self.least.trained(part))
-
-    def _trainer(self, split: Split, index: int) -> Training | None:
-        """The `index`th fastest of a split."""
-        beside = self.least.free(tuple(each.pools for each in split.apart))
-        return self.sides.training.trainers(split.islands[0], split.trainer, beside).at(index)
-
-    def _open_trained(self, part: Trained) -> None:
-        """All generators on GPUs of their own; or all beside this trainer, whose moments stay or are on the host, and
-        then the next trainer."""
-        split, memory, decoding = part.split, part.train.memory, self.sides.decoding
-        generator = split.islands[1]
-        if not split.shared:
-            self._push_ways(part, decoding.own(generator), self._sizes(split))
-            return
-        stays = {name: memory.parts[name] for name in STAY if name in memory.parts}
-        for offloads, beside in ((False, memory), (True, Memory(stays))):
-            self._push_ways(part, decoding.beside(generator, split.trainer, beside), (split.trainer,), offloads)
-        if train := self._trainer(split, part.index + 1):
-            self._push_trained(replace(part, train=train, index=part.index + 1))
-
-    def _sizes(self, split: Split) -> tuple[int, ...]:
-        return (split.generator,) if split.generator else split.generators()
-
-    def _push_ways(self, part: Trained, decoders: Decoders, sizes: Sequence[int], offloads: bool = False) -> None:
-        """All generators on so many GPUs."""
-        self._sort(Ways(part, decoders, decoders.on(sizes), np.zeros(0), decoders.learnt, offloads))
-
-    def _sort(self, ways: Ways) -> None:
-        """Those that matter, the most promising first, by all that is known."""
-        block = ways.decoders.block
-        order, bounds = self.least.ways(ways, self.frontier.most(ways))
-        if len(order):
-            ranks = np.lexsort((block.gpus[order], block.narrow[order], bounds))
-            self._push_way(replace(ways, order=order[ranks], bounds=bounds[ranks], learnt=ways.decoders.learnt))
-
-    def _push_way(self, ways: Ways) -> None:
-        self.frontier.push(ways, float(ways.bounds[0]), ways.tie)
-
-    def _open_ways(self, ways: Ways) -> Found | None:
-        """The first generator, once its rollout is known and it is still the first one; then those after it."""
-        if ways.learnt < ways.decoders.learnt:
-            self._sort(ways)
-            return None
-        part, decoding, generator = ways.trained, self.sides.decoding, ways.trained.split.islands[1]
-        decode = decoding.way(generator, ways.decoders, ways.first, SHARED if part.split.shared else OWN)
-        rollout_s = decoding.rollout(generator, decode)
-        if not ways.decoders.known[ways.first]:
-            ways.decoders.learn(decode.alike, rollout_s)
-        if ways.learnt < ways.decoders.learnt:
-            self._sort(ways)
-            return None
-        if len(ways.order) > 1:
-            self._push_way(replace(ways, order=ways.order[1:], bounds=ways.bounds[1:]))
-        split = part.split.with_generator(decode.gpus)
-        return self._open_pair(Pair(split, part.readings, part.train, decode, rollout_s, part.index, ways.offloads))
-
-    def _push_pair(self, pair: Pair) -> None:
-        self.frontier.push(pair, self.least.pair(pair), pair.tie)
-
-    def _open_pair(self, pair: Pair) -> Found:
-        """The plan of a generator and a trainer, whole; with GPUs of its own, the next trainer after it."""
-        if not pair.split.shared and (train := self._trainer(pair.split, pair.index + 1)):
-            self._push_pair(replace(pair, train=train, index=pair.index + 1))
-        return self._whole(pair)
-
-    def _whole(self, pair: Pair) -> Found:
-        split, decode, generator = pair.split, pair.decode, pair.decode.generator
-        hosts = split.hosts() or ((), ())
-        sent = traffic(generator.shape, pair.train.trainer.mesh, generator.mesh, generator.precision)
-        sync = sync_cost(
-            sent, decode.replicas, split.islands[0].gpu, split.islands[1].gpu,
-            together=split.shared, chained=len({*hosts[0], *hosts[1]}) > 1,
-        )  # fmt: skip
-        times = replace(self.least.times(pair), sync=sync.seconds)
-        lag, prompts, pools = self.sides.lag, self.sides.work.prompts, [each.pools for each in split.apart]
-        found = bounds(self.roles, times, lag, prompts, pools, shared=split.shared)
-        alone = alone_s(self.roles, times, lag, prompts, shared=split.shared)
-        return Found(
-            split, pair.train, decode, pair.readings, times.rollout, sync, pair.switch, found, alone, pair.offloads
-        )
-
-
-GRACE = 5.0
-"""Seconds beyond its time that a search without any plan has to find one."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """One search: of all plans, or of those with one of the `given` splits, models beside the policy on the trainer's
-    GPUs. `known` are plans that another search has found among these."""
-
-    roles: Roles
-    sides: Sides
-    islands: tuple[Island, ...]
-    given: tuple[Split, ...] | None = None
-    known: tuple[Found, ...] = ()
-
-    @cached_property
-    def _least(self) -> Least:
-        return Least(self.roles, self.sides, self.islands)
-
-    def run(self, deadline: float, *, second: bool = True) -> Outcome:
-        """Until the best plan (and with `second` that of another split) is known, or the clock passes `deadline`."""
-        open_ = Frontier(second)
-        for found in self.known:
-            open_.note(found)
-        opener = Opener(self.roles, self.sides, self.islands, self._least, open_)
-        self.begin(opener)
-        opened = self._dive(open_, opener, deadline + GRACE) if open_.limit is None else 0
-        while not open_.done and time.monotonic() < deadline and (part := open_.pop()):
-            opened += 1
-            if whole := opener.open(part):
-                open_.note(whole)
-        return open_.outcome(opened)
-
-    def begin(self, opener: Opener) -> None:
-        """All splits, with each of the groupings of the models beside the policy."""
-        ways = groupings(self.roles, self.sides)
-        if self.given is None:
-            for groups in ways:
-                opener.begin(groups)
-        elif () in ways:
-            for split in self.given:
-                opener.given(split)
-
-    def _dive(self, open_: Frontier, opener: Opener, deadline: float) -> int:
-        """On with what was opened last until there is a plan or time is over: one to measure others by. Returns how
-        many parts were opened."""
-        heaps, opened = [open_.heap], 0
-        while heaps and open_.best is None and time.monotonic() < deadline:
-            open_.heap = heaps[-1]
-            if (part := open_.pop()) is None:
-                heaps.pop()
-                continue
-            opened += 1
-            if not isinstance(part, Ways | Pair):  # generators are compared with each other, before other trainers
-                heaps.append([])
-                open_.heap = heaps[-1]
-            if whole := opener.open(part):
-                open_.note(whole)
-        open_.merge(heaps)
-        return opened
-
-
-def groupings(roles: Roles, sides: Sides) -> tuple[Groups, ...]:
-    """Which models beside the policy have GPUs of their own, and which of these share them: all that differ. Those that
-    are not named lie on the trainer's. Pools with a mesh of their own lie there with nobody who has another one."""
-    found: dict[object, Groups] = {}
-    for groups in _parted(roles.beside):
+def groupings(roles: Roles, candidates: Candidates) -> tuple[Groups, ...]:
+    """Which models beside the policy have dedicated GPUs, and which of these share them: all that differ. Models that
+    are not named are colocated with the trainer. A pool with a given mesh has dedicated GPUs, which it shares with no
+    pool that has another one."""
+    pins, found = candidates.pins, dict[object, Groups]()
+    for groups in _partitions(roles.beside):
         free = [pool for pool in roles.beside if not any(pool in group for group in groups)]
-        if any(pool in sides.pins.beside for pool in free) or not all(map(sides.agreed, groups)):
+        if pins.of(free) is not None or not all(map(pins.agree, groups)):
             continue
-        alike = sorted(sorted((str(roles.models_of((pool,))), str(sides.pins.beside.get(pool))) for pool in group)
-                       for group in groups)  # fmt: skip
+        alike = sorted(
+            sorted((str(roles.models_of((pool,))), str(pins.beside.get(pool))) for pool in group) for group in groups
+        )
         found.setdefault((str(alike), str(sorted(str(roles.models_of((pool,))) for pool in free))), groups)
     return tuple(found.values())
 
 
-def _parted(pools: Sequence[str]) -> Iterator[Groups]:
+def _partitions(pools: Sequence[str]) -> Iterator[Groups]:
     """Every way to leave some out and to put the others into groups."""
     if not pools:
         yield ()
         return
     first, *others = pools
-    for groups in _parted(others):
+    for groups in _partitions(others):
         yield groups
         yield ((first,), *groups)
         for place, group in enumerate(groups):
             yield (*groups[:place], (first, *group), *groups[place + 1 :])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """GPUs of the trainer and of some of the `groups`: an allocation for each, in this order. `decodes` is where the
+    generator has its own, None if it shares the trainer's. `given` is a split that all plans that follow have."""
+
+    groups: Groups
+    decodes: NodeGroup | None
+    allocations: tuple[Allocation, ...]
+    given: Split | None = None
+
+    @property
+    def depth(self) -> int:
+        return len(self.allocations)
+
+    @property
+    def split(self) -> Split | None:
+        """Of all plans that follow, if they have the same."""
+        if self.given or self.decodes or self.depth <= len(self.groups):
+            return self.given
+        return Split(self.allocations[0], None, self.allocations[1:])
+
+    def split_with(self, gpus: int) -> Split:
+        """With so many GPUs for the generator."""
+        trainer, *dedicated = self.allocations
+        return Split(trainer, Allocation(self.decodes, gpus) if self.decodes else None, tuple(dedicated))
+
+    def used(self, nodes: NodeGroup) -> int:
+        return sum(each.gpus for each in self.allocations if each.nodes is nodes)
+
+    def generator_sizes(self) -> range:
+        """The range of GPUs that the generator may have."""
+        if self.given or self.decodes is None:
+            gpus = self.given.decodes.gpus if self.given else self.allocations[0].gpus
+            return range(gpus, gpus + 1)
+        nodes, left = self.decodes, self.decodes.gpus - self.used(self.decodes)
+
+        def crowded(gpus: int) -> bool:
+            return gpus > left or not have_room((*self.allocations, Allocation(nodes, gpus)))
+
+        most = bisect_left(nodes.sizes, True, key=crowded)
+        return range(1, nodes.sizes[most - 1] + 1 if most else 1)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """With layouts of all but the generator; the trainer's is the `index`th of those on its GPUs."""
+
+    placed: Placed
+    readings: tuple[Training, ...]
+    train: Training
+    index: int = 0
+
+    @property
+    def depth(self) -> int:
+        return self.placed.depth + 1 + self.index
+
+    @property
+    def split(self) -> Split | None:
+        return self.placed.split
+
+    @property
+    def dedicated(self) -> tuple[tuple[float, float], ...]:
+        """Seconds of passes and of steps of each dedicated group."""
+        return tuple((each.reads.seconds, each.learns.seconds) for each in self.readings)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """With some generators: `rows` of a table, the most promising first by what was known at the table's `version`.
+    `moved` are the bytes of the trainer's moments that are on the host while they decode."""
+
+    trained: Trained
+    table: GeneratorTable
+    rows: IntArray
+    version: int
+    moved: float
+    switch: Cost
+
+    @property
+    def depth(self) -> int:
+        return self.trained.depth + 1
+
+    @property
+    def split(self) -> Split | None:
+        return self.trained.split
+
+    @property
+    def first_split(self) -> Split:
+        """That of the first row."""
+        return self.trained.placed.split_with(int(self.table.gpus[self.rows[0]]))
+
+    @property
+    def tie(self) -> tuple[int, ...]:
+        """As `Solution.rank` has it; then, of equal trainers whose GPUs are shared, that with smaller micro-batches."""
+        split = self.first_split
+        later = (-self.trained.index,) if split.shared else ()
+        return int(self.table.narrow[self.rows[0]]), split.gpus, *later
+
+
+Part = Placed | Trained | Decoding
+
+
+@dataclass
+class Search:
+    """One search: of all plans, or of those with one `given` split, models beside the policy colocated with the
+    trainer. `known` are plans that another search has found among these."""
+
+    roles: Roles
+    candidates: Candidates
+    node_groups: tuple[NodeGroup, ...]
+    given: Split | None = None
+    known: tuple[Solution, ...] = ()
+    second: bool = True
+    best: Solution | None = field(default=None, init=False)
+    runner_up: Solution | None = field(default=None, init=False)
+    heap: list[tuple[int, float, tuple[int, ...], int, Part]] = field(default_factory=list, init=False)
+    pushed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.models_of = cache(self.roles.models_of)
+
+    def run(self, deadline: float, *, second: bool = True) -> Outcome:
+        """Until the best plan (and with `second` that of another split) is known, or the clock passes `deadline`."""
+        self.second = second
+        for solution in self.known:
+            self._note(solution)
+        self.begin()
+        opened = 0
+        while self.heap and time.monotonic() < deadline + (GRACE if self.best is None else 0.0):
+            _, lower, tie, _, part = heapq.heappop(self.heap)
+            if not self._matters(part.split, lower, tie):
+                continue
+            opened += 1
+            match part:
+                case Placed():
+                    self._open_placed(part)
+                case Trained():
+                    self._open_trained(part)
+                case Decoding():
+                    self._open_decoding(part, lower)
+        rest = min(((lower, tie) for _, lower, tie, _, _ in self.heap), default=(inf, ()))
+        proved = self.best is not None and rest >= self.best.rank
+        floor = self.best.period_s if self.best and proved else rest[0]
+        return Outcome(self.best, self.runner_up, floor, proved, opened)
+
+    def begin(self) -> None:
+        """Each number of GPUs for the trainer, with each of the groupings of the models beside the policy."""
+        every = groupings(self.roles, self.candidates)
+        if self.given:
+            decodes = self.given.generator.nodes if self.given.generator else None
+            if () in every:
+                self._push(Placed((), decodes, (self.given.trainer,), self.given), 0.0)
+            return
+        for groups, nodes in product(every, self.node_groups):
+            for generator in (None, *self.node_groups):
+                self._place(Placed(groups, generator, ()), nodes, ())
+
+    # The heap.
+
+    def _push(self, part: Part, lower: float, tie: tuple[int, ...] = ()) -> None:
+        """While there is no plan, what is decided furthest comes first: any plan is one to measure others by."""
+        if lower < inf and self._matters(part.split, lower, tie):
+            self.pushed += 1
+            heapq.heappush(self.heap, (-part.depth if self.best is None else 0, lower, tie, self.pushed, part))
+
+    def _limit(self, split: Split | None) -> Solution | None:
+        """What plans of one split have to beat to matter, or with None those of any split."""
+        return self.best if not self.second or (self.best and split == self.best.split) else self.runner_up
+
+    def _matters(self, split: Split | None, lower: float, tie: tuple[int, ...]) -> bool:
+        limit = self._limit(split)
+        return limit is None or (lower, tie) < limit.rank
+
+    def _most(self, split: Split | None) -> float:
+        """Seconds above which they do not matter."""
+        limit = self._limit(split)
+        return limit.period_s if limit else inf
+
+    def _note(self, solution: Solution) -> None:
+        """Keep the best plan and the best one of another split."""
+        best, other = self.best, self.runner_up
+        if best is None or solution.rank < best.rank:
+            self.best, self.runner_up = solution, other if best is None or best.split == solution.split else best
+        elif solution.split != best.split and (other is None or solution.rank < other.rank):
+            self.runner_up = solution
+        if best is None:  # from now on by the bounds alone
+            self.heap = [(0, *entry[1:]) for entry in self.heap]
+            heapq.heapify(self.heap)
+
+    # What follows each part.
+
+    def _place(self, part: Placed, nodes: NodeGroup, pools: tuple[str, ...]) -> None:
+        """The next group's GPUs, or the trainer's, with each number of them there is in a node group."""
+        lower_N = self._next_bounds(part, nodes, pools)
+        for place in np.flatnonzero(lower_N < self._most(part.split)).tolist():
+            following = replace(part, allocations=(*part.allocations, Allocation(nodes, nodes.sizes[place], pools)))
+            if have_room(following.allocations):
+                self._push(following, float(lower_N[place]))
+
+    def _open_placed(self, part: Placed) -> None:
+        """The next group's GPUs; if all have theirs, their layouts, each with the fastest trainer."""
+        if part.depth <= len(part.groups):
+            for nodes in self.node_groups:
+                self._place(part, nodes, part.groups[part.depth - 1])
+            return
+        if (train := self._trainer(part, 0)) is None:
+            return
+        dedicated, pins, readers = part.allocations[1:], self.candidates.pins, self.candidates.readers
+        layouts = [
+            readers(each.nodes, each.gpus, self.models_of(each.pools), pins.of(each.pools)) for each in dedicated
+        ]
+        for readings in product(*layouts):
+            self._push_trained(Trained(part, readings, train))
+
+    def _trainer(self, part: Placed, index: int) -> Training | None:
+        """The `index`th fastest of those that fit."""
+        trainer = part.allocations[0]
+        return self.candidates.trainers(trainer.nodes, trainer.gpus, self._colocated(part.groups)).at(index)
+
+    def _push_trained(self, part: Trained) -> None:
+        """By what is known of rollouts, if the generator takes turns with the trainer on the same GPUs."""
+        placed, trainer = part.placed, part.placed.allocations[0]
+        if placed.decodes:
+            most = placed.generator_sizes().stop - 1
+            lower = self._fastest_period(placed.decodes, False, part.train.seconds, part.dedicated, most)
+        else:
+            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, None)
+            lower = self._period(True, self._times(part, table, slice(None))).min(initial=inf)
+        self._push(part, float(lower))
+
+    def _open_trained(self, part: Trained) -> None:
+        """All generators on dedicated GPUs; or all on this trainer's, whose moments stay or are on the host, and then
+        the next trainer."""
+        placed, candidates = part.placed, self.candidates
+        if placed.decodes:
+            table, sizes = candidates.dedicated(placed.decodes), placed.generator_sizes()
+            self._push_decoding(part, table, np.arange(*np.searchsorted(table.gpus, (sizes.start, sizes.stop))), 0.0)
+            return
+        trainer, parts = placed.allocations[0], part.train.memory.parts
+        stays = Memory({name: parts[name] for name in STAY if name in parts})
+        moments = parts["moments"] + parts.get("critic moments", 0.0)
+        for moved, beside in ((0.0, part.train.memory), (moments, stays)):
+            table = candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, beside)
+            self._push_decoding(part, table, np.arange(len(table.gpus)), moved)
+        if train := self._trainer(placed, part.index + 1):
+            self._push_trained(replace(part, train=train, index=part.index + 1))
+
+    def _push_decoding(self, part: Trained, table: GeneratorTable, rows: IntArray, moved: float) -> None:
+        """Rows that matter, by all that is known of rollouts."""
+        switch = switch_cost(part.train.trainer.gpu, moved, moved)
+        times = self._times(part, table, rows, switch.seconds)
+        lower = self._period(part.placed.decodes is None, times)
+        matters = lower <= self._most(part.split)
+        rows, lower = rows[matters], lower[matters]
+        if len(rows):
+            order = np.lexsort((table.gpus[rows], table.narrow[rows], lower))
+            found = Decoding(part, table, rows[order], table.version, moved, switch)
+            self._push(found, float(lower[order[0]]), found.tie)
+
+    def _open_decoding(self, part: Decoding, lower: float) -> None:
+        """The first row, once its rollout is known and it is still the first one; then those after it, and this row
+        with the next trainer on dedicated GPUs."""
+        table, trained, rows, split = part.table, part.trained, part.rows, part.first_split
+        if part.version == table.version and not table.simulated[rows[0]]:
+            self.candidates.simulate(split.decodes.nodes, table, int(rows[0]))
+        if part.version != table.version:
+            self._push_decoding(trained, table, rows, part.moved)
+            return
+        if self._matters(split, lower, part.tie):
+            self._note(self._solution(part, split))
+        self._push_decoding(trained, table, rows[1:], part.moved)
+        if not split.shared and (train := self._trainer(trained.placed, trained.index + 1)):
+            self._push_decoding(replace(trained, train=train, index=trained.index + 1), table, rows[:1], 0.0)
+
+    def _solution(self, part: Decoding, split: Split) -> Solution:
+        """The whole plan with the first row, its sync by the resharding plan."""
+        row, train, lag, prompts = (
+            int(part.rows[0]),
+            part.trained.train,
+            self.candidates.lag,
+            self.candidates.work.prompts,
+        )
+        copies = SHARED if split.shared else DEDICATED
+        decode = self.candidates.generating(split.decodes.nodes, part.table, row, copies)
+        generator, hosts = decode.generator, split.hosts() or [(), ()]
+        sync = sync_cost(
+            traffic(generator.shape, train.trainer.mesh, generator.mesh, generator.precision),
+            decode.replicas, split.trainer.nodes.gpu, split.decodes.nodes.gpu,
+            together=split.shared, chained=len({*hosts[0], *hosts[1]}) > 1,
+        )  # fmt: skip
+        times = self._times(part.trained, part.table, row, part.switch.seconds)
+        times, pools = replace(times, sync=sync.seconds), [each.pools for each in split.dedicated]
+        found = bounds(self.roles, times, lag, prompts, pools, shared=split.shared)
+        alone = bounds(self.roles, replace(times, others=0.0), lag, prompts, pools, shared=split.shared)
+        return Solution(
+            split, train, decode, part.trained.readings, float(times.rollout), sync, part.switch, found,
+            alone[0].seconds, part.moved > 0,
+        )  # fmt: skip
+
+    # Lower bounds.
+
+    def _times(
+        self, part: Trained, table: GeneratorTable, rows: IntArray | slice | int, switch_s: float = 0.0
+    ) -> Times:
+        """Of some rows, exact but for rollouts that are not simulated and for the sync. Every rank of a generator gets
+        its share of the weights, and the trainer's ranks send all of them to one replica at the least."""
+        trainer, shared = part.placed.allocations[0], part.placed.decodes is None
+        into, out = (_rate(nodes, shared) for nodes in (part.placed.decodes or trainer.nodes, trainer.nodes))
+        ranks = table.gpus[rows] // table.replicas[rows] / trainer.gpus
+        sync = table.bytes[rows] * np.maximum(1 / into, ranks / out) * SAFE
+        steady, rollout, others = table.steady[rows], table.rollout[rows], table.others[rows]
+        return Times(part.train.seconds, steady, rollout, sync, switch_s, part.dedicated, others, self._wait)
+
+    def _next_bounds(self, part: Placed, nodes: NodeGroup, pools: tuple[str, ...]) -> FloatArray:
+        """[sizes]: for each number of GPUs of a node group that come next, the trainer's or those of `pools`."""
+        candidates, sizes_N, colocated = self.candidates, nodes.sizes_N, self._colocated(part.groups)
+        left = {each: each.gpus - part.used(each) - sizes_N * (each is nodes) for each in self.node_groups}
+        dedicated: list[tuple[Seconds, Seconds]] = []
+        for each in part.allocations[1:]:
+            reads_N, learns_N = candidates.reader_s(each.nodes, self.models_of(each.pools))
+            dedicated.append((reads_N[each.place], learns_N[each.place]))
+        train: Seconds = candidates.trainer_s(nodes, colocated)
+        gpus: Seconds = sizes_N
+        if part.allocations:
+            trainer = part.allocations[0]
+            train, gpus = candidates.trainer_s(trainer.nodes, colocated)[trainer.place], trainer.gpus
+            dedicated.append(candidates.reader_s(nodes, self.models_of(pools)))
+        dedicated += self._unplaced(part.groups[part.depth :], left)
+        if part.decodes:
+            lower = self._fastest_period(part.decodes, False, train, tuple(dedicated), left[part.decodes])
+        else:
+            trains = part.allocations[0].nodes if part.allocations else nodes
+            lower = self._fastest_period(trains, True, train, tuple(dedicated), gpus)
+        return np.where(left[nodes] >= 0, lower, inf)
+
+    def _unplaced(self, groups: Groups, left: Mapping[NodeGroup, Seconds]) -> list[tuple[Seconds, Seconds]]:
+        """Passes and steps of groups that share out what is left: a single one is within a node group, and one of
+        several is no faster than all of them on all of it."""
+        if not groups:
+            return []
+        models = self.models_of(tuple(pool for group in groups for pool in group))
+        free = sum(np.maximum(gpus, 0) for gpus in left.values())
+        seconds: list[tuple[Seconds, Seconds]] = []
+        for nodes, own in left.items():
+            gpus = np.maximum(own, 0) if len(groups) == 1 else free
+            passed, steps = self.candidates.dedicated_gpu_s(nodes, models)
+            each = np.where(gpus > 0, 1 / np.maximum(gpus, 1), inf)
+            seconds.append((passed * each, steps * each if steps else 0.0))
+        return [(reduce(np.minimum, reads), reduce(np.minimum, steps)) for reads, steps in [zip(*seconds, strict=True)]]
+
+    def _fastest_period(
+        self,
+        nodes: NodeGroup,
+        shared: bool,
+        train: Seconds,
+        dedicated: tuple[tuple[Seconds, Seconds], ...],
+        gpus: Seconds,
+    ) -> Seconds:
+        """With the fastest generators on so many GPUs, or on fewer dedicated ones; infinite where there are none."""
+        fastest = self.candidates.fastest(nodes, shared)
+        place = np.searchsorted(nodes.sizes_N, gpus, "right") - 1
+        steady, rollout, others, share = (column[place] for column in fastest)
+        sync = share * SAFE / _rate(nodes, shared)
+        times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self._wait)
+        return np.where(place >= 0, self._period(shared, times), inf)
+
+    def _period(self, shared: bool, times: Times) -> Seconds:
+        """What the period does not go below whichever of the times are longer than given."""
+        lag, prompts = self.candidates.lag, self.candidates.work.prompts
+        return reduce(np.maximum, period_terms(self.roles, times, lag, prompts, shared=shared, least=True))
+
+    def _colocated(self, groups: Groups) -> Models:
+        """Models beside the policy on the trainer's GPUs."""
+        dedicated = {pool for group in groups for pool in group}
+        return self.models_of(tuple(pool for pool in self.roles.beside if pool not in dedicated))
+
+    @cached_property
+    def _wait(self) -> float:
+        """Seconds in which an environment answers all turns."""
+        return self.roles.turns * self.candidates.work.environment_s if self.roles.environment else 0.0
+
+
+def _rate(nodes: NodeGroup, shared: bool) -> float:
+    """Bytes per second of a rank's weights."""
+    return nodes.gpu.nvlink if shared else nodes.gpu.nic

@@ -52,7 +52,7 @@ from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import GROUPS_AHEAD, Plan, Pool, Rank, Replica, place
 from penstock.runtime.plan.decode_cost import Generator, Slots
 from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
-from penstock.runtime.plan.search import Found
+from penstock.runtime.plan.search import Solution
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import IntArray, Workload, draws
 from penstock.runtime.record.typed_json import parse_json
@@ -255,11 +255,11 @@ class Costed:
         return data
 
 
-def costed(roles: Roles, work: Workload, lag: int, found: Found) -> Costed:
+def costed(roles: Roles, work: Workload, lag: int, found: Solution) -> Costed:
     """Of what the planner found."""
-    free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.apart)]
+    free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.dedicated)]
     readers = [Reader(tuple(free), roles.models_of(free), found.training.trainer, False)] if free else []
-    for each, reading in zip(found.split.apart, found.readings, strict=True):
+    for each, reading in zip(found.split.dedicated, found.readings, strict=True):
         readers.append(Reader(each.pools, roles.models_of(each.pools), reading.trainer, True))
     return Costed(
         program=roles.graph,

@@ -17,14 +17,16 @@ from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan import search
 from penstock.runtime.plan.candidates import (
-    OWN,
+    DEDICATED,
     SHARED,
+    Candidates,
+    FastestFirst,
     Generating,
-    Island,
+    GeneratorTable,
+    NodeGroup,
     Pins,
-    Sides,
     Training,
-    islands,
+    node_groups,
     slot_counts,
     trainer_meshes,
 )
@@ -33,20 +35,7 @@ from penstock.runtime.plan.memory import Memory, beside_memory, trainer_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import plan
 from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
-from penstock.runtime.plan.search import (
-    Apart,
-    Frontier,
-    Least,
-    Opener,
-    Search,
-    Split,
-    Times,
-    alone_s,
-    bounds,
-    groupings,
-    least_period,
-    period,
-)
+from penstock.runtime.plan.search import Allocation, Placed, Search, Split, Times, bounds, groupings, period_terms
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import Lognormal, Workload
@@ -62,73 +51,89 @@ def _work(model: str = "qwen3-4b", prompts: int = 8) -> Workload:
     return Workload(SHAPES[model], prompts, 8, Lognormal(300, 0.7, 1024), micro_tokens=2048)
 
 
-def _everything(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterator[tuple[Split, float]]:
+def _everything(roles: Roles, candidates: Candidates, found: tuple[NodeGroup, ...]) -> Iterator[tuple[Split, float]]:
     """Every plan there is, each evaluated in full: its split and its period."""
-    wait = roles.turns * sides.work.environment_s if roles.environment else 0.0
-    for split, train in _trained(roles, sides, found):
+    wait = roles.turns * candidates.work.environment_s if roles.environment else 0.0
+    for split, train in _trained(roles, candidates, found):
         groups = [
-            [(each.reads.seconds, each.learns.seconds) for each in _alone(sides, roles.models_of(own.pools), own)]
-            for own in split.apart
+            [(each.reads.seconds, each.learns.seconds) for each in _alone(candidates, roles.models_of(own.pools), own)]
+            for own in split.dedicated
         ]
-        for apart, (decode, moved) in product(product(*groups), _decoders(sides, split, train)):
-            t, g = split.islands
+        for dedicated, (decode, seconds, moved) in product(product(*groups), _decoders(candidates, split, train)):
+            switch = switch_cost(split.trainer.nodes.gpu, moved, moved).seconds
             sync = _sync(train, decode, split)
-            switch = switch_cost(t.gpu, moved, moved).seconds
-            rollout_s = sides.decoding.rollout(g, decode)
-            times = Times(train.seconds, decode.steady, rollout_s, sync, switch, apart, wait=wait)
-            times = times if split.shared else replace(times, others=decode.others)
-            yield split, period(roles, times, sides.lag, sides.work.prompts, shared=split.shared)
+            steady, rollout_s, others = seconds
+            times = Times(train.seconds, steady, rollout_s, sync, switch, dedicated, wait=wait)
+            times = times if split.shared else replace(times, others=others)
+            yield split, _period(roles, times, candidates.lag, candidates.work.prompts, shared=split.shared)
 
 
-def _trained(roles: Roles, sides: Sides, found: tuple[Island, ...]) -> Iterator[tuple[Split, Training]]:
+def _period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool) -> float:
+    return max(map(float, period_terms(roles, times, lag, prompts, shared=shared)))
+
+
+def _trained(roles: Roles, candidates: Candidates, found: tuple[NodeGroup, ...]) -> Iterator[tuple[Split, Training]]:
     """Every split with every trainer: the generator's GPUs are the trainer's or others, and each model beside the
     policy lies on the trainer's or in one of as many groups as there are such pools."""
-    for shared, t, g in product((True, False), found, found):
-        for n, m in product(t.sizes, g.sizes):
-            if shared and (t, n) != (g, m):
-                continue
-            for group_of in product(range(len(roles.beside) + 1), repeat=len(roles.beside)):
-                ids = sorted(set(group_of) - {0})
-                groups = [tuple(p for p, own in zip(roles.beside, group_of, strict=True) if own == i) for i in ids]
-                free = [p for p, own in zip(roles.beside, group_of, strict=True) if own == 0]
-                for places in product([(i, size) for i in found for size in i.sizes], repeat=len(groups)):
-                    apart = tuple(Apart(pools, *place) for pools, place in zip(groups, places, strict=True))
-                    split = Split(shared, (t, g), n, m, apart)
-                    if split.hosts() is not None:
-                        for train in sides.training.trainers(t, n, roles.models_of(free)):
-                            yield split, train
+    every = [Allocation(nodes, size) for nodes in found for size in nodes.sizes]
+    for trainer, generator in product(every, (None, *every)):
+        for group_of in product(range(len(roles.beside) + 1), repeat=len(roles.beside)):
+            ids = sorted(set(group_of) - {0})
+            groups = [tuple(p for p, own in zip(roles.beside, group_of, strict=True) if own == i) for i in ids]
+            free = tuple(p for p, own in zip(roles.beside, group_of, strict=True) if own == 0)
+            for places in product(every, repeat=len(groups)):
+                dedicated = (replace(place, pools=pools) for pools, place in zip(groups, places, strict=True))
+                split = Split(trainer, generator, tuple(dedicated))
+                if split.hosts() is not None:
+                    for train in candidates.trainers(trainer.nodes, trainer.gpus, roles.models_of(free)):
+                        yield split, train
 
 
-def _alone(sides: Sides, models: Models, own: Apart) -> list[Training]:
+def _alone(candidates: Candidates, models: Models, own: Allocation) -> list[Training]:
     """All layouts of models on GPUs of their own."""
-    found = []
-    for trainer in sides.candidates.on(own.island, own.gpus):
+    found, work = [], candidates.work
+    for trainer in (each for cut in candidates.cuts(own.nodes, own.gpus) for each in cut.layouts()):
         passing = trainer if models.critics else replace(trainer, frozen=True, offload=True)
         others = Models(models.frozen, models.critics - 1) if models.critics else Models(models.frozen - 1)
         memory = trainer_memory(passing) + beside_memory(passing, others)
-        if memory.bytes <= own.island.gpu.memory_bytes:
-            passes = passing.logprobs(sides.work.sequence_tokens) * (models.frozen + models.critics)
-            work = sides.work
+        if memory.bytes <= own.nodes.gpu.memory_bytes:
+            passes = passing.logprobs(work.sequence_tokens) * (models.frozen + models.critics)
             steps = passing.update(work.sequence_tokens, work.epochs, work.minibatches) * models.critics
             found.append(Training(passing, Cost(), passes, steps, memory))
     return found
 
 
-def _decoders(sides: Sides, split: Split, train: Training) -> Iterator[tuple[Generating, float]]:
-    """Every generator, and the bytes of moments that lie on the host while it decodes."""
-    island, gpus = split.islands[1], split.generator
+def _decoders(
+    candidates: Candidates, split: Split, train: Training
+) -> Iterator[tuple[Generating, tuple[float, float, float], float]]:
+    """Every generator, its seconds, and the bytes of moments that lie on the host while it decodes."""
+    nodes, gpus = split.decodes.nodes, split.decodes.gpus
     if not split.shared:
-        yield from ((decode, 0.0) for decode in sides.decoding.ways(island, gpus, OWN, None))
+        found = _rows(candidates, nodes, candidates.generators(nodes, (gpus,), DEDICATED, None), DEDICATED)
+        yield from ((decode, seconds, 0.0) for decode, seconds in found)
         return
     parts = train.memory.parts
     stays = {p: parts[p] for p in ("weights", "frozen model", "critic weights", "copies") if p in parts}
     moments = parts["moments"] + parts.get("critic moments", 0.0)
     for beside, moved in ((train.memory, 0.0), (Memory(stays), moments)):
-        yield from ((decode, moved) for decode in sides.decoding.ways(island, gpus, SHARED, beside))
+        found = _rows(candidates, nodes, candidates.generators(nodes, (gpus,), SHARED, beside), SHARED)
+        yield from ((decode, seconds, moved) for decode, seconds in found)
+
+
+def _rows(
+    candidates: Candidates, nodes: NodeGroup, table: GeneratorTable, copies: int
+) -> Iterator[tuple[Generating, tuple[float, float, float]]]:
+    """Each layout of a table, with its seconds: steady, of a rollout, and what it adds to another one."""
+    for row in range(len(table.gpus)):
+        if not table.simulated[row]:
+            candidates.simulate(nodes, table, row)
+        seconds = table.steady[row], table.rollout[row], table.others[row]
+        yield candidates.generating(nodes, table, row, copies), (*map(float, seconds),)  # type: ignore[misc]
 
 
 def _sync(train: Training, decode: Generating, split: Split) -> float:
-    generator, (t, g), hosts = decode.generator, split.islands, split.hosts()
+    generator, hosts = decode.generator, split.hosts()
+    t, g = split.trainer.nodes, split.decodes.nodes
     assert hosts is not None
     moved = traffic(generator.shape, train.trainer.mesh, generator.mesh, generator.precision)
     crosses = len({*hosts[0], *hosts[1]}) > 1
@@ -143,12 +148,12 @@ def _sync(train: Training, decode: Generating, split: Split) -> float:
      ("ppo", 0, "1x1xGB200+2x2xA100")],
 )  # fmt: skip
 def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, cluster: str) -> None:
-    roles, found = roles_of(_graph(name, lag)), islands(read_cluster(cluster))
-    sides = Sides(_work("qwen3-1.7b", 4), lag, 32, models=roles.models)
-    outcome = Search(roles, sides, found).run(LATER)
+    roles, found = roles_of(_graph(name, lag)), node_groups(read_cluster(cluster))
+    candidates = Candidates(_work("qwen3-1.7b", 4), lag, 32, models=roles.models)
+    outcome = Search(roles, candidates, found).run(LATER)
     assert outcome.proved
     least = defaultdict[object, float](lambda: inf)
-    for split, seconds in _everything(roles, sides, found):
+    for split, seconds in _everything(roles, candidates, found):
         least[_alike(roles, split)] = min(least[_alike(roles, split)], seconds)
     assert outcome.best is not None
     assert outcome.best.period_s == pytest.approx(least.pop(_alike(roles, outcome.best.split)), rel=1e-12)
@@ -159,59 +164,60 @@ def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, 
 
 def _alike(roles: Roles, split: Split) -> object:
     """Pools with the same models may change places."""
-    apart = sorted((str(roles.models_of(own.pools)), own.island.kind, own.gpus) for own in split.apart)
-    return replace(split, apart=()), tuple(apart)
+    apart = sorted((str(roles.models_of(own.pools)), own.nodes.kind, own.gpus) for own in split.dedicated)
+    return replace(split, dedicated=()), tuple(apart)
 
 
 def test_each_grouping_has_the_optimum_of_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models beside the policy on the trainer's GPUs, or on others, together or apart; a reference and a reward model
     cost the same, so that only one of them has to be tried in each place."""
-    roles, found = roles_of(_graph("rlhf", 2)), islands(read_cluster("1x2xH100+1x2xA100"))
-    sides, least = (
-        Sides(_work("qwen3-0.6b", 4), 2, 32, models=roles.models),
+    roles, found = roles_of(_graph("rlhf", 2)), node_groups(read_cluster("1x2xH100+1x2xA100"))
+    candidates, least = (
+        Candidates(_work("qwen3-0.6b", 4), 2, 32, models=roles.models),
         defaultdict[Set[Set[str]], float](lambda: inf),
     )
-    for split, seconds in _everything(roles, sides, found):
-        pools = frozenset(frozenset(own.pools) for own in split.apart)
+    for split, seconds in _everything(roles, candidates, found):
+        pools = frozenset(frozenset(own.pools) for own in split.dedicated)
         least[pools] = min(least[pools], seconds)
-    every = groupings(roles, sides)
+    every = groupings(roles, candidates)
     assert len(every) == 11
     for groups in every:
         monkeypatch.setattr(search, "groupings", lambda *_, groups=groups: (groups,))
-        best = Search(roles, sides, found).run(LATER, second=False).best
+        best = Search(roles, candidates, found).run(LATER, second=False).best
         own = least[frozenset(map(frozenset, groups))]
         assert (best.period_s if best else inf) == pytest.approx(own, rel=1e-12)
     assert len({seconds for seconds in least.values() if seconds < inf}) > 5
     monkeypatch.undo()
-    best = Search(roles, sides, found).run(LATER, second=False).best
+    best = Search(roles, candidates, found).run(LATER, second=False).best
     assert best is not None
     assert best.period_s == pytest.approx(min(least.values()), rel=1e-12)
-    assert best.split.apart
+    assert best.split.dedicated
 
 
 def test_a_mesh_of_a_model_beside_the_policy_gives_it_gpus_of_its_own() -> None:
     roles = roles_of(_graph("rlhf", 1))
-    sides = Sides(_work(), 1, pins=Pins(beside={"critic": (("fsdp", 2),)}), models=roles.models)
-    assert all(any("critic" in group for group in groups) for groups in groupings(roles, sides))
+    candidates = Candidates(_work(), 1, pins=Pins(beside={"critic": (("fsdp", 2),)}), models=roles.models)
+    assert all(any("critic" in group for group in groups) for groups in groupings(roles, candidates))
     said = plan(_graph("ppo", 1), read_cluster("1x8xH100"), _work(), meshes={"critic": (("fsdp", 2),)})
     critic = next(pool for pool in said.pools if pool.name == "critic")
     assert (critic.devices, critic.mesh, critic.shares) == (2, (("fsdp", 2),), "")
 
 
 def test_every_lower_bound_is_below_what_it_bounds() -> None:
-    sides, (island,) = Sides(_work(), 1), islands(read_cluster("1x8xH100"))
-    own, shared = (sides.decoding.fastest(island, shared=shared) for shared in (False, True))
-    loose = sides.training.fastest(island, Models(0)).copy()
-    for place, gpus in enumerate(island.sizes):
-        trains = [train.seconds for train in sides.training.trainers(island, gpus, Models(0))]
-        assert min(trains) == sides.training.fastest(island, Models(0))[place] >= loose[place]
-        for fastest, arenas in ((own, OWN), (shared, SHARED)):
-            for decode in sides.decoding.ways(island, gpus, arenas, None):
-                assert decode.others >= fastest.others[place]
-                assert decode.steady >= fastest.steady[place]
-                assert decode.generator.bytes_each >= fastest.share[place]
-                rollout_s = sides.decoding.rollout(island, decode)
-                assert rollout_s >= max(decode.least * (1 - 1e-9), fastest.rollout[place])
+    candidates, (nodes,) = Candidates(_work(), 1), node_groups(read_cluster("1x8xH100"))
+    loose = candidates.trainer_s(nodes, Models(0)).copy()
+    for place, gpus in enumerate(nodes.sizes):
+        trains = [train.seconds for train in candidates.trainers(nodes, gpus, Models(0))]
+        assert min(trains) == candidates.trainer_s(nodes, Models(0))[place] >= loose[place]
+        for shared, copies in ((False, DEDICATED), (True, SHARED)):
+            steady, rollout, others, share = (column[place] for column in candidates.fastest(nodes, shared))
+            table = Candidates(_work(), 1).generators(nodes, (gpus,), copies, None)
+            bounds_R = table.rollout.copy()
+            for row, (decode, seconds) in enumerate(_rows(Candidates(_work(), 1), nodes, table, copies)):
+                assert seconds[0] >= steady
+                assert seconds[1] >= max(bounds_R[row], rollout)
+                assert seconds[2] >= others
+                assert decode.generator.bytes_each >= share
 
 
 def test_two_searches_give_the_same_plan() -> None:
@@ -224,9 +230,9 @@ def test_two_searches_give_the_same_plan() -> None:
 
 
 def test_a_plan_says_optimal_only_when_it_is_proved() -> None:
-    roles, found = roles_of(_graph("aipo", 1)), islands(read_cluster("2x4xH100"))
-    whole = Search(roles, Sides(_work(), 1), found).run(LATER)
-    over = Search(roles, Sides(_work(), 1), found).run(time.monotonic() - 1)
+    roles, found = roles_of(_graph("aipo", 1)), node_groups(read_cluster("2x4xH100"))
+    whole = Search(roles, Candidates(_work(), 1), found).run(LATER)
+    over = Search(roles, Candidates(_work(), 1), found).run(time.monotonic() - 1)
     assert whole.proved
     assert whole.gap == 0
     assert whole.best is not None
@@ -246,11 +252,10 @@ def test_however_little_time_there_is_a_plan_comes_with_an_honest_gap() -> None:
 
 def test_a_search_begins_without_a_look_at_each_split() -> None:
     """There are 130,000 pairs of sizes on 4,096 GPUs: their number must not keep a search from its deadline."""
-    roles, found = roles_of(_graph("aipo", 1)), islands(read_cluster("512x8xH100"))
-    begun = Search(roles, Sides(_work(), 1), found)
-    open_ = Frontier(second=True)
-    begun.begin(Opener(begun.roles, begun.sides, found, Least(begun.roles, begun.sides, found), open_))
-    assert 0 < len(open_.heap) < 2000
+    roles, found = roles_of(_graph("aipo", 1)), node_groups(read_cluster("512x8xH100"))
+    begun = Search(roles, Candidates(_work(), 1), found)
+    begun.begin()
+    assert 0 < len(begun.heap) < 2000
 
 
 @pytest.mark.parametrize(("cluster", "sizes"), [("3x8xH100+5x8xA100", (24, 32)), ("2x8xH100+2x8xA100", (16, 16))])
@@ -259,8 +264,8 @@ def test_a_split_set_by_hand_has_gpus_of_several_kinds(cluster: str, sizes: tupl
     half = next(other for other in said.alternatives if other.name == "half and half")
     assert half.found is not None
     split = half.found.split
-    assert [split.trainer, split.generator] == list(sizes)
-    assert [island.kind for island in split.islands[:2]] == ["H100", "A100"]
+    assert split.sizes == sizes
+    assert [each.nodes.kind for each in split.allocations] == ["H100", "A100"]
 
 
 def test_no_plan_set_by_hand_beats_the_optimum() -> None:
@@ -282,7 +287,7 @@ def test_the_period_is_the_bound_of_the_graph_for_whole_batches(lag: int) -> Non
     seconds = {"generate": 3.0, "score": 0.0, "group_advantage": 0.0, "aipo_update": 2.0, "broadcast": 0.5}
     expected = period_bound(graph, seconds, batch=1).seconds
     times = Times(train=2.0, steady=3.0, rollout=3.0, sync=0.5)
-    assert period(roles_of(graph), times, lag, 1, shared=False) == pytest.approx(expected)
+    assert _period(roles_of(graph), times, lag, 1, shared=False) == pytest.approx(expected)
 
 
 def test_shared_gpus_gain_nothing_from_a_lag() -> None:
@@ -292,7 +297,7 @@ def test_shared_gpus_gain_nothing_from_a_lag() -> None:
 
 
 def test_meshes_are_all_those_that_the_model_can_be_cut_by() -> None:
-    (island,) = islands(read_cluster("2x8xH100"))
+    (nodes,) = node_groups(read_cluster("2x8xH100"))
     shape = SHAPES["qwen3-0.6b"]
     sizes = (1, 2, 4, 8, 16)
     every = {
@@ -300,7 +305,7 @@ def test_meshes_are_all_those_that_the_model_can_be_cut_by() -> None:
         for dp, fsdp, tp, pp in product(sizes, sizes, (1, 2, 4, 8), sizes)
         if dp * fsdp * tp * pp == 16
     }
-    assert set(trainer_meshes(shape, island, 16)) == {mesh for mesh in every if not mesh.faults(shape)}
+    assert set(trainer_meshes(shape, nodes, 16)) == {mesh for mesh in every if not mesh.faults(shape)}
     assert slot_counts(100, 1000) == [8, 16, 32, 64, 100]
     assert slot_counts(100, 20) == [8, 16, 32]
     assert slot_counts(5, 20) == [5]
@@ -308,11 +313,11 @@ def test_meshes_are_all_those_that_the_model_can_be_cut_by() -> None:
 
 
 def test_parts_of_hosts_are_packed_beside_each_other() -> None:
-    island = Island("H100", GPUS["H100"], ("a", "b"), 8)
-    assert island.sizes == (1, 2, 4, 8, 16)
-    assert island.share_out([8, 4, 4]) == [("a",), ("b",), ("b",)]
-    assert island.share_out([4, 2, 1]) == [("a",), ("a",), ("a",)]
-    assert island.share_out([16, 1]) is None
+    nodes = NodeGroup("H100", GPUS["H100"], ("a", "b"), 8)
+    assert nodes.sizes == (1, 2, 4, 8, 16)
+    assert nodes.share_out([8, 4, 4]) == [("a",), ("b",), ("b",)]
+    assert nodes.share_out([4, 2, 1]) == [("a",), ("a",), ("a",)]
+    assert nodes.share_out([16, 1]) is None
 
 
 def _packs(free: list[int], parts: Sequence[int]) -> bool:
@@ -326,18 +331,18 @@ def _packs(free: list[int], parts: Sequence[int]) -> bool:
 
 @pytest.mark.parametrize(("each", "hosts"), [(4, 3), (6, 2), (8, 2), (12, 2)])
 def test_pools_are_packed_whenever_they_can_be(each: int, hosts: int) -> None:
-    island = Island("H100", GPUS["H100"], tuple(map(str, range(hosts))), each)
+    nodes = NodeGroup("H100", GPUS["H100"], tuple(map(str, range(hosts))), each)
     for count in (2, 3, 4, 5):
-        for sizes in combinations_with_replacement(island.sizes, count):
+        for sizes in combinations_with_replacement(nodes.sizes, count):
             free = hosts - sum(size // each for size in sizes)
             parts = [size for size in sizes if size < each]
-            assert (island.share_out(sizes) is not None) == (free >= 0 and _packs([each] * free, parts))
+            assert (nodes.share_out(sizes) is not None) == (free >= 0 and _packs([each] * free, parts))
 
 
 def test_a_single_host_is_shared_out_in_any_parts() -> None:
-    island = Island("H100", GPUS["H100"], ("a",), 8)
-    assert island.sizes == (1, 2, 3, 4, 5, 6, 7, 8)
-    assert island.share_out([5, 3]) == [("a",), ("a",)]
+    nodes = NodeGroup("H100", GPUS["H100"], ("a",), 8)
+    assert nodes.sizes == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert nodes.share_out([5, 3]) == [("a",), ("a",)]
     said = plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work(), meshes={"trainer": (("fsdp", 6),)})
     assert [pool.devices for pool in said.pools if pool.devices] == [6, 2]
     by_hand = next(other for other in said.alternatives if other.name.startswith("75:25"))
@@ -350,13 +355,14 @@ def test_a_single_host_is_shared_out_in_any_parts() -> None:
 
 @pytest.mark.parametrize("cluster", ["4x8xH100", "2x8xH100+3x4xA100", "5x6xH100"])
 def test_a_generator_may_have_all_numbers_of_gpus_that_can_be_packed_beside_the_others(cluster: str) -> None:
-    found = islands(read_cluster(cluster))
+    found = node_groups(read_cluster(cluster))
     for t, g, own in product(found, found, found):
-        for trainer, apart in product(t.sizes, own.sizes):
-            split = Split(False, (t, g), trainer, 0, (Apart(("critic",), own, apart),))
-            if split.has_room:
-                packed = [size for size in g.sizes if replace(split, generator=size).hosts() is not None]
-                assert list(split.generators()) == packed
+        for trainer, dedicated in product(t.sizes, own.sizes):
+            allocations = Allocation(t, trainer), Allocation(own, dedicated, ("critic",))
+            if Split(allocations[0], None, allocations[1:]).hosts():
+                placed = Placed((("critic",),), g, allocations)
+                packed = [size for size in g.sizes if placed.split_with(size).hosts() is not None]
+                assert [size for size in g.sizes if size in placed.generator_sizes()] == packed
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> None:
@@ -416,10 +422,10 @@ def test_models_beside_the_policy_and_turns_are_part_of_the_work() -> None:
 @pytest.mark.parametrize(("name", "least"), [("ppo", 2), ("rlhf", 4), ("tis", 1)])
 def test_models_beside_the_policy_take_seconds_and_memory(name: str, least: int) -> None:
     """A critic learns as the policy does, and each model reads each response once."""
-    roles, (island,) = roles_of(trace(load(name))), islands(read_cluster("1x8xH100"))
-    plain, more = Sides(_work(), 1, models=Models(0)), Sides(_work(), 1, models=roles.models)
-    meshes = {each.trainer: each for each in plain.training.trainers(island, 8, Models(0))}
-    for each in more.training.trainers(island, 8, roles.models_of(roles.beside)):
+    roles, (nodes,) = roles_of(trace(load(name))), node_groups(read_cluster("1x8xH100"))
+    plain, more = Candidates(_work(), 1, models=Models(0)), Candidates(_work(), 1, models=roles.models)
+    meshes = {each.trainer: each for each in plain.trainers(nodes, 8, Models(0))}
+    for each in more.trainers(nodes, 8, roles.models_of(roles.beside)):
         passed = each.trainer.logprobs(_work().sequence_tokens).seconds
         steps = meshes[each.trainer].seconds
         critics = roles.models.critics
@@ -434,11 +440,10 @@ def test_batches_in_work_at_once_slow_each_other_by_what_their_rows_cost() -> No
     alone = Times(train=1.0, steady=0.0, rollout=4.0)
 
     def seconds(times: Times, lag: int) -> float:
-        return period(roles, times, lag, 8, shared=False)
+        return _period(roles, times, lag, 8, shared=False)
 
     assert [seconds(replace(alone, others=2.0), lag) for lag in (0, 1, 2)] == [5.0, (5 + 1.5) / 2, (5 + 3) / 3]
     assert seconds(replace(alone, train=4.0, others=2.0), 1) == seconds(replace(alone, train=4.0), 1) == 4.0
-    assert alone_s(roles, replace(alone, others=2.0), 1, 8, shared=False) == 2.5
 
 
 @pytest.mark.parametrize("others", [0.0, 1.0, 3.5])
@@ -447,42 +452,43 @@ def test_no_slower_steps_go_below_the_least_period(lag: int, others: float) -> N
     roles = roles_of(_graph("aipo", 1))
     times = [Times(train=n / 4, steady=0.5, rollout=4.0, others=others) for n in range(1, 30)]
     for number, each in enumerate(times):
-        least = least_period(roles, each, lag, 8, shared=False)
-        later = [period(roles, slower, lag, 8, shared=False) for slower in times[number:]]
-        assert alone_s(roles, each, lag, 8, shared=False) <= least <= min(later) + 1e-12
+        least = max(map(float, period_terms(roles, each, lag, 8, shared=False, least=True)))
+        later = [_period(roles, slower, lag, 8, shared=False) for slower in times[number:]]
+        alone = _period(roles, replace(each, others=0.0), lag, 8, shared=False)
+        assert alone <= least <= min(later) + 1e-12
         assert later[0] == bounds(roles, each, lag, 8, shared=False)[0].seconds
 
 
 def test_plans_that_are_known_change_neither_the_best_plan_nor_the_next_one() -> None:
-    roles, found = roles_of(_graph("aipo", 1)), islands(read_cluster("2x4xH100"))
-    alone = Search(roles, Sides(_work(), 1), found).run(LATER)
-    split = Split(False, (found[0], found[0]), 4, 4)
-    known = Search(roles, Sides(_work(), 1), found, (split,)).run(LATER, second=False).best
+    roles, found = roles_of(_graph("aipo", 1)), node_groups(read_cluster("2x4xH100"))
+    alone = Search(roles, Candidates(_work(), 1), found).run(LATER)
+    split = Split(Allocation(found[0], 4), Allocation(found[0], 4))
+    known = Search(roles, Candidates(_work(), 1), found, split).run(LATER, second=False).best
     assert known is not None
-    more = Search(roles, Sides(_work(), 1), found, known=(known,)).run(LATER)
+    more = Search(roles, Candidates(_work(), 1), found, known=(known,)).run(LATER)
     for one, other in ((alone.best, more.best), (alone.runner_up, more.runner_up)):
         assert one is not None
         assert other is not None
         assert one.rank == other.rank
     assert alone.runner_up is not None
-    each = [Search(roles, Sides(_work(), 1), found, (s,)).run(LATER, second=False).best for s in _splits(found[0])]
+    each = [Search(roles, Candidates(_work(), 1), found, s).run(LATER, second=False).best for s in _splits(found[0])]
     ranks = sorted(plan.rank for plan in each if plan)
     assert [alone.best.rank, alone.runner_up.rank] == ranks[:2]  # type: ignore[union-attr]
 
 
-def _splits(island: Island) -> list[Split]:
-    here = (island, island)
-    apart = [Split(False, here, n, m) for n, m in product(island.sizes, island.sizes)]
-    return [split for split in apart if split.hosts()] + [Split(True, here, n, n) for n in island.sizes]
+def _splits(nodes: NodeGroup) -> list[Split]:
+    every = [Allocation(nodes, size) for size in nodes.sizes]
+    return [split for one, other in product(every, (None, *every)) if (split := Split(one, other)).hosts()]
 
 
 @pytest.mark.parametrize("name", ["aipo", "ppo"])
 def test_trainers_come_fastest_first_and_all_that_fit(name: str) -> None:
-    roles, (island,) = roles_of(_graph(name, 1)), islands(read_cluster("2x8xH100"))
-    sides = Sides(_work(), 1, models=roles.models)
+    roles, (nodes,) = roles_of(_graph(name, 1)), node_groups(read_cluster("2x8xH100"))
+    candidates = Candidates(_work(), 1, models=roles.models)
     beside = roles.models_of(roles.beside)
-    found = list(sides.training.trainers(island, 16, beside))
-    fits = [t for t in sides.candidates.on(island, 16) if _held(t, beside) <= island.gpu.memory_bytes]
+    found = list(candidates.trainers(nodes, 16, beside))
+    every = [trainer for cut in candidates.cuts(nodes, 16) for trainer in cut.layouts()]
+    fits = [trainer for trainer in every if _held(trainer, beside) <= nodes.gpu.memory_bytes]
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     assert len(found) == len(fits)
     assert {each.trainer for each in found} == set(fits)
@@ -490,3 +496,26 @@ def test_trainers_come_fastest_first_and_all_that_fit(name: str) -> None:
 
 def _held(trainer: Trainer, beside: Models) -> float:
     return (trainer_memory(trainer) + beside_memory(trainer, beside)).bytes
+
+
+def _training(seconds: float) -> Training:
+    nodes = NodeGroup("H100", GPUS["H100"], ("a",), 1)
+    trainer = Trainer(SHAPES["qwen3-0.6b"], nodes.gpu, Parallel())
+    return Training(trainer, Cost({"products": seconds}), Cost(), Cost(), Memory({}))
+
+
+def test_layouts_are_made_only_when_their_bound_is_the_lowest_left() -> None:
+    made: list[str] = []
+
+    def cut(name: str, *seconds: float) -> list[Training]:
+        made.append(name)
+        return [_training(each) for each in seconds]
+
+    ordered = FastestFirst([(5.0, lambda: cut("late", 6.0)), (1.0, lambda: cut("soon", 7.0, 4.0))])
+    first = ordered.at(0)
+    assert first is not None
+    assert first.seconds == 4.0
+    assert made == ["soon"]
+    assert [each.seconds for each in ordered] == [4.0, 6.0, 7.0]
+    assert ordered.at(3) is None
+    assert FastestFirst([(0.0, list)]).at(0) is None

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
-from penstock.runtime.plan.candidates import islands
+from penstock.runtime.plan.candidates import node_groups
 from penstock.runtime.plan.collectives import gather_s
 
 OWN = """
@@ -41,13 +41,13 @@ def test_a_word_makes_hosts_of_gpus_of_a_kind() -> None:
     ("given", "joined"), [("2x8xH100", 8), ("2x4xH100", 4), ("8x1xA100", 1), ("1x16xH100", 8), ("18x4xGB200", 72)]
 )
 def test_nvlink_ends_with_the_host_unless_more_gpus_are_joined_than_a_host_has(given: str, joined: int) -> None:
-    (island,) = islands(read_cluster(given))
-    assert island.gpu.nvlink_gpus == joined
+    (nodes,) = node_groups(read_cluster(given))
+    assert nodes.gpu.nvlink_gpus == joined
 
 
 def test_a_gather_over_hosts_of_four_gpus_takes_longer_than_in_one_of_eight() -> None:
-    (one,), (two,) = (islands(read_cluster(given)) for given in ("1x8xH100", "2x4xH100"))
-    took = [gather_s(island.gpu, 1e9, 8) for island in (one, two)]
+    (one,), (two,) = (node_groups(read_cluster(given)) for given in ("1x8xH100", "2x4xH100"))
+    took = [gather_s(nodes.gpu, 1e9, 8) for nodes in (one, two)]
     assert took[1] > 2 * took[0]
 
 
