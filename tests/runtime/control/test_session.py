@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from penstock.graph import trace
 from penstock.graph.ir import Firing
+from penstock.graph.protocols import Carried
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import InProcess, run_in_process
@@ -27,6 +28,8 @@ from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Done, Published
 from penstock.runtime.tensor.checkpoint import read_part
 from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.quantise import ConversionError
+from penstock.runtime.tensor.weight_sync import Publisher
 
 UPDATES = 5
 VALUES = ("prompts", "fake_generate", "fake_score")
@@ -205,6 +208,23 @@ def test_the_layout_of_weights_crosses_once_and_digests_with_each_version(folder
         assert (manifest.layout, manifest.digests.keys()) == ("", first.digests.keys())
         assert manifest.digests != first.digests
         assert len(pack(Order((), manifests=(manifest,)))) < len(pack(Order((), manifests=(first,)))) / 2
+
+
+def test_a_publication_that_fails_ends_the_run_and_says_what_was_raised(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Publisher.publish
+
+    def publish_one(publisher: Publisher, version: int, carried: Carried | None = None) -> dict[str, int]:
+        if version:
+            raise ConversionError("values: row 3 has inf or NaN")
+        return publish(publisher, version, carried)
+
+    monkeypatch.setattr(Publisher, "publish", publish_one)
+    session = run(folder)
+    assert session.status == "failed"
+    assert session.error.startswith("policy>generator[1] on trainer/0 rank 0:\n")
+    assert "values: row 3 has inf or NaN" in session.error
 
 
 def test_no_handle_of_a_groups_value_outlives_its_last_reader(folder: RunFolder) -> None:
