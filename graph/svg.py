@@ -50,7 +50,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Lane:
+class PoolLane:
     pool: str
     y: float
     height: float
@@ -109,7 +109,7 @@ class Grid:
     def span(self, link: Link) -> int:
         return self.placed[link.head].layer - self.placed[link.tail].layer
 
-    def _heights(self) -> list[Lane]:
+    def _heights(self) -> list[PoolLane]:
         own = {link.tail for link in self.links if link.kind == "own"}
         ports_in = Counter(link.head for link in (*self.data, *self.back))
         for name, placed in self.placed.items():
@@ -126,7 +126,7 @@ class Grid:
                     placed.y = y + (tallest - placed.height) / 2
                 y += tallest + ROW_GAP + OWN * any(p.box.name in own for p in same)
             y += LANE_BOTTOM - ROW_GAP
-            lanes.append(Lane(pool, top, y - top))
+            lanes.append(PoolLane(pool, top, y - top))
             y += LANE_GAP
         return lanes
 
@@ -187,7 +187,7 @@ class Wire:
 class Layout:
     width: float
     height: float
-    lanes: list[Lane]
+    lanes: list[PoolLane]
     placed: list[Placed]
     wires: list[Wire]
 
@@ -375,7 +375,7 @@ def svg(graph: Graph) -> str:
         *(_lane(lane, width, looks[lane.pool]) for lane in drawn.lanes),
         *(_wire(wire, IMAGE_WIRE[_is_data(wire)]) for wire in drawn.wires),
         *(_box(placed, looks[placed.box.pool]) for placed in drawn.placed),
-        *(_label(wire, _image_label(FAINT if _is_data(wire) else FEEDBACK)) for wire in drawn.wires if wire.label),
+        *(_label(wire, IMAGE_LABEL[_is_data(wire)]) for wire in drawn.wires if wire.label),
         *_legend(drawn, height),
         "</svg>",
     ]
@@ -386,9 +386,11 @@ def svg_in_page(graph: Graph, measured: Measured) -> str:
     """The graph as a part of an HTML page, whose style has the classes lane, pool, node, share, title, note, mark,
     wire, feedback, wire-label and halo; what bounds the run has the class bounds, too."""
     drawn = layout(graph, measured.notes)
+    mark = '<tspan class="mark" dx="10">bounds the run</tspan>'
     width, height = max(drawn.width, 420.0), drawn.height - 50
     parts = [
-        *(_page_lane(lane, width, bounds=lane.pool in measured.pools) for lane in drawn.lanes),
+        *(_lane(lane, width, PAGE) for lane in drawn.lanes if lane.pool not in measured.pools),
+        *(_lane(lane, width, PAGE_BOUND, mark) for lane in drawn.lanes if lane.pool in measured.pools),
         *(_wire(wire, PAGE_WIRE[_is_data(wire)]) for wire in drawn.wires),
         *(_page_box(placed, measured) for placed in drawn.placed),
         *(_label(wire, 'class="wire-label halo"') for wire in drawn.wires if wire.label),
@@ -405,7 +407,7 @@ def svg_in_page(graph: Graph, measured: Measured) -> str:
 # What both draw -------------------------------------------------------------------------------------------------
 
 
-def _lane(lane: Lane, width: float, look: _Look, more: str = "") -> str:
+def _lane(lane: PoolLane, width: float, look: _Look, more: str = "") -> str:
     """`more` follows the pool's name."""
     return (
         f'<rect x="{MARGIN / 2}" y="{lane.y:.1f}" width="{width - MARGIN:.1f}" height="{lane.height:.1f}" rx="10" '
@@ -493,10 +495,12 @@ IMAGE_WIRE = {
 """Of wires within an update, and of those to a later one."""
 
 
-def _image_label(colour: str) -> str:
-    """The halo keeps words readable where a wire passes under them."""
-    halo = 'stroke="#ffffff" stroke-width="3" stroke-opacity="0.75" paint-order="stroke"'
-    return f'font-size="11" fill="{colour}" {halo}'
+# The halo keeps words readable where a wire passes under them.
+_HALO = 'stroke="#ffffff" stroke-width="3" stroke-opacity="0.75" paint-order="stroke"'
+IMAGE_LABEL = {
+    True: f'font-size="11" fill="{FAINT}" {_HALO}',
+    False: f'font-size="11" fill="{FEEDBACK}" {_HALO}',
+}
 
 
 def _heading(name: str, summary: str, width: float) -> list[str]:
@@ -536,17 +540,8 @@ def _legend(drawn: Layout, height: float) -> list[str]:
 # How a page's graph looks ---------------------------------------------------------------------------------------
 
 PAGE = _Look(*(f'class="{name}"' for name in ("lane", "pool", "node", "node", "title", "note")))
-PAGE_WIRE = {
-    True: 'class="wire" marker-end="url(#head)"',
-    False: 'class="wire feedback" marker-end="url(#head)"',
-}
 PAGE_BOUND = replace(PAGE, lane='class="lane bounds"')
-
-
-def _page_lane(lane: Lane, width: float, *, bounds: bool) -> str:
-    if not bounds:
-        return _lane(lane, width, PAGE)
-    return _lane(lane, width, PAGE_BOUND, '<tspan class="mark" dx="10">bounds the run</tspan>')
+PAGE_WIRE = {True: 'class="wire" marker-end="url(#head)"', False: 'class="wire feedback" marker-end="url(#head)"'}
 
 
 def _page_box(placed: Placed, measured: Measured) -> str:

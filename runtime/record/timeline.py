@@ -66,15 +66,14 @@ def lanes(bars: Iterable[Bar]) -> list[Lane]:
         if bar.kind in ("group", "update"):
             first.setdefault(pool_of(bar.lane), bar.start)
     names = sorted(by_lane, key=lambda n: (first.get(pool_of(n), inf), pool_of(n), _number(n), n))
-    return [_lane(name, by_lane[name]) for name in names]
-
-
-def _lane(name: str, bars: Sequence[Bar]) -> Lane:
-    places, number = place(bars)
-    tracks: list[list[Bar]] = [[] for _ in range(number)]
-    for bar, track in zip(bars, places, strict=True):
-        tracks[track].append(bar)
-    return Lane(name, tuple(map(tuple, tracks)))
+    found = []
+    for name in names:
+        places, number = place(by_lane[name])
+        tracks: list[list[Bar]] = [[] for _ in range(number)]
+        for bar, track in zip(by_lane[name], places, strict=True):
+            tracks[track].append(bar)
+        found.append(Lane(name, tuple(map(tuple, tracks))))
+    return found
 
 
 def excerpt(bars: Iterable[Bar], updates: int = 6, replicas: int = 8) -> list[Bar]:

@@ -129,7 +129,9 @@ def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> st
     for lane in drawing.lanes:
         front = _ansi(drawing.colors[lane.tracks[-1][0].name]) if color else ""
         for number, cells in enumerate(_lane(lane, axis, columns, painter, front)):
-            _mark(cells, [column for _, column in ends], color)
+            for _, column in ends:  # the ends of updates run through the idle cells
+                if column < len(cells) and cells[column].char == " " and not cells[column].paint:
+                    cells[column] = _Cell(MARK, "\x1b[2m" if color else "")
             lines.append((lane.name if not number else "").ljust(gutter) + _render(cells))
     return "\n".join(line.rstrip() for line in [*lines, "", *_legend(drawing, color, width)])
 
@@ -208,13 +210,6 @@ def _render(cells: Sequence[_Cell]) -> str:
     return "".join(text) + ("\x1b[0m" if paint else "")
 
 
-def _mark(cells: list[_Cell], columns: Sequence[int], color: bool) -> None:
-    """The ends of updates run through the idle cells."""
-    for column in columns:
-        if column < len(cells) and cells[column].char == " " and not cells[column].paint:
-            cells[column] = _Cell(MARK, "\x1b[2m" if color else "")
-
-
 def _axis_line(axis: Axis, columns: int) -> str:
     line = [" "] * columns
     for tick, label in zip(axis.ticks, axis.labels, strict=True):
@@ -281,7 +276,7 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     top = HEAD
     cramped = drawing.cramped(scale, CHAR, 8)
     for number, lane in enumerate(drawing.lanes):
-        height = _height(lane)
+        height = max(min(TRACK * len(lane.tracks), LANE), THIN * len(lane.tracks))
         if number % 2 == 0:
             bands.append(_rect(0, top - GAP / 2, width, height + GAP, "band"))
         body.append(_text(EDGE, top + height / 2 + 4, lane.name, "lane"))
@@ -302,10 +297,6 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {fits} {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
 
 
-def _height(lane: Lane) -> float:
-    return max(min(TRACK * len(lane.tracks), LANE), THIN * len(lane.tracks))
-
-
 def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: float) -> str:
     inset = min(1.0, step / 8)
     space = min(0.6, w / 4)
@@ -315,13 +306,10 @@ def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: f
     if step >= 13 and len(label) * CHAR + 4 <= w:
         place = f'x="{x + (w - space) / 2:.2f}" y="{y + step / 2 + 3.8:.2f}" text-anchor="middle"'
         text = f'<text {place} class="label" style="fill:{ink(shade)}">{escape(label)}</text>'
-    return f"<g><title>{escape(_tooltip(bar))}</title>{rect}{text}</g>"
-
-
-def _tooltip(bar: Bar) -> str:
     version = f"\nweights of version {bar.version}" if bar.version is not None else ""
     detail = f"\n{bar.detail}" if bar.detail else ""
-    return f"{bar.label} on {bar.lane}\n{bar.seconds * 1e3:.4g} ms{version}{detail}"
+    tooltip = f"{bar.label} on {bar.lane}\n{bar.seconds * 1e3:.4g} ms{version}{detail}"
+    return f"<g><title>{escape(tooltip)}</title>{rect}{text}</g>"
 
 
 def _grid(axis: Axis, scale: float, left: float, bottom: float, width: float) -> list[str]:
