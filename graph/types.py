@@ -51,15 +51,26 @@ class NodeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Context:
-    """What a run's flags say, as every `maker` and `init` sees it. JSON-able.
+    """What a run's flags say, as every `maker` and `init` gets it. It can be written as JSON.
 
-    `max_tokens` bounds a response, `slots` is the number of rows that a generator decodes at once, `batch` the
-    prompt groups per update, `split` "train" or "evaluate". `node` is the node or argument being made.
-
-    `mesh` names the axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; ()
-    for one rank. `rank` is this one's place. With more than one, torch.distributed's default group has them all.
-
-    `weights` says for each input of the node that is weights which carried value they are of.
+    Attributes:
+        node: the node or argument that is being made.
+        seed: the run's seed.
+        model: the model directory; "" is a small untrained model.
+        data: what `--data` says.
+        dtype: format of the model that computes.
+        device: device of this rank.
+        max_tokens: the longest response, in tokens.
+        batch: prompt groups per update.
+        updates: updates of the run.
+        slots: rows that a generator decodes at once.
+        split: "train" or "evaluate".
+        threads: threads of this rank.
+        mesh: axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; () for one
+            rank. With more than one rank, torch.distributed's default group has them all.
+        rank: this rank's place in the mesh.
+        options: the options of the node, or the program's for a maker.
+        weights: for each input that is weights, the carried value that they belong to.
     """
 
     node: str = ""
@@ -90,18 +101,23 @@ class Context:
 
 @dataclass(frozen=True)
 class Origin:
-    """The carried value that weights are of: the import path of its maker, and the context that the maker is given,
-    but for where it runs."""
+    """The carried value that weights belong to.
+
+    Attributes:
+        maker: import path of the value's maker.
+        context: the context that the maker gets, except for where it runs.
+    """
 
     maker: str
     context: Context
 
 
 class Model:
-    """A carried value with weights: `broadcast` sends them, and nobody keeps copies of it (see `delay`).
+    """A carried value with weights. `broadcast` sends them; `delay` refuses it.
 
-    `version` counts the updates that are over for it. A call of an update adds one. A run sets it before each firing
-    that reads the value, since an update of a graph may be several calls, or leave the value as it was.
+    Attributes:
+        version: the number of updates that are over for it. A call of an update adds one. A run sets it before each
+            firing that reads the value, since an update of a graph may be several calls, or leave the value as it was.
     """
 
     version: int = 0
@@ -176,14 +192,23 @@ AnyPreferenceModel = TypeVar("AnyPreferenceModel", bound=PreferenceModel)
 
 @dataclass
 class LearningRate:
-    """The learning rate of one update, which a node has computed."""
+    """The learning rate of one update, computed by a node.
+
+    Attributes:
+        value: the rate.
+    """
 
     value: float
 
 
 @dataclass
 class Weights:
-    """Live weights as `broadcast` delivers them. Changes only between steps of the node that reads it."""
+    """Live weights, as `broadcast` delivers them. They change only between two steps of the node that reads them.
+
+    Attributes:
+        version: the version of the carried value.
+        tensors: the logical tensors by name; on a rank of a mesh, this rank's share of each.
+    """
 
     version: int
     tensors: Mapping[str, Array]
@@ -230,7 +255,13 @@ class Batchable:
 
 @dataclass
 class Prompts(Batchable):
-    """Prompt groups: texts with their reference answers; one row per group."""
+    """Prompt groups, one row per group.
+
+    Attributes:
+        ordinals: places of the groups in the source, N.
+        texts: the prompts, N.
+        answers: the reference answers, N.
+    """
 
     ordinals: tuple[int, ...]
     texts: tuple[str, ...]
@@ -244,25 +275,27 @@ class Prompts(Batchable):
 class Rollouts(Batchable):
     """Sampled responses with what made each token.
 
-    `tokens_NS` holds prompt and response, padded on the right; the response of row i starts at
-    `prompt_lengths_N[i]` and has `response_lengths_N[i]` tokens, the end token included. `logprobs_NT` are the
-    behaviour policy's log-probabilities (nats) of the sampled tokens and `versions_NT` the weights that made
-    them, both zero past a response's end. `logprobs_NT` is None where no row has them recorded; joined with rows that
-    have, such as demonstrations beside samples, a row without them has NaN. `finished_N` is False where the token bound
-    cut a response.
+    A response may be a conversation with an environment: everything after the first prompt. Whoever scores the tokens
+    applies the temperature, so that equal weights give equal log-probabilities.
 
-    A response may be a conversation with an environment: all that follows the first prompt. Of the environment's
-    tokens, which nobody sampled, the version is -1 and the log-probability 0. `transcripts` has the texts of each
-    row's turns, the model's and the environment's in turn, the model's newest one last; that one is in `texts` too.
-
-    `replayed_N` (bool) says which rows an earlier update has learnt from already; None where none has been kept.
-
-    `temperature_N` (float) is the temperature that each row was sampled at, 0 for greedy, and `cut_N` (bool) says where
-    only a part of the vocabulary was sampled from (top-k or top-p). Whoever scores the tokens applies the temperature,
-    so that equal weights give equal log-probabilities. Rows that are made without them have 1 and False.
-
-    `turn_rewards` has for each row what the environment gave after each of the model's turns, as far as the model has
-    been told of it: not after its newest turn (see `rewarded`). None stands for a turn without a reward.
+    Attributes:
+        ordinals: the prompt group of each row, N.
+        prompts: the first prompt of each row, N.
+        answers: the reference answer of each row, N.
+        texts: what the model said last in each row, N.
+        tokens_NS: prompt and response, int64 [N, S], padded on the right.
+        prompt_lengths_N: where the response of each row starts in `tokens_NS`, int64 [N].
+        response_lengths_N: tokens of each response, the end token included, int64 [N].
+        logprobs_NT: log-probabilities (nats) of the tokens under the policy that sampled them, float [N, T]; 0 past the
+            end and for tokens of an environment. None if no row has them; NaN in rows without, joined with others.
+        versions_NT: version of the weights that sampled each token, int64 [N, T]; -1 for tokens of an environment.
+        finished_N: False where the token bound cut the response, bool [N].
+        transcripts: for each row the texts of its turns, the model's and the environment's in turn.
+        replayed_N: rows that an earlier update has learnt from, bool [N]; None without a buffer.
+        temperature_N: temperature of each row, float [N]; 0 is greedy, 1 by default.
+        cut_N: rows that were sampled from a part of the vocabulary (top-k, top-p), bool [N].
+        turn_rewards: for each row what the environment gave after each turn but the newest (see `rewarded`); None
+            stands for a turn without a reward.
     """
 
     ordinals: tuple[int, ...]
@@ -292,7 +325,7 @@ class Rollouts(Batchable):
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """As of any batch; rows that lack log-probabilities have NaN among others that do not."""
+        """One value with the rows of all parts. Rows without log-probabilities get NaN if other rows have them."""
         if len({part.logprobs_NT is None for part in parts}) > 1:
             parts = [
                 part if part.logprobs_NT is not None else replace(part, logprobs_NT=part.versions_NT * math.nan)
@@ -303,12 +336,14 @@ class Rollouts(Batchable):
         return super().concat(parts)
 
     def turns(self) -> list[int]:
-        """How often the model has spoken in each row."""
+        """Turns of the model in each row."""
         return [(len(transcript) + 1) // 2 for transcript in self.transcripts]
 
     def rewarded(self, replies: "Replies") -> "tuple[list[float | None], ...]":
-        """The rewards of all turns of each row, with those of the `replies` to the newest ones. A row that ended at an
-        earlier turn has got all of its own already: what is said of it again does not count."""
+        """The rewards of all turns of each row: those so far, and those of the `replies` to the newest turns.
+
+        A row that ended at an earlier turn has all of its rewards already; its reply does not count.
+        """
         given = [None] * len(self) if replies.rewards_N is None else replies.rewards_N.tolist()
         rows = zip(self.turn_rewards, self.turns(), given, strict=True)
         return tuple([*past, reward] if len(past) < turns else past for past, turns, reward in rows)
@@ -326,9 +361,11 @@ class Rollouts(Batchable):
 class Replies(Batchable):
     """What an environment says to the newest turn of each row of `Rollouts`.
 
-    `roles` are "user" or "tool": who speaks, where a model's chat template knows the difference. A row that is done
-    (`done_N`, bool) has ended, and its text is not read. `rewards_N` is the reward of each conversation so far
-    (float), None where the environment gives none.
+    Attributes:
+        texts: the reply to each row, N; not read for a row that is done.
+        roles: "user" or "tool" for each row, for models whose chat template knows the difference.
+        done_N: conversations that have ended, bool [N].
+        rewards_N: the reward of each conversation so far, float [N]; None if the environment gives none.
     """
 
     texts: tuple[str, ...]
@@ -347,7 +384,11 @@ class Replies(Batchable):
 
 @dataclass
 class Rewards(Batchable):
-    """One number per response, float [N]; arithmetic works on it as on an array."""
+    """One number per response. Arithmetic works on it as on an array: `rewards - 0.01 * rollouts.lengths()`.
+
+    Attributes:
+        values_N: float [N].
+    """
 
     values_N: Array
 
@@ -382,7 +423,12 @@ class Rewards(Batchable):
 
 @dataclass
 class TurnRewards(Batchable):
-    """A reward for each turn of the model, float [N, K], zero past a row's last turn; `turns_N` (int64) counts them."""
+    """A reward for each turn of the model.
+
+    Attributes:
+        values_NK: float [N, K], 0 past a row's last turn.
+        turns_N: turns of each row, int64 [N].
+    """
 
     values_NK: Array
     turns_N: Array
@@ -390,7 +436,11 @@ class TurnRewards(Batchable):
 
 @dataclass
 class Advantages(Batchable):
-    """One number per response, float [N]."""
+    """How much better each response is than expected.
+
+    Attributes:
+        values_N: float [N].
+    """
 
     values_N: Array
 
@@ -401,7 +451,11 @@ class Advantages(Batchable):
 
 @dataclass
 class TokenAdvantages(Advantages):
-    """One number per token: here `values_N` is float [N, T], zero past a response's end."""
+    """How much better each token is than expected.
+
+    Attributes:
+        values_N: float [N, T], 0 past a response's end.
+    """
 
     def at(self, sequence_P: Array, step_P: Array) -> Array:
         return self.values_N[sequence_P, step_P]
@@ -409,21 +463,33 @@ class TokenAdvantages(Advantages):
 
 @dataclass
 class Logprobs(Batchable):
-    """Log-probabilities (nats) of the sampled tokens under some policy, float [N, T]; zero past the end."""
+    """Log-probabilities of the sampled tokens under some policy.
+
+    Attributes:
+        logprobs_NT: nats, float [N, T]; 0 past the end.
+    """
 
     logprobs_NT: Array
 
 
 @dataclass
 class Values(Batchable):
-    """What a critic expects before each token of a response, float [N, T]; zero past the end."""
+    """What a critic expects before each token of a response.
+
+    Attributes:
+        values_NT: float [N, T]; 0 past the end.
+    """
 
     values_NT: Array
 
 
 @dataclass
 class Returns(Batchable):
-    """What followed each token of a response, which a critic learns to expect, float [N, T]; zero past the end."""
+    """What followed each token of a response; a critic learns to expect it.
+
+    Attributes:
+        returns_NT: float [N, T]; 0 past the end.
+    """
 
     returns_NT: Array
 

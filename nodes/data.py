@@ -129,7 +129,12 @@ class DataError(ValueError):
 
 @dataclass
 class Demonstrations(Batchable):
-    """Prompts with what a teacher wrote after each, one entry per row."""
+    """Prompts with what a teacher wrote after each, one entry per row.
+
+    Attributes:
+        texts: the prompts, N.
+        responses: what the teacher wrote, N.
+    """
 
     texts: tuple[str, ...]
     responses: tuple[str, ...]
@@ -305,7 +310,13 @@ def _permutation(size: int, key: int) -> Sequence[int]:
 
 @dataclass
 class Pairs(Batchable):
-    """Prompts with a response that was preferred to another, one entry per row."""
+    """Prompts with two responses, one preferred to the other, one entry per row.
+
+    Attributes:
+        texts: the prompts, N.
+        chosen: the preferred responses, N.
+        rejected: the others, N.
+    """
 
     texts: tuple[str, ...]
     chosen: tuple[str, ...]

@@ -317,20 +317,20 @@ NEEDED: Mapping[Other, str] = {
 
 @dataclass(frozen=True)
 class Sampled:
-    """The sampled tokens of a micro-batch, for those who write losses. Nothing here has a gradient.
+    """The sampled tokens of a micro-batch, as a loss gets them. Nothing here has a gradient.
 
-    What nobody sampled, such as an environment's reply, is left out. A micro-batch holds whole responses, so that
-    sums over `sequence_P` (see `segments`) are sums over responses.
+    Tokens that nobody sampled, such as an environment's reply, are left out. A micro-batch holds whole responses, so
+    a sum over `sequence_P` (see `segment_sum`) is a sum over responses. With `@requires(reads("group"))` above the loss
+    it holds whole prompt groups too, and `group_P` and `group_N` name them.
 
-    `advantages_P` is each token's advantage (its response's, unless the algorithm has one per token), `lengths_P` the
-    number of sampled tokens of its response, `versions_P` the version of the weights that sampled it, `sequence_P`
-    (int64) the row of its response in the batch. `given` has log-probabilities of the same tokens (nats) under other
-    policies; the properties name them. `replayed_P` (bool) says which tokens an earlier update has learnt from
-    already; it is None without a buffer of past groups (see `nodes.replay`).
-
-    A loss that compares the responses to a prompt says so with `@requires(reads("group"))`. Then a micro-batch holds
-    whole prompt groups, so that sums over `group_P`, or over the rows of a group, are sums over groups; `group_N`
-    (int64) has the group of each row of the batch, `group_P` that of each token.
+    Attributes:
+        advantages_P: the advantage of each token (its response's, unless there is one per token), float [P].
+        lengths_P: sampled tokens of each token's response, int64 [P].
+        versions_P: version of the weights that sampled each token, int64 [P].
+        sequence_P: the row of each token's response in the batch, int64 [P].
+        given: log-probabilities (nats) of the same tokens under other policies, by name; the properties name them.
+        replayed_P: tokens that an earlier update has learnt from, bool [P]; None without a buffer.
+        whole_groups_N: the prompt group of each row; None where a micro-batch may cut groups.
     """
 
     advantages_P: Tensor
