@@ -20,7 +20,7 @@ from penstock.runtime.collection import uncollected
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
 from penstock.runtime.plan.roles import Roles, roles_of
-from penstock.runtime.plan.search import Solution, Split
+from penstock.runtime.plan.search import GpuSplit, Solution
 from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
 
 KEPT = 0.7
@@ -218,7 +218,7 @@ def _beside(other: Solution, best: Solution) -> str:
     return "as planned" if other.split == best.split else "as fast"
 
 
-def _gpus(split: Split) -> str:
+def _gpus(split: GpuSplit) -> str:
     """Of the trainer, the generator, and each dedicated group of models; by kind where there are several."""
     several = len({each.nodes.kind for each in split.allocations}) > 1
     sizes = [f"{each.gpus} {each.nodes.kind}" if several else str(each.gpus) for each in split.allocations]

@@ -195,7 +195,7 @@ class Generating:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TrainerFamily:
     """Trainers that share out the data and cut the layers alike. They differ in how weights are sharded: over the
     shards of each mesh, and for each micro-batch or not. `passed_s` and `steps_s`: lower bounds of the seconds of one
     pass over an update's sequences, and of one model's steps."""
@@ -255,10 +255,10 @@ class Fastest(NamedTuple):
 class GeneratorTable:
     """Layouts of a generator, a row for each, by GPUs.
 
-    base: which of `Candidates.bases`, a mesh and a precision. bytes: of weights on each rank. narrow: 1 for less than
-    16 bits. Seconds of a batch: `steady`, with slots that never run dry; `rollout`, of a batch by itself, a lower bound
-    until it is `simulated`; `others`, what a batch adds to another one that is decoded beside it. Rows with the same
-    `alike` have the same rollout. `version` counts simulations, so that a reader sees when bounds have changed.
+    base: which of the candidates' `bases`, a mesh and a precision. bytes: of weights on each rank. narrow: 1 for less
+    than 16 bits. Seconds of a batch: `steady`, with slots that never run dry; `rollout`, of a batch by itself, a lower
+    bound until it is `simulated`; `others`, what a batch adds to another one that is decoded beside it. Rows with the
+    same `alike` have the same rollout. `version` counts simulations, so that a reader sees when bounds have changed.
     """
 
     base: IntArray
@@ -299,7 +299,7 @@ COLUMNS = tuple(each.name for each in fields(GeneratorTable))[:-2]
 
 
 @dataclass(eq=False)
-class Candidates:
+class LayoutCandidates:
     """Candidate layouts of each role for one workload, kept once they are made. `slots` is the most rows of a
     generator's replica, `models` are what there is beside the policy's own steps."""
 
@@ -324,10 +324,9 @@ class Candidates:
         self._tables: defaultdict[NodeGroup, list[GeneratorTable]] = defaultdict(list)
         self._rollouts: defaultdict[NodeGroup, dict[int, float]] = defaultdict(dict)
 
-    # Trainers, and models on dedicated GPUs.
-
-    def _cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[Cut]:
+    def _cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
+        # How weights are sharded changes what travels, not what is computed: one lower bound holds for all of these.
         meshes = defaultdict[tuple[int, ...], list[Parallel]](list)
         for mesh in trainer_meshes(self.work.shape, nodes, gpus):
             if pin is None or pin == mesh.axes:
@@ -337,7 +336,7 @@ class Candidates:
             for tokens in micro_tokens(self.work.context, self.work.micro_tokens):
                 first = Trainer(self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, zero3=False)
                 steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
-                found.append(Cut(first, tuple(alike), first.least(self._whole, backward=False), steps_s))
+                found.append(TrainerFamily(first, tuple(alike), first.least(self._whole, backward=False), steps_s))
         return found
 
     def _trainers(self, nodes: NodeGroup, gpus: int, colocated: Models) -> FastestFirst:
@@ -345,7 +344,7 @@ class Candidates:
         kept: Kept = {}
         passes, learners = colocated.count + self.models.rereads, 1 + colocated.critics
 
-        def made(cut: Cut) -> Iterator[Training]:
+        def made(cut: TrainerFamily) -> Iterator[Training]:
             for trainer in cut.layouts():
                 memory = trainer_memory(trainer, self.models.copies)
                 memory = memory + beside_memory(trainer, colocated) if colocated.count else memory
@@ -360,6 +359,7 @@ class Candidates:
         cuts = self.cuts(nodes, gpus, self.pins.trainer)
         bounds = (cut.passed_s * passes * SAFE + cut.steps_s * learners * SAFE for cut in cuts)
         found = FastestFirst((bound, partial(made, cut)) for bound, cut in zip(bounds, cuts, strict=True))
+        # The table of lower bounds has the seconds themselves from now on.
         first = found.at(0)
         self.trainer_s(nodes, colocated)[nodes.place[gpus]] = first.seconds if first else inf
         return found
@@ -369,7 +369,7 @@ class Candidates:
         kept: Kept = {}
         best: list[Training] = []
 
-        def made(cut: Cut, *bounds: float) -> Iterator[Training]:
+        def made(cut: TrainerFamily, *bounds: float) -> Iterator[Training]:
             for trainer in () if any(other.beats(*bounds) for other in best) else cut.layouts():
                 # A pass that keeps nothing: no gradients, no moments, and no inputs of layers for a backward pass.
                 passing = trainer if models.critics else replace(trainer, frozen=True, offload=True)
@@ -387,9 +387,11 @@ class Candidates:
         for cut in self.cuts(nodes, gpus, pin):
             bounds = cut.passed_s * models.count * SAFE, cut.steps_s * models.critics * SAFE
             groups.append((sum(bounds), partial(made, cut, *bounds)))
+        # `made` sees what has been kept so far, so that a family that is beaten in both is not made at all.
         for each in FastestFirst(groups):
             if not any(other.beats(each.reads.seconds, each.learns.seconds) for other in best):
                 best.append(each)
+        # With a given mesh the table's bounds stay as they are: they are shared by pools without one.
         if pin is None:
             reads_N, learns_N = self.reader_s(nodes, models)
             reads_N[nodes.place[gpus]] = min((each.reads.seconds for each in best), default=inf)
@@ -429,8 +431,6 @@ class Candidates:
     @cached_property
     def _minibatches(self) -> tuple[Packed, ...]:
         return packed(self.work.sequence_tokens, self.work.minibatches)
-
-    # Generators.
 
     def generators(self, nodes: NodeGroup, sizes: Sequence[int], copies: int, beside: Memory | None) -> GeneratorTable:
         """All layouts on these numbers of GPUs that fit with so many copies of the weights, and with what lies `beside`
@@ -507,6 +507,7 @@ class Candidates:
         size, count = np.nonzero(np.concatenate([[0], counts[:-1]]) < useful[:, None])
         replicas, slots = gpus[size] // ranks, counts[count]
         share = -(-work.responses // replicas)
+        # More slots than responses change nothing, unless replacements of dropped groups come on top.
         rows = np.minimum(slots, share) if work.kept == 1 else slots
         # A step costs what its rows do, which falls per row with their number, and what their contexts do, which sum to
         # the same whatever is decoded beside them.

@@ -14,7 +14,7 @@ from math import inf
 
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.placement import spelled
-from penstock.runtime.plan.candidates import FEWEST_SLOTS, Candidates, NodeGroup, Pins, trainer_meshes
+from penstock.runtime.plan.candidates import FEWEST_SLOTS, LayoutCandidates, NodeGroup, Pins, trainer_meshes
 from penstock.runtime.plan.memory import (
     Memory,
     Misfit,
@@ -29,7 +29,7 @@ from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
 
-def check_pins(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> None:
+def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> None:
     """Raises PlanError for a mesh of more ranks than any island has GPUs, or that no layout has."""
     largest = max(node_groups, key=lambda nodes: nodes.gpus)
     own = {roles.trainer: candidates.pins.trainer, roles.generator: candidates.pins.generator}
@@ -50,7 +50,7 @@ def check_pins(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeG
             raise AskedError(f"{given} for {candidates.work.shape.name}, needed {needed}")
 
 
-def refuse(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> PlanError:
+def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> PlanError:
     """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
     or, where each would by itself, how many GPUs each needs."""
     misfits = [_trainer(roles, candidates, node_groups), _generator(roles, candidates, node_groups)]
@@ -69,7 +69,7 @@ def refuse(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup
     return PlanError(f"{head}: needed at least {needed}" + "".join(f", and those of {pool}" for pool in roles.beside))
 
 
-def _trainer(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
+def _trainer(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
     """Of the layout that needs least memory; None if it fits."""
     sizes = [(i, n) for i in node_groups for n in ((i.gpus,) if candidates.pins.trainer is None else i.sizes)]
     cuts = [cut for nodes, gpus in sizes for cut in candidates.cuts(nodes, gpus, candidates.pins.trainer)]
@@ -84,7 +84,7 @@ def _trainer(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGro
     return check_trainer(sharded, roles.trainer, copies if roles.models.copies else None, candidates.work.context)
 
 
-def _generator(roles: Roles, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
+def _generator(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
     best, share = None, inf
     for nodes in node_groups:
         for base in candidates.bases(nodes):
@@ -109,7 +109,7 @@ class Enough:
     """A question that has no plan, and until when others like it may be asked."""
 
     roles: Roles
-    candidates: Candidates
+    candidates: LayoutCandidates
     node_groups: Sequence[NodeGroup]
     deadline: float
 
@@ -121,7 +121,7 @@ class Enough:
         return f"All of it would fit {', or '.join(ways)}" if ways else ""
 
     @property
-    def _free(self) -> Candidates:
+    def _free(self) -> LayoutCandidates:
         return replace(self.candidates, pins=Pins())
 
     def _hosts(self) -> str:
@@ -153,7 +153,7 @@ class Enough:
                 return True
         return False
 
-    def _fits(self, candidates: Candidates, node_groups: Sequence[NodeGroup]) -> bool:
+    def _fits(self, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> bool:
         """Whether there is any plan, as far as a search finds one in its grace."""
         return Search(self.roles, candidates, tuple(node_groups)).run(time.monotonic(), second=False).best is not None
 

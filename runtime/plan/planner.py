@@ -10,11 +10,11 @@ from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import html_table, spelled
-from penstock.runtime.plan.candidates import Candidates, NodeGroup, Pins, Training, node_groups
+from penstock.runtime.plan.candidates import LayoutCandidates, NodeGroup, Pins, Training, node_groups
 from penstock.runtime.plan.infeasible import Enough, check_pins, refuse
 from penstock.runtime.plan.memory import Memory, beside_memory
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
-from penstock.runtime.plan.search import Allocation, Outcome, Search, Solution, Split
+from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, Solution
 from penstock.runtime.plan.simulate import KEY, Costed, costed
 from penstock.runtime.plan.workload import Workload
 
@@ -132,7 +132,7 @@ def plan(
     roles, found = roles_of(graph), node_groups(cluster)
     if slots < 1:
         raise AskedError(f"slots: given {slots}, needed at least 1")
-    candidates = Candidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
+    candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
     check_pins(roles, candidates, found)
     others = [
         _by_hand(Search(roles, candidates, found, split), name, began + time_limit * HEURISTIC_SHARE * number)
@@ -201,23 +201,23 @@ def _outermost_first(axes: Axes) -> Axes:
     return tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: order.index(axis[0])))
 
 
-def _hands(found: Sequence[NodeGroup]) -> list[tuple[str, Split]]:
+def _hands(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:
     """What people set by hand: shares of all GPUs, all layouts free; a frozen model beside the trainer."""
     shared = max(found, key=lambda nodes: nodes.gpus * nodes.gpu.flops("bf16"))
     hands = [
         ("half and half", _shares(found, 0.5)),
         ("75:25 (generator : trainer)", _shares(found, 0.75)),
-        ("all shared, synchronous", Split(Allocation(shared, shared.gpus), None)),
+        ("all shared, synchronous", GpuSplit(Allocation(shared, shared.gpus), None)),
     ]
     return [(name, split) for name, split in hands if split is not None]
 
 
-def _shares(found: Sequence[NodeGroup], part: float) -> Split | None:
+def _shares(found: Sequence[NodeGroup], part: float) -> GpuSplit | None:
     """The split that is nearest to `part` of all GPUs for the generator and the others for the trainer: each within one
     node group, the trainer on the faster one where that is no matter. None where there is a single GPU."""
     total = sum(nodes.gpus for nodes in found)
     splits = [
-        Split(Allocation(trains, trainer), Allocation(decodes, generator))
+        GpuSplit(Allocation(trains, trainer), Allocation(decodes, generator))
         for trains, decodes in product(found, found)
         for generator in (min(decodes.sizes, key=lambda size: abs(size - part * total)),)
         for room in (trains.gpus - generator if trains == decodes else trains.gpus,)
@@ -225,7 +225,7 @@ def _shares(found: Sequence[NodeGroup], part: float) -> Split | None:
         if trainer
     ]
 
-    def distance(split: Split) -> tuple[float, float]:
+    def distance(split: GpuSplit) -> tuple[float, float]:
         off = abs(split.decodes.gpus - part * total) + abs(split.trainer.gpus - (1 - part) * total)
         return off, -split.trainer.nodes.gpu.flops("bf16")
 

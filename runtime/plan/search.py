@@ -36,9 +36,9 @@ from penstock.graph.analysis import Bound
 from penstock.runtime.plan.candidates import (
     DEDICATED,
     SHARED,
-    Candidates,
     Generating,
     GeneratorTable,
+    LayoutCandidates,
     NodeGroup,
     Training,
 )
@@ -93,7 +93,7 @@ def have_room(allocations: Sequence[Allocation]) -> bool:
 
 
 @dataclass(frozen=True)
-class Split:
+class GpuSplit:
     """Who has which GPUs. `generator` is None where it shares the trainer's. Models beside the policy that have no
     dedicated GPUs are colocated with the trainer."""
 
@@ -133,7 +133,7 @@ class Solution:
     """A whole plan. `readings` are of dedicated groups, in the split's order. `alone_s` would be its period if no batch
     slowed another one. `offloads`: the trainer's moments lie on the host while its GPUs decode."""
 
-    split: Split
+    split: GpuSplit
     training: Training
     generating: Generating
     readings: tuple[Training, ...]
@@ -239,7 +239,7 @@ def bounds(
     return tuple(sorted(found, key=lambda bound: -bound.seconds))
 
 
-def groupings(roles: Roles, candidates: Candidates) -> tuple[Groups, ...]:
+def groupings(roles: Roles, candidates: LayoutCandidates) -> tuple[Groups, ...]:
     """Which models beside the policy have dedicated GPUs, and which of these share them: all that differ. Models that
     are not named are colocated with the trainer. A pool with a given mesh has dedicated GPUs, which it shares with no
     pool that has another one."""
@@ -269,30 +269,30 @@ def _partitions(pools: Sequence[str]) -> Iterator[Groups]:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PartialSplit:
     """GPUs of the trainer and of some of the `groups`: an allocation for each, in this order. `decodes` is where the
     generator has its own, None if it shares the trainer's. `given` is a split that all plans that follow have."""
 
     groups: Groups
     decodes: NodeGroup | None
     allocations: tuple[Allocation, ...]
-    given: Split | None = None
+    given: GpuSplit | None = None
 
     @property
     def depth(self) -> int:
         return len(self.allocations)
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> GpuSplit | None:
         """Of all plans that follow, if they have the same."""
         if self.given or self.decodes or self.depth <= len(self.groups):
             return self.given
-        return Split(self.allocations[0], None, self.allocations[1:])
+        return GpuSplit(self.allocations[0], None, self.allocations[1:])
 
-    def split_with(self, gpus: int) -> Split:
+    def split_with(self, gpus: int) -> GpuSplit:
         """With so many GPUs for the generator."""
         trainer, *dedicated = self.allocations
-        return Split(trainer, Allocation(self.decodes, gpus) if self.decodes else None, tuple(dedicated))
+        return GpuSplit(trainer, Allocation(self.decodes, gpus) if self.decodes else None, tuple(dedicated))
 
     def used(self, nodes: NodeGroup) -> int:
         return sum(each.gpus for each in self.allocations if each.nodes is nodes)
@@ -307,15 +307,16 @@ class Placed:
         def crowded(gpus: int) -> bool:
             return gpus > left or not have_room((*self.allocations, Allocation(nodes, gpus)))
 
+        # Where a size can be packed every smaller one can.
         most = bisect_left(nodes.sizes, True, key=crowded)
         return range(1, nodes.sizes[most - 1] + 1 if most else 1)
 
 
 @dataclass(frozen=True)
-class Trained:
+class WithTrainer:
     """With layouts of all but the generator; the trainer's is the `index`th of those on its GPUs."""
 
-    placed: Placed
+    placed: PartialSplit
     readings: tuple[Training, ...]
     train: Training
     index: int = 0
@@ -325,7 +326,7 @@ class Trained:
         return self.placed.depth + 1 + self.index
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> GpuSplit | None:
         return self.placed.split
 
     @property
@@ -335,11 +336,11 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class WithGenerators:
     """With some generators: `rows` of a table, the most promising first by what was known at the table's `version`.
     `moved` are the bytes of the trainer's moments that are on the host while they decode."""
 
-    trained: Trained
+    trained: WithTrainer
     table: GeneratorTable
     rows: IntArray
     version: int
@@ -351,11 +352,11 @@ class Decoding:
         return self.trained.depth + 1
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> GpuSplit | None:
         return self.trained.split
 
     @property
-    def first_split(self) -> Split:
+    def first_split(self) -> GpuSplit:
         """That of the first row."""
         return self.trained.placed.split_with(int(self.table.gpus[self.rows[0]]))
 
@@ -367,7 +368,7 @@ class Decoding:
         return int(self.table.narrow[self.rows[0]]), split.gpus, *later
 
 
-Part = Placed | Trained | Decoding
+Part = PartialSplit | WithTrainer | WithGenerators
 
 
 @dataclass
@@ -376,9 +377,9 @@ class Search:
     trainer. `known` are plans that another search has found among these."""
 
     roles: Roles
-    candidates: Candidates
+    candidates: LayoutCandidates
     node_groups: tuple[NodeGroup, ...]
-    given: Split | None = None
+    given: GpuSplit | None = None
     known: tuple[Solution, ...] = ()
     second: bool = True
     best: Solution | None = field(default=None, init=False)
@@ -396,17 +397,20 @@ class Search:
             self._note(solution)
         self.begin()
         opened = 0
+        # Without a plan the search goes on for a while: a plan with an honest gap is worth more than being in time.
         while self.heap and time.monotonic() < deadline + (GRACE if self.best is None else 0.0):
             _, lower, tie, _, part = heapq.heappop(self.heap)
+            if not self._matters(None, lower, tie):  # nor does anything after it
+                break
             if not self._matters(part.split, lower, tie):
                 continue
             opened += 1
             match part:
-                case Placed():
+                case PartialSplit():
                     self._open_placed(part)
-                case Trained():
+                case WithTrainer():
                     self._open_trained(part)
-                case Decoding():
+                case WithGenerators():
                     self._open_decoding(part, lower)
         rest = min(((lower, tie) for _, lower, tie, _, _ in self.heap), default=(inf, ()))
         proved = self.best is not None and rest >= self.best.rank
@@ -419,29 +423,28 @@ class Search:
         if self.given:
             decodes = self.given.generator.nodes if self.given.generator else None
             if () in every:
-                self._push(Placed((), decodes, (self.given.trainer,), self.given), 0.0)
+                self._push(PartialSplit((), decodes, (self.given.trainer,), self.given), 0.0)
             return
         for groups, nodes in product(every, self.node_groups):
             for generator in (None, *self.node_groups):
-                self._place(Placed(groups, generator, ()), nodes, ())
-
-    # The heap.
+                self._place(PartialSplit(groups, generator, ()), nodes, ())
 
     def _push(self, part: Part, lower: float, tie: tuple[int, ...] = ()) -> None:
         """While there is no plan, what is decided furthest comes first: any plan is one to measure others by."""
         if lower < inf and self._matters(part.split, lower, tie):
             self.pushed += 1
+            # The serial number keeps equal parts in the order in which they came: parts themselves have none.
             heapq.heappush(self.heap, (-part.depth if self.best is None else 0, lower, tie, self.pushed, part))
 
-    def _limit(self, split: Split | None) -> Solution | None:
+    def _limit(self, split: GpuSplit | None) -> Solution | None:
         """What plans of one split have to beat to matter, or with None those of any split."""
         return self.best if not self.second or (self.best and split == self.best.split) else self.runner_up
 
-    def _matters(self, split: Split | None, lower: float, tie: tuple[int, ...]) -> bool:
+    def _matters(self, split: GpuSplit | None, lower: float, tie: tuple[int, ...]) -> bool:
         limit = self._limit(split)
         return limit is None or (lower, tie) < limit.rank
 
-    def _most(self, split: Split | None) -> float:
+    def _most(self, split: GpuSplit | None) -> float:
         """Seconds above which they do not matter."""
         limit = self._limit(split)
         return limit.period_s if limit else inf
@@ -453,21 +456,21 @@ class Search:
             self.best, self.runner_up = solution, other if best is None or best.split == solution.split else best
         elif solution.split != best.split and (other is None or solution.rank < other.rank):
             self.runner_up = solution
-        if best is None:  # from now on by the bounds alone
+        if best is None:
+            # The first plan ends the dive: what is open is looked at by its bounds alone from now on.
             self.heap = [(0, *entry[1:]) for entry in self.heap]
             heapq.heapify(self.heap)
 
-    # What follows each part.
-
-    def _place(self, part: Placed, nodes: NodeGroup, pools: tuple[str, ...]) -> None:
+    def _place(self, part: PartialSplit, nodes: NodeGroup, pools: tuple[str, ...]) -> None:
         """The next group's GPUs, or the trainer's, with each number of them there is in a node group."""
         lower_N = self._next_bounds(part, nodes, pools)
         for place in np.flatnonzero(lower_N < self._most(part.split)).tolist():
             following = replace(part, allocations=(*part.allocations, Allocation(nodes, nodes.sizes[place], pools)))
+            # The bound knows how many GPUs are left, not whether parts of hosts can be packed.
             if have_room(following.allocations):
                 self._push(following, float(lower_N[place]))
 
-    def _open_placed(self, part: Placed) -> None:
+    def _open_placed(self, part: PartialSplit) -> None:
         """The next group's GPUs; if all have theirs, their layouts, each with the fastest trainer."""
         if part.depth <= len(part.groups):
             for nodes in self.node_groups:
@@ -480,14 +483,14 @@ class Search:
             readers(each.nodes, each.gpus, self.models_of(each.pools), pins.of(each.pools)) for each in dedicated
         ]
         for readings in product(*layouts):
-            self._push_trained(Trained(part, readings, train))
+            self._push_trained(WithTrainer(part, readings, train))
 
-    def _trainer(self, part: Placed, index: int) -> Training | None:
+    def _trainer(self, part: PartialSplit, index: int) -> Training | None:
         """The `index`th fastest of those that fit."""
         trainer = part.allocations[0]
         return self.candidates.trainers(trainer.nodes, trainer.gpus, self._colocated(part.groups)).at(index)
 
-    def _push_trained(self, part: Trained) -> None:
+    def _push_trained(self, part: WithTrainer) -> None:
         """By what is known of rollouts, if the generator takes turns with the trainer on the same GPUs."""
         placed, trainer = part.placed, part.placed.allocations[0]
         if placed.decodes:
@@ -498,7 +501,7 @@ class Search:
             lower = self._period(True, self._times(part, table, slice(None))).min(initial=inf)
         self._push(part, float(lower))
 
-    def _open_trained(self, part: Trained) -> None:
+    def _open_trained(self, part: WithTrainer) -> None:
         """All generators on dedicated GPUs; or all on this trainer's, whose moments stay or are on the host, and then
         the next trainer."""
         placed, candidates = part.placed, self.candidates
@@ -515,34 +518,41 @@ class Search:
         if train := self._trainer(placed, part.index + 1):
             self._push_trained(replace(part, train=train, index=part.index + 1))
 
-    def _push_decoding(self, part: Trained, table: GeneratorTable, rows: IntArray, moved: float) -> None:
+    def _push_decoding(self, part: WithTrainer, table: GeneratorTable, rows: IntArray, moved: float) -> None:
         """Rows that matter, by all that is known of rollouts."""
         switch = switch_cost(part.train.trainer.gpu, moved, moved)
         times = self._times(part, table, rows, switch.seconds)
         lower = self._period(part.placed.decodes is None, times)
+        # Rows beyond the limit never matter again, since limits only fall and bounds only rise.
         matters = lower <= self._most(part.split)
         rows, lower = rows[matters], lower[matters]
         if len(rows):
             order = np.lexsort((table.gpus[rows], table.narrow[rows], lower))
-            found = Decoding(part, table, rows[order], table.version, moved, switch)
+            found = WithGenerators(part, table, rows[order], table.version, moved, switch)
             self._push(found, float(lower[order[0]]), found.tie)
 
-    def _open_decoding(self, part: Decoding, lower: float) -> None:
+    def _open_decoding(self, part: WithGenerators, lower: float) -> None:
         """The first row, once its rollout is known and it is still the first one; then those after it, and this row
         with the next trainer on dedicated GPUs."""
         table, trained, rows, split = part.table, part.trained, part.rows, part.first_split
+        # A simulation takes milliseconds, so that a row gets one only when its bound is the lowest of all that is open.
+        # It may lift the bounds of many rows: those of this part are put in order again.
         if part.version == table.version and not table.simulated[rows[0]]:
             self.candidates.simulate(split.decodes.nodes, table, int(rows[0]))
         if part.version != table.version:
             self._push_decoding(trained, table, rows, part.moved)
             return
+        # The part may hold rows of several splits; those of the best plan's split have to beat that plan, not the
+        # runner-up.
         if self._matters(split, lower, part.tie):
             self._note(self._solution(part, split))
         self._push_decoding(trained, table, rows[1:], part.moved)
+        # A slower trainer may have a faster sync. On shared GPUs its memory decides which generators fit, so that
+        # `_open_trained` has gone through all trainers there.
         if not split.shared and (train := self._trainer(trained.placed, trained.index + 1)):
             self._push_decoding(replace(trained, train=train, index=trained.index + 1), table, rows[:1], 0.0)
 
-    def _solution(self, part: Decoding, split: Split) -> Solution:
+    def _solution(self, part: WithGenerators, split: GpuSplit) -> Solution:
         """The whole plan with the first row, its sync by the resharding plan."""
         row, train, lag, prompts = (
             int(part.rows[0]),
@@ -567,10 +577,8 @@ class Search:
             alone[0].seconds, part.moved > 0,
         )  # fmt: skip
 
-    # Lower bounds.
-
     def _times(
-        self, part: Trained, table: GeneratorTable, rows: IntArray | slice | int, switch_s: float = 0.0
+        self, part: WithTrainer, table: GeneratorTable, rows: IntArray | slice | int, switch_s: float = 0.0
     ) -> Times:
         """Of some rows, exact but for rollouts that are not simulated and for the sync. Every rank of a generator gets
         its share of the weights, and the trainer's ranks send all of them to one replica at the least."""
@@ -581,7 +589,7 @@ class Search:
         steady, rollout, others = table.steady[rows], table.rollout[rows], table.others[rows]
         return Times(part.train.seconds, steady, rollout, sync, switch_s, part.dedicated, others, self._wait)
 
-    def _next_bounds(self, part: Placed, nodes: NodeGroup, pools: tuple[str, ...]) -> FloatArray:
+    def _next_bounds(self, part: PartialSplit, nodes: NodeGroup, pools: tuple[str, ...]) -> FloatArray:
         """[sizes]: for each number of GPUs of a node group that come next, the trainer's or those of `pools`."""
         candidates, sizes_N, colocated = self.candidates, nodes.sizes_N, self._colocated(part.groups)
         left = {each: each.gpus - part.used(each) - sizes_N * (each is nodes) for each in self.node_groups}
@@ -601,6 +609,7 @@ class Search:
         else:
             trains = part.allocations[0].nodes if part.allocations else nodes
             lower = self._fastest_period(trains, True, train, tuple(dedicated), gpus)
+        # What is left is negative where the next group asks for more than there is.
         return np.where(left[nodes] >= 0, lower, inf)
 
     def _unplaced(self, groups: Groups, left: Mapping[NodeGroup, Seconds]) -> list[tuple[Seconds, Seconds]]:

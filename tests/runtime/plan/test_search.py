@@ -19,10 +19,10 @@ from penstock.runtime.plan import search
 from penstock.runtime.plan.candidates import (
     DEDICATED,
     SHARED,
-    Candidates,
     FastestFirst,
     Generating,
     GeneratorTable,
+    LayoutCandidates,
     NodeGroup,
     Pins,
     Training,
@@ -35,7 +35,16 @@ from penstock.runtime.plan.memory import Memory, beside_memory, trainer_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import plan
 from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
-from penstock.runtime.plan.search import Allocation, Placed, Search, Split, Times, bounds, groupings, period_terms
+from penstock.runtime.plan.search import (
+    Allocation,
+    GpuSplit,
+    PartialSplit,
+    Search,
+    Times,
+    bounds,
+    groupings,
+    period_terms,
+)
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import Lognormal, Workload
@@ -51,7 +60,9 @@ def _work(model: str = "qwen3-4b", prompts: int = 8) -> Workload:
     return Workload(SHAPES[model], prompts, 8, Lognormal(300, 0.7, 1024), micro_tokens=2048)
 
 
-def _everything(roles: Roles, candidates: Candidates, found: tuple[NodeGroup, ...]) -> Iterator[tuple[Split, float]]:
+def _everything(
+    roles: Roles, candidates: LayoutCandidates, found: tuple[NodeGroup, ...]
+) -> Iterator[tuple[GpuSplit, float]]:
     """Every plan there is, each evaluated in full: its split and its period."""
     wait = roles.turns * candidates.work.environment_s if roles.environment else 0.0
     for split, train in _trained(roles, candidates, found):
@@ -72,7 +83,9 @@ def _period(roles: Roles, times: Times, lag: int, prompts: int, *, shared: bool)
     return max(map(float, period_terms(roles, times, lag, prompts, shared=shared)))
 
 
-def _trained(roles: Roles, candidates: Candidates, found: tuple[NodeGroup, ...]) -> Iterator[tuple[Split, Training]]:
+def _trained(
+    roles: Roles, candidates: LayoutCandidates, found: tuple[NodeGroup, ...]
+) -> Iterator[tuple[GpuSplit, Training]]:
     """Every split with every trainer: the generator's GPUs are the trainer's or others, and each model beside the
     policy lies on the trainer's or in one of as many groups as there are such pools."""
     every = [Allocation(nodes, size) for nodes in found for size in nodes.sizes]
@@ -83,13 +96,13 @@ def _trained(roles: Roles, candidates: Candidates, found: tuple[NodeGroup, ...])
             free = tuple(p for p, own in zip(roles.beside, group_of, strict=True) if own == 0)
             for places in product(every, repeat=len(groups)):
                 dedicated = (replace(place, pools=pools) for pools, place in zip(groups, places, strict=True))
-                split = Split(trainer, generator, tuple(dedicated))
+                split = GpuSplit(trainer, generator, tuple(dedicated))
                 if split.hosts() is not None:
                     for train in candidates.trainers(trainer.nodes, trainer.gpus, roles.models_of(free)):
                         yield split, train
 
 
-def _alone(candidates: Candidates, models: Models, own: Allocation) -> list[Training]:
+def _alone(candidates: LayoutCandidates, models: Models, own: Allocation) -> list[Training]:
     """All layouts of models on GPUs of their own."""
     found, work = [], candidates.work
     for trainer in (each for cut in candidates.cuts(own.nodes, own.gpus) for each in cut.layouts()):
@@ -104,7 +117,7 @@ def _alone(candidates: Candidates, models: Models, own: Allocation) -> list[Trai
 
 
 def _decoders(
-    candidates: Candidates, split: Split, train: Training
+    candidates: LayoutCandidates, split: GpuSplit, train: Training
 ) -> Iterator[tuple[Generating, tuple[float, float, float], float]]:
     """Every generator, its seconds, and the bytes of moments that lie on the host while it decodes."""
     nodes, gpus = split.decodes.nodes, split.decodes.gpus
@@ -121,7 +134,7 @@ def _decoders(
 
 
 def _rows(
-    candidates: Candidates, nodes: NodeGroup, table: GeneratorTable, copies: int
+    candidates: LayoutCandidates, nodes: NodeGroup, table: GeneratorTable, copies: int
 ) -> Iterator[tuple[Generating, tuple[float, float, float]]]:
     """Each layout of a table, with its seconds: steady, of a rollout, and what it adds to another one."""
     for row in range(len(table.gpus)):
@@ -131,7 +144,7 @@ def _rows(
         yield candidates.generating(nodes, table, row, copies), (*map(float, seconds),)  # type: ignore[misc]
 
 
-def _sync(train: Training, decode: Generating, split: Split) -> float:
+def _sync(train: Training, decode: Generating, split: GpuSplit) -> float:
     generator, hosts = decode.generator, split.hosts()
     t, g = split.trainer.nodes, split.decodes.nodes
     assert hosts is not None
@@ -149,7 +162,7 @@ def _sync(train: Training, decode: Generating, split: Split) -> float:
 )  # fmt: skip
 def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, cluster: str) -> None:
     roles, found = roles_of(_graph(name, lag)), node_groups(read_cluster(cluster))
-    candidates = Candidates(_work("qwen3-1.7b", 4), lag, 32, models=roles.models)
+    candidates = LayoutCandidates(_work("qwen3-1.7b", 4), lag, 32, models=roles.models)
     outcome = Search(roles, candidates, found).run(LATER)
     assert outcome.proved
     least = defaultdict[object, float](lambda: inf)
@@ -162,7 +175,7 @@ def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, 
     assert outcome.runner_up.period_s == pytest.approx(min(least.values()), rel=1e-12)
 
 
-def _alike(roles: Roles, split: Split) -> object:
+def _alike(roles: Roles, split: GpuSplit) -> object:
     """Pools with the same models may change places."""
     apart = sorted((str(roles.models_of(own.pools)), own.nodes.kind, own.gpus) for own in split.dedicated)
     return replace(split, dedicated=()), tuple(apart)
@@ -173,7 +186,7 @@ def test_each_grouping_has_the_optimum_of_trying_everything(monkeypatch: pytest.
     cost the same, so that only one of them has to be tried in each place."""
     roles, found = roles_of(_graph("rlhf", 2)), node_groups(read_cluster("1x2xH100+1x2xA100"))
     candidates, least = (
-        Candidates(_work("qwen3-0.6b", 4), 2, 32, models=roles.models),
+        LayoutCandidates(_work("qwen3-0.6b", 4), 2, 32, models=roles.models),
         defaultdict[Set[Set[str]], float](lambda: inf),
     )
     for split, seconds in _everything(roles, candidates, found):
@@ -196,7 +209,7 @@ def test_each_grouping_has_the_optimum_of_trying_everything(monkeypatch: pytest.
 
 def test_a_mesh_of_a_model_beside_the_policy_gives_it_gpus_of_its_own() -> None:
     roles = roles_of(_graph("rlhf", 1))
-    candidates = Candidates(_work(), 1, pins=Pins(beside={"critic": (("fsdp", 2),)}), models=roles.models)
+    candidates = LayoutCandidates(_work(), 1, pins=Pins(beside={"critic": (("fsdp", 2),)}), models=roles.models)
     assert all(any("critic" in group for group in groups) for groups in groupings(roles, candidates))
     said = plan(_graph("ppo", 1), read_cluster("1x8xH100"), _work(), meshes={"critic": (("fsdp", 2),)})
     critic = next(pool for pool in said.pools if pool.name == "critic")
@@ -204,16 +217,16 @@ def test_a_mesh_of_a_model_beside_the_policy_gives_it_gpus_of_its_own() -> None:
 
 
 def test_every_lower_bound_is_below_what_it_bounds() -> None:
-    candidates, (nodes,) = Candidates(_work(), 1), node_groups(read_cluster("1x8xH100"))
+    candidates, (nodes,) = LayoutCandidates(_work(), 1), node_groups(read_cluster("1x8xH100"))
     loose = candidates.trainer_s(nodes, Models(0)).copy()
     for place, gpus in enumerate(nodes.sizes):
         trains = [train.seconds for train in candidates.trainers(nodes, gpus, Models(0))]
         assert min(trains) == candidates.trainer_s(nodes, Models(0))[place] >= loose[place]
         for shared, copies in ((False, DEDICATED), (True, SHARED)):
             steady, rollout, others, share = (column[place] for column in candidates.fastest(nodes, shared))
-            table = Candidates(_work(), 1).generators(nodes, (gpus,), copies, None)
+            table = LayoutCandidates(_work(), 1).generators(nodes, (gpus,), copies, None)
             bounds_R = table.rollout.copy()
-            for row, (decode, seconds) in enumerate(_rows(Candidates(_work(), 1), nodes, table, copies)):
+            for row, (decode, seconds) in enumerate(_rows(LayoutCandidates(_work(), 1), nodes, table, copies)):
                 assert seconds[0] >= steady
                 assert seconds[1] >= max(bounds_R[row], rollout)
                 assert seconds[2] >= others
@@ -231,8 +244,8 @@ def test_two_searches_give_the_same_plan() -> None:
 
 def test_a_plan_says_optimal_only_when_it_is_proved() -> None:
     roles, found = roles_of(_graph("aipo", 1)), node_groups(read_cluster("2x4xH100"))
-    whole = Search(roles, Candidates(_work(), 1), found).run(LATER)
-    over = Search(roles, Candidates(_work(), 1), found).run(time.monotonic() - 1)
+    whole = Search(roles, LayoutCandidates(_work(), 1), found).run(LATER)
+    over = Search(roles, LayoutCandidates(_work(), 1), found).run(time.monotonic() - 1)
     assert whole.proved
     assert whole.gap == 0
     assert whole.best is not None
@@ -253,7 +266,7 @@ def test_however_little_time_there_is_a_plan_comes_with_an_honest_gap() -> None:
 def test_a_search_begins_without_a_look_at_each_split() -> None:
     """There are 130,000 pairs of sizes on 4,096 GPUs: their number must not keep a search from its deadline."""
     roles, found = roles_of(_graph("aipo", 1)), node_groups(read_cluster("512x8xH100"))
-    begun = Search(roles, Candidates(_work(), 1), found)
+    begun = Search(roles, LayoutCandidates(_work(), 1), found)
     begun.begin()
     assert 0 < len(begun.heap) < 2000
 
@@ -359,8 +372,8 @@ def test_a_generator_may_have_all_numbers_of_gpus_that_can_be_packed_beside_the_
     for t, g, own in product(found, found, found):
         for trainer, dedicated in product(t.sizes, own.sizes):
             allocations = Allocation(t, trainer), Allocation(own, dedicated, ("critic",))
-            if Split(allocations[0], None, allocations[1:]).hosts():
-                placed = Placed((("critic",),), g, allocations)
+            if GpuSplit(allocations[0], None, allocations[1:]).hosts():
+                placed = PartialSplit((("critic",),), g, allocations)
                 packed = [size for size in g.sizes if placed.split_with(size).hosts() is not None]
                 assert [size for size in g.sizes if size in placed.generator_sizes()] == packed
 
@@ -423,7 +436,7 @@ def test_models_beside_the_policy_and_turns_are_part_of_the_work() -> None:
 def test_models_beside_the_policy_take_seconds_and_memory(name: str, least: int) -> None:
     """A critic learns as the policy does, and each model reads each response once."""
     roles, (nodes,) = roles_of(trace(load(name))), node_groups(read_cluster("1x8xH100"))
-    plain, more = Candidates(_work(), 1, models=Models(0)), Candidates(_work(), 1, models=roles.models)
+    plain, more = LayoutCandidates(_work(), 1, models=Models(0)), LayoutCandidates(_work(), 1, models=roles.models)
     meshes = {each.trainer: each for each in plain.trainers(nodes, 8, Models(0))}
     for each in more.trainers(nodes, 8, roles.models_of(roles.beside)):
         passed = each.trainer.logprobs(_work().sequence_tokens).seconds
@@ -461,30 +474,32 @@ def test_no_slower_steps_go_below_the_least_period(lag: int, others: float) -> N
 
 def test_plans_that_are_known_change_neither_the_best_plan_nor_the_next_one() -> None:
     roles, found = roles_of(_graph("aipo", 1)), node_groups(read_cluster("2x4xH100"))
-    alone = Search(roles, Candidates(_work(), 1), found).run(LATER)
-    split = Split(Allocation(found[0], 4), Allocation(found[0], 4))
-    known = Search(roles, Candidates(_work(), 1), found, split).run(LATER, second=False).best
+    alone = Search(roles, LayoutCandidates(_work(), 1), found).run(LATER)
+    split = GpuSplit(Allocation(found[0], 4), Allocation(found[0], 4))
+    known = Search(roles, LayoutCandidates(_work(), 1), found, split).run(LATER, second=False).best
     assert known is not None
-    more = Search(roles, Candidates(_work(), 1), found, known=(known,)).run(LATER)
+    more = Search(roles, LayoutCandidates(_work(), 1), found, known=(known,)).run(LATER)
     for one, other in ((alone.best, more.best), (alone.runner_up, more.runner_up)):
         assert one is not None
         assert other is not None
         assert one.rank == other.rank
     assert alone.runner_up is not None
-    each = [Search(roles, Candidates(_work(), 1), found, s).run(LATER, second=False).best for s in _splits(found[0])]
+    each = [
+        Search(roles, LayoutCandidates(_work(), 1), found, s).run(LATER, second=False).best for s in _splits(found[0])
+    ]
     ranks = sorted(plan.rank for plan in each if plan)
     assert [alone.best.rank, alone.runner_up.rank] == ranks[:2]  # type: ignore[union-attr]
 
 
-def _splits(nodes: NodeGroup) -> list[Split]:
+def _splits(nodes: NodeGroup) -> list[GpuSplit]:
     every = [Allocation(nodes, size) for size in nodes.sizes]
-    return [split for one, other in product(every, (None, *every)) if (split := Split(one, other)).hosts()]
+    return [split for one, other in product(every, (None, *every)) if (split := GpuSplit(one, other)).hosts()]
 
 
 @pytest.mark.parametrize("name", ["aipo", "ppo"])
 def test_trainers_come_fastest_first_and_all_that_fit(name: str) -> None:
     roles, (nodes,) = roles_of(_graph(name, 1)), node_groups(read_cluster("2x8xH100"))
-    candidates = Candidates(_work(), 1, models=roles.models)
+    candidates = LayoutCandidates(_work(), 1, models=roles.models)
     beside = roles.models_of(roles.beside)
     found = list(candidates.trainers(nodes, 16, beside))
     every = [trainer for cut in candidates.cuts(nodes, 16) for trainer in cut.layouts()]

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cluster.cluster import read_cluster
-from penstock.runtime.plan.candidates import Candidates, Pins, node_groups
+from penstock.runtime.plan.candidates import LayoutCandidates, Pins, node_groups
 from penstock.runtime.plan.model_shape import SHAPES
 from penstock.runtime.plan.roles import PlanError, roles_of
-from penstock.runtime.plan.search import Allocation, Outcome, Search, Solution, Split
+from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, Solution
 from penstock.runtime.plan.workload import Lognormal, Workload
 from tests.oracles.plan_search import found as oracle
 from tests.oracles.plan_search.islands import islands
@@ -49,11 +49,11 @@ def _both(
     work = Workload(SHAPES[model], prompts, 8, Lognormal(300, 0.7, 1024), micro_tokens=4096)
     old, new = islands(read_cluster(cluster)), node_groups(read_cluster(cluster))
     sides = Sides(work, lag, 64, OraclePins(**pins), roles.models)
-    candidates = Candidates(work, lag, 64, Pins(**pins), roles.models)
+    candidates = LayoutCandidates(work, lag, 64, Pins(**pins), roles.models)
     if gpus is None:
         return OracleSearch(roles, sides, old).run(1e12), Search(roles, candidates, new).run(1e12)
     given = oracle.Split(False, (old[0], old[0]), *gpus)
-    split = Split(Allocation(new[0], gpus[0]), Allocation(new[0], gpus[1]))
+    split = GpuSplit(Allocation(new[0], gpus[0]), Allocation(new[0], gpus[1]))
     return (
         OracleSearch(roles, sides, old, (given,)).run(1e12, second=False),
         Search(roles, candidates, new, split).run(1e12, second=False),
