@@ -76,7 +76,9 @@ def order(graph: Graph) -> tuple[str, ...]:
     except nx.NetworkXUnfeasible:
         given = " → ".join(tail for tail, _ in nx.find_cycle(flow))
         what = f"{graph.name}: the nodes have no order"
-        raise GraphError(Fault(what, f"the cycle {given}", "a graph that `check` accepts", graph.where)) from None
+        raise GraphError(
+            Fault("cycle-without-lag", what, f"the cycle {given}", "a graph that `check` accepts", graph.where)
+        ) from None
     return tuple(name for name in names if name in place)
 
 
@@ -204,7 +206,11 @@ def _durations(graph: Graph, given: Mapping[str, float]) -> dict[str, float]:
     """Seconds by node. Raises GraphError for a name that is none, and for a node without a duration."""
     names = [n.name for n in graph.nodes]
     for name in given.keys() - names - {a.name for a in graph.arguments}:
-        raise GraphError(Fault(f"{graph.name}: durations", f"{name!r}", f"names of nodes{nearest(name, names)}"))
+        raise GraphError(
+            Fault("unknown-node", f"{graph.name}: durations", f"{name!r}", f"names of nodes{nearest(name, names)}")
+        )
     if missing := [n.name for n in graph.nodes if n.fires and n.name not in given]:
-        raise GraphError(Fault(f"{graph.name}: durations", f"none of {', '.join(missing)}", "one for each node"))
+        raise GraphError(
+            Fault("missing-duration", f"{graph.name}: durations", f"none of {', '.join(missing)}", "one for each node")
+        )
     return {name: float(given.get(name, 0.0)) for name in names}

@@ -1,36 +1,72 @@
 """`check(graph)`: all faults of a graph at once, before anything starts.
 
-The rules that `check` applies to a graph, each a function that yields its faults.
-
-A rule says nothing about what another rule has found broken (a name that does not exist is one fault, not five), so
-all rules run on every graph.
-
-The rules of `check` for what a program says beside calling nodes: slower clocks, delays, turns, steps.
+Each rule is a function that yields its faults. A rule says nothing of what another rule finds broken (an unknown name
+is one fault, not five), so all rules run on every graph, edited JSON included.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from math import inf
 from typing import Any, get_args
 
 from penstock.graph.errors import Fault, nearest
 from penstock.graph.imports import path_of, short
-from penstock.graph.ir import Argument, Construct, Graph, Input, Node, Output, Ref
+from penstock.graph.ir import Argument, Construct, Graph, Input, Node, Ref
 from penstock.graph.protocols import Source
 from penstock.graph.requires import View, calls
 from penstock.graph.trace import ANY
 from penstock.graph.types import Context, Model
 
 
-def say(what: Node | Argument, item: Input | None = None) -> str:
-    if item is not None:
-        return f"{what.name}: input {item.name!r}"
-    return what.name if isinstance(what, Node) else f"{what.kind} {what.name!r}"
+def check(
+    graph: Graph,
+    *,
+    batch: int | None = None,
+    pools: Mapping[str, str] | None = None,
+    sources: Mapping[str, Source] | None = None,
+    contexts: Mapping[str, Context] | None = None,
+) -> list[Fault]:
+    """The graph's faults, by file and line; none if it can run.
+
+    Args:
+        graph: any graph.
+        batch: prompt groups per update, if it is known.
+        pools: where the plan puts nodes and arguments, by name; without one, their labels say.
+        sources: the sources of the run that the graph is checked for, by name.
+        contexts: the contexts of that run, by the names of nodes and arguments.
+
+    What nodes themselves require of their calls (see `requires`) is checked for imported modules only.
+    """
+    view = View(graph, batch, pools or {}, sources or {}, contexts or {})
+    return sorted((fault for rule in RULES for fault in rule(view)), key=by_place)
+
+
+def by_place(fault: Fault) -> tuple[str, int]:
+    """The key that sorts faults."""
+    file, _, line = fault.where.rpartition(":")
+    return (file, int(line)) if line.isdigit() else (fault.where, 0)
+
+
+def _said(thing: Node | Argument) -> str:
+    return thing.name if isinstance(thing, Node) else f"{thing.kind} {thing.name!r}"
+
+
+def _input(node: Node, item: Input) -> str:
+    return f"{node.name}: input {item.name!r}"
 
 
 def _short(type_: str, other: str = "") -> str:
-    """A type's name; its whole path where the name alone is that of another type too."""
+    """A type's name; its whole path where another type has the same name."""
     name = short(type_)
     return (type_ if name == short(other) else name) or "a value of no known type"
+
+
+def _not_whole(value: Any, least: int) -> bool:
+    # `type`, since True is an `int`.
+    return type(value) is not int or value < least
+
+
+# Edges and types
 
 
 def _names(view: View) -> Iterator[Fault]:
@@ -38,7 +74,8 @@ def _names(view: View) -> Iterator[Fault]:
     for thing in view.things:
         if thing.name in seen:
             given = f"the name a second time; the first is at {seen[thing.name].where or 'the same place'}"
-            yield Fault(say(thing), given, "a name of its own: two producers of one value", thing.where)
+            needed = "a name of its own: two producers of one value"
+            yield Fault("duplicate-name", _said(thing), given, needed, thing.where)
         seen.setdefault(thing.name, thing)
 
 
@@ -46,57 +83,72 @@ def _forms(view: View) -> Iterator[Fault]:
     """Clocks and constructs that the language has."""
     for node in view.graph.nodes:
         if node.clock not in ("group", "update"):
-            yield Fault(f"{node.name}: clock", repr(node.clock), '"group" or "update"', node.where)
+            yield Fault("unknown-clock", f"{node.name}: clock", repr(node.clock), '"group" or "update"', node.where)
         if node.construct not in get_args(Construct):
             needed = " or ".join(f'"{name}"' for name in get_args(Construct))
-            yield Fault(f"{node.name}: construct", repr(node.construct), needed, node.where)
+            yield Fault("unknown-construct", f"{node.name}: construct", repr(node.construct), needed, node.where)
         elif node.fires and node.lag is not None:
-            yield Fault(f"{node.name}: lag", repr(node.lag), "none: a lag belongs to a broadcast or delay", node.where)
+            needed = "none: a lag belongs to a broadcast or delay"
+            yield Fault("bad-construct", f"{node.name}: lag", repr(node.lag), needed, node.where)
         elif not node.fires and (len(node.inputs) != 1 or node.clock != "update"):
             given = f"{len(node.inputs)} inputs, clock {node.clock!r}"
-            yield Fault(node.name, given, f"a {node.construct} of one value, once per update", node.where)
+            needed = f"a {node.construct} of one value, once per update"
+            yield Fault("bad-construct", node.name, given, needed, node.where)
         elif node.construct == "keep" and (len(node.inputs) != len(node.outputs) or node.clock != "group"):
             given = f"{len(node.inputs)} inputs, {len(node.outputs)} outputs, clock {node.clock!r}"
-            yield Fault(node.name, given, "per group, an output for each value", node.where)
+            yield Fault("bad-construct", node.name, given, "per group, an output for each value", node.where)
 
 
-def _references(view: View) -> Iterator[Fault]:
+def _edges(view: View) -> Iterator[Fault]:
+    """Each edge begins at a value, and the value has the type that its end needs."""
     known = [*view.arguments, *view.nodes]
-
-    def missing(ref: Ref) -> tuple[str, str] | None:
-        if view.type_of(ref) is not None:
-            return None
-        if ref.node not in known:
-            return f"{str(ref)!r}, which is nowhere in the graph", f"an argument or node{nearest(ref.node, known)}"
-        outputs = [o.name for o in view.nodes[ref.node].outputs] if ref.node in view.nodes else ["out"]
-        has = f"an output of {ref.node}: {', '.join(outputs)}" if outputs else "a node with outputs"
-        return f"{str(ref)!r}, an output that {ref.node} does not have", has
-
-    for node, item in view.inputs():
-        if said := missing(item.ref):
-            yield Fault(say(node, item), *said, node.where)
+    ends = [(_input(node, item), item.ref, item.type, node.where) for node, item in view.inputs()]
     for name, ref in view.graph.results:
-        if said := missing(ref):
-            yield Fault(f"the next {name!r}", *said, view.graph.where)
+        argument, maker = view.arguments.get(name), view.nodes.get(ref.node)
+        # An unknown result has its fault from `_carried`.
+        ends.append((f"the next {name!r}", ref, argument.type if argument else ANY, maker.where if maker else ""))
+    for what, ref, needed, where in ends:
+        given = view.type_of(ref)
+        where = where or view.graph.where
+        if given is not None:
+            if not view.fits(given, needed):
+                said = f"{_short(given, needed)} (from {ref})"
+                yield Fault("wrong-type", what, said, _short(needed, given), where)
+        elif ref.node not in known:
+            said = f"{str(ref)!r}, which is nowhere in the graph"
+            yield Fault("unknown-input", what, said, f"an argument or node{nearest(ref.node, known)}", where)
+        else:
+            outputs = [o.name for o in view.nodes[ref.node].outputs] if ref.node in view.nodes else ["out"]
+            has = f"an output of {ref.node}: {', '.join(outputs)}" if outputs else "a node with outputs"
+            yield Fault("unknown-output", what, f"{str(ref)!r}, an output that {ref.node} does not have", has, where)
 
 
-def _types(view: View) -> Iterator[Fault]:
-    for node, item in view.inputs():
-        given = view.type_of(item.ref)
-        if given is not None and not view.fits(given, item.type):
-            yield Fault(
-                say(node, item), f"{_short(given, item.type)} (from {item.ref})", _short(item.type, given), node.where
-            )
-    for name, ref in view.graph.results:
-        given, argument = view.type_of(ref), view.arguments.get(name)
-        if given is not None and argument is not None and not view.fits(given, argument.type):
-            where = view.nodes[ref.node].where if ref.node in view.nodes else view.graph.where
-            yield Fault(
-                f"the next {name!r}",
-                f"{_short(given, argument.type)} (from {ref})",
-                _short(argument.type, given),
-                where,
-            )
+def _unused(view: View) -> Iterator[Fault]:
+    used = {i.ref for _, i in view.inputs()} | {ref for _, ref in view.graph.results}
+    for node in view.graph.nodes:
+        # Of a filter one used output is enough: the others are what it decides by.
+        if node.answers or (node.construct == "keep" and any(Ref(node.name, o.name) in used for o in node.outputs)):
+            continue
+        for output in node.outputs:
+            ref = Ref(node.name, output.name)
+            if ref in used:
+                continue
+            fits = [a.name for a in view.graph.carried if node.clock == "update" and view.fits(output.type, a.type)]
+            returned = f', or its place in what {view.graph.name} returns: "{fits[0]}": …' if fits else ""
+            needed = f"a node that is called with it{returned}, or no call of {short(node.op) or node.name}"
+            if not node.fires:
+                needed = f"a node that is called with it, or no {node.construct}"
+            elif node.construct == "call":
+                needed += " (for figures alone, a node returns Metrics)"
+            given = f"{ref} ({_short(output.type)}), which no node reads and {view.graph.name} does not return"
+            yield Fault("unused-output", f"{node.name}: output {output.name!r}", given, needed, node.where)
+    for argument in view.graph.arguments:
+        if not view.readers(argument.name):
+            needed = f"a node that is called with it, or no such argument of {view.graph.name}"
+            yield Fault("unused-argument", _said(argument), "no node that reads it", needed, argument.where)
+
+
+# Clocks and pools
 
 
 def _clocks(view: View) -> Iterator[Fault]:
@@ -107,58 +159,91 @@ def _clocks(view: View) -> Iterator[Fault]:
                 argument = view.arguments.get(item.ref.node)
                 if view.type_of(item.ref) is not None and (argument is None or argument.kind != "carried"):
                     given = f"{str(item.ref)!r}, which is " + ("a source" if argument else "the output of a node")
-                    yield Fault(node.name, given, "a carried value: an argument that the program returns", node.where)
+                    needed = "a carried value: an argument that the program returns"
+                    yield Fault("not-carried", node.name, given, needed, node.where)
         elif node.clock == "group":
             for item in node.inputs:
                 maker = view.nodes.get(item.ref.node)
                 if maker is not None and maker.clock == "update" and maker.fires:
                     needed = "a per-group value, or a carried value through broadcast(…, lag=k)"
                     given = f"{str(item.ref)!r}, which {maker.name} makes once per update"
-                    yield Fault(f"{say(node, item)} of a per-group node", given, needed, node.where)
+                    yield Fault("slower-input", f"{_input(node, item)} of a per-group node", given, needed, node.where)
             if not any(view.per_group(i.ref) or view.type_of(i.ref) is None for i in node.inputs):
                 reads = ", ".join(str(i.ref) for i in node.inputs) or "no input"
                 needed = "an input per group (a source, or what a per-group node makes)"
                 needed += f"; or {short(node.op)}.per_update, which fires once per update" if node.inputs else ""
-                yield Fault(f"{node.name} fires per group", reads, needed, node.where)
+                yield Fault("no-group-input", f"{node.name} fires per group", reads, needed, node.where)
         elif not node.inputs:
-            yield Fault(node.name, "no input", "an input that says when it fires, such as the rewards", node.where)
+            needed = "an input that says when it fires, such as the rewards"
+            yield Fault("no-input", node.name, "no input", needed, node.where)
+
+
+def _updates(view: View) -> Iterator[Fault]:
+    """Groups wait for an update, which ends when its nodes have fired: without one a run has no end."""
+    clocks = {node.clock for node in view.graph.nodes if node.fires}
+    made = any(ref.node in view.nodes for _, ref in view.graph.results)  # per group, which `_carried` refuses
+    if "group" in clocks and "update" not in clocks and not made:
+        given = "nodes that fire per group, and none that fires at each update"
+        needed = 'a node that consumes the groups of an update: one with clock="update", such as accuracy(rewards)'
+        yield Fault("no-update", view.graph.name, given, needed, view.graph.where)
+
+
+def _places(view: View) -> Iterator[Fault]:
+    """A carried value stays in its pool, and so does its next one."""
+    nexts = {ref: name for name, ref in view.graph.results}
+    for node, item in view.inputs():
+        argument = view.arguments.get(nexts.get(item.ref, item.ref.node))
+        if argument is None or argument.kind != "carried" or not node.fires:
+            continue
+        # A changing value that a per-group node reads is a fault of `_cycles`.
+        elsewhere = view.pools[node.name] != view.pools[argument.name]
+        if elsewhere and not (node.clock == "group" and view.changing(item.ref)):
+            given = f"{argument.name!r}, which pool {view.pools[argument.name]!r} holds"
+            needed = f"a value of its own pool {view.pools[node.name]!r}, or broadcast({argument.name}, lag=k)"
+            yield Fault("other-pool", _input(node, item), given, needed, node.where)
+
+
+# Carried values
 
 
 def _carried(view: View) -> Iterator[Fault]:
-    """Each carried value has one next value, made once per update, and a reader."""
-    graph, seen = view.graph, set()
-    names = [name for name, _ in graph.results]
+    """Each carried value has one next value, made once per update, and a maker."""
+    graph = view.graph
+    seen: dict[str, Ref] = {}
     for name, ref in graph.results:
         argument = view.arguments.get(name)
         node = view.nodes.get(ref.node)
         what, where = f"the next {name!r}", node.where if node is not None else graph.where
         if argument is None or argument.kind != "carried":
             kind = "a source" if argument else "no argument"
-            carried = [a.name for a in graph.carried]
-            yield Fault(what, f"{name!r}, which is {kind}", f"a carried value{nearest(name, carried)}", where)
+            needed = f"a carried value{nearest(name, [a.name for a in graph.carried])}"
+            yield Fault("not-carried", what, f"{name!r}, which is {kind}", needed, where)
         elif name in seen:
-            yield Fault(what, "two producers of one value", "one result for each carried value", where)
+            needed = "one result for each carried value"
+            yield Fault("two-results", what, "two producers of one value", needed, where)
         elif node is None and ref != Ref(name) and view.type_of(ref) is not None:
             needed = f"{name!r} itself, or what a node makes (a copy needs a node)"
-            yield Fault(what, f"another argument, {str(ref)!r}", needed, where)
+            yield Fault("other-argument", what, f"another argument, {str(ref)!r}", needed, where)
         elif node is not None and (node.clock != "update" or not node.fires):
             kind = f"a {node.construct}" if not node.fires else "made once per group"
             needed = 'what a node with @node(clock="update") makes'
             needed += f", such as {short(node.op)}.per_update" if node.construct == "call" else ""
-            yield Fault(what, f"{str(ref)!r}, which is {kind}", needed, where)
-        elif node is not None and (other := next((n for n, r in graph.results if r == ref and n in seen), None)):
+            yield Fault("result-per-group", what, f"{str(ref)!r}, which is {kind}", needed, where)
+        elif node is not None and ref in seen.values():
+            other = next(earlier for earlier, its in seen.items() if its == ref)
             needed = "an output of its own for each carried value: an update may change it in place"
-            yield Fault(what, f"{str(ref)!r}, which is the next {other!r} too", needed, where)
-        seen.add(name)
+            yield Fault("shared-result", what, f"{str(ref)!r}, which is the next {other!r} too", needed, where)
+        seen.setdefault(name, ref)
     for argument in graph.arguments:
-        if argument.kind == "carried" and argument.name not in names:
+        if argument.kind == "carried" and argument.name not in seen:
             needed = f'its next value among what the program returns: "{argument.name}": …, itself if it never changes'
-            yield Fault(say(argument), "no next value", needed, argument.where)
+            yield Fault("no-next-value", _said(argument), "no next value", needed, argument.where)
         if not argument.maker and view.readers(argument.name):
             needed = "a type with the class attribute `maker`, the import path of what makes the value in a worker"
             if argument.type == ANY:
                 needed = f"the argument annotated with its type, such as {argument.name.rpartition('.')[2]}: Prompts"
-            yield Fault(say(argument), f"{_short(argument.type)}, without a maker", needed, argument.where)
+            given = f"{_short(argument.type)}, without a maker"
+            yield Fault("no-maker", _said(argument), given, needed, argument.where)
 
 
 def _donations(view: View) -> Iterator[Fault]:
@@ -168,7 +253,7 @@ def _donations(view: View) -> Iterator[Fault]:
         for second in takers[1:]:
             given = f"{carried.name!r}, which {takers[0].name} ({takers[0].where}) updates too"
             needed = f"one update of a value; the second takes what {takers[0].name} returns"
-            yield Fault(f"{second.name} updates a value", given, needed, second.where)
+            yield Fault("updated-twice", f"{second.name} updates a value", given, needed, second.where)
 
 
 def _taken(view: View, node: Node) -> set[str]:
@@ -193,13 +278,14 @@ def _cycles(view: View) -> Iterator[Fault]:
     for node, item in view.inputs():
         if node.clock == "group" and view.changing(item.ref):
             maker, name = view.makers[item.ref.node], item.ref.node
-            back = (
-                nx.shortest_path(flow, node.name, maker)
-                if maker in flow and nx.has_path(flow, node.name, maker)
-                else []
-            )
-            given = f"the cycle without a lag {' → '.join([name, *back, name])}" if back else f"{name!r}, which changes"
-            yield Fault(say(node, item), given, f"broadcast({name}, lag=k)", node.where)
+            needed = f"broadcast({name}, lag=k)"
+            if maker in flow and nx.has_path(flow, node.name, maker):
+                given = " → ".join([name, *nx.shortest_path(flow, node.name, maker), name])
+                given = f"the cycle without a lag {given}"
+                yield Fault("cycle-without-lag", _input(node, item), given, needed, node.where)
+            else:
+                yield Fault("changing-input", _input(node, item), f"{name!r}, which changes", needed, node.where)
+    # An update changes a value in place, so it waits for all other readers of the value as it was.
     waits = [
         (n.name, view.makers[i.ref.node])
         for n, i in view.inputs()
@@ -208,119 +294,64 @@ def _cycles(view: View) -> Iterator[Fault]:
     flow.add_edges_from((reader, maker) for reader, maker in waits if maker in flow)
     for names in nx.strongly_connected_components(flow):
         part = flow.subgraph(names)
-        if part.number_of_edges():
-            cycle = [tail for tail, _ in nx.find_cycle(part)]
-            yield _cycle_fault(view, cycle, waits)
+        if not part.number_of_edges():
+            continue
+        cycle = [tail for tail, _ in nx.find_cycle(part)]
+        at = cycle.index(min(cycle, key=list(view.nodes).index))
+        cycle = [*cycle[at:], *cycle[:at], cycle[at]]
+        code, needed = "cycle-without-lag", "no cycle but through a carried value and broadcast(…, lag=k)"
+        if any(step in waits for step in pairwise(cycle)):
+            code = "update-cycle"
+            needed = (
+                "an end of the circle: a node that makes a carried value's next value fires after all that read the "
+                "value as it was; give one of these nodes the next value that another returns, in place of the value"
+            )
+        given = f"the cycle without a lag {' → '.join(cycle)}"
+        yield Fault(code, f"{cycle[0]} waits for itself", given, needed, view.nodes[cycle[0]].where)
 
 
-def _cycle_fault(view: View, cycle: list[str], waits: list[tuple[str, str]]) -> Fault:
-    first = min(cycle, key=list(view.nodes).index)
-    at = cycle.index(first)
-    names = cycle[at:] + cycle[:at]
-    needed = "no cycle but through a carried value and broadcast(…, lag=k)"
-    if any(step in waits for step in zip(names, names[1:] + names[:1], strict=True)):
-        needed = (
-            "an end of the circle: a node that makes a carried value's next value fires after all that read the value "
-            "as it was; give one of these nodes the next value that another returns, in place of the value"
-        )
-    given = f"the cycle without a lag {' → '.join([*names, names[0]])}"
-    return Fault(f"{first} waits for itself", given, needed, view.nodes[first].where)
-
-
-def _unused(view: View) -> Iterator[Fault]:
-    used = {i.ref for _, i in view.inputs()} | {ref for _, ref in view.graph.results}
-    for node in view.graph.nodes:
-        for output in node.outputs:
-            silent = node.construct == "keep" and any(Ref(node.name, o.name) in used for o in node.outputs)
-            if Ref(node.name, output.name) not in used and not silent and not node.answers:
-                yield Fault(f"{node.name}: output {output.name!r}", *_without_reader(view, node, output), node.where)
-    for argument in view.graph.arguments:
-        if not view.readers(argument.name):
-            needed = f"a node that is called with it, or no such argument of {view.graph.name}"
-            yield Fault(say(argument), "no node that reads it", needed, argument.where)
-
-
-def _without_reader(view: View, node: Node, output: Output) -> tuple[str, str]:
-    """What is given and needed of an output that no node reads and the program does not return."""
-    what = f"{Ref(node.name, output.name)} ({_short(output.type)})"
-    given = f"{what}, which no node reads and {view.graph.name} does not return"
-    if not node.fires:
-        return given, f"a node that is called with it, or no {node.construct}"
-    fits = [a.name for a in view.graph.carried if node.clock == "update" and view.fits(output.type, a.type)]
-    returned = f', or its place in what {view.graph.name} returns: "{fits[0]}": …' if fits else ""
-    needed = f"a node that is called with it{returned}, or no call of {short(node.op) or node.name}"
-    return given, f"{needed} (for figures alone, a node returns Metrics)" if node.construct == "call" else needed
-
-
-def _updates(view: View) -> Iterator[Fault]:
-    """What is sampled waits for an update, which is over when its nodes have fired: without one a run has no end."""
-    clocks = {node.clock for node in view.graph.nodes if node.fires}
-    made = any(ref.node in view.nodes for _, ref in view.graph.results)  # by a node per group, which is said elsewhere
-    if "group" in clocks and "update" not in clocks and not made:
-        given = "nodes that fire per group, and none that fires at each update"
-        needed = 'a node that consumes the groups of an update: one with clock="update", such as accuracy(rewards)'
-        yield Fault(view.graph.name, given, needed, view.graph.where)
+# Numbers
 
 
 def _numbers(view: View) -> Iterator[Fault]:
-    def wrong(value: Any, least: int) -> bool:
-        return type(value) is not int or value < least
-
-    if view.batch is not None and wrong(view.batch, 1):
-        yield Fault(
-            "batch", repr(view.batch), "a whole number of prompt groups per update, at least 1", view.graph.where
-        )
+    if view.batch is not None and _not_whole(view.batch, 1):
+        needed = "a whole number of prompt groups per update, at least 1"
+        yield Fault("bad-batch", "batch", repr(view.batch), needed, view.graph.where)
     for node in view.graph.nodes:
-        if not node.fires and wrong(node.lag, 0):
+        if not node.fires and _not_whole(node.lag, 0):
             needed, given = "a whole number of updates, at least 0 (0 is synchronous)", repr(node.lag)
             if node.lag is None and node.inputs and view.changing(ref := node.inputs[0].ref):
                 given += f", for the weights of {ref.node!r}, which updates change"
                 needed += f": how old they may be, broadcast({ref.node}, lag=k)"
-            yield Fault(f"{node.name}: lag", given, needed, node.where)
-        if wrong(node.every, 1):
-            yield Fault(f"{node.name}: every", repr(node.every), "a whole number of updates, at least 1", node.where)
-        for name, value in node.options:
-            if name == "samples" and wrong(value, 1):
-                needed = "a whole number of responses per prompt, at least 1"
-                yield Fault(f"{node.name}: option 'samples'", repr(value), needed, node.where)
+            yield Fault("bad-lag", f"{node.name}: lag", given, needed, node.where)
+        if _not_whole(node.every, 1):
+            needed = "a whole number of updates, at least 1"
+            yield Fault("bad-every", f"{node.name}: every", repr(node.every), needed, node.where)
+        options = dict(node.options)
+        if _not_whole(options.get("samples", 1), 1):
+            needed = "a whole number of responses per prompt, at least 1"
+            yield Fault("bad-samples", f"{node.name}: option 'samples'", repr(options["samples"]), needed, node.where)
 
 
-def _places(view: View) -> Iterator[Fault]:
-    """A carried value stays in its pool, and so does its next one."""
-    nexts = {ref: name for name, ref in view.graph.results}
-    for node, item in view.inputs():
-        argument = view.arguments.get(nexts.get(item.ref, item.ref.node))
-        if argument is None or argument.kind != "carried" or not node.fires:
-            continue
-        if view.pools[node.name] != view.pools[argument.name] and not (
-            node.clock == "group" and view.changing(item.ref)
-        ):
-            given = f"{argument.name!r}, which pool {view.pools[argument.name]!r} holds"
-            needed = f"a value of its own pool {view.pools[node.name]!r}, or broadcast({argument.name}, lag=k)"
-            yield Fault(say(node, item), given, needed, node.where)
+def _steps(view: View) -> Iterator[Fault]:
+    """Several optimizer steps per batch: minibatches of whole prompt groups, equally many in each."""
+    for node in view.graph.nodes:
+        for name in ("epochs", "minibatches"):
+            count = dict(node.options).get(name, 1)
+            if _not_whole(count, 1):
+                needed = "a whole number of at least 1"
+                yield Fault("bad-count", f"{node.name}: {name}", repr(count), needed, node.where)
+            elif name == "minibatches" and node.clock == "update" and type(view.batch) is int and view.batch % count:
+                given = f"minibatches={count} for a batch of {view.batch} prompt groups"
+                needed = f"a number that divides {view.batch}"
+                yield Fault("indivisible-batch", f"{node.name}: minibatches", given, needed, node.where)
 
 
-RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
-    _names,
-    _forms,
-    _references,
-    _types,
-    _clocks,
-    _carried,
-    _donations,
-    _cycles,
-    _unused,
-    _updates,
-    _numbers,
-    _places,
-)
+# Constructs
 
 
-MODEL = path_of(Model)
-
-
-def _beats(view: View) -> Iterator[Fault]:
-    """Nodes and ways that take part in some updates only."""
+def _every(view: View) -> Iterator[Fault]:
+    """Nodes and broadcasts that take part in some updates only."""
     for node in view.graph.nodes:
         if type(node.every) is not int or node.every <= 1:
             continue
@@ -328,7 +359,8 @@ def _beats(view: View) -> Iterator[Fault]:
             yield starved
         elif node.fires and node.clock != "update":
             needed = f"a node that fires per update: {short(node.op)}.per_update.every({node.every})"
-            yield Fault(f"{node.name}: every", f"{node.every}, of a node per {node.clock}", needed, node.where)
+            given = f"{node.every}, of a node per {node.clock}"
+            yield Fault("every-per-group", f"{node.name}: every", given, needed, node.where)
         for item in node.inputs if node.fires else ():
             if view.per_group(item.ref):
                 given = f"{str(item.ref)!r}, of which each update has a batch of its own"
@@ -336,7 +368,8 @@ def _beats(view: View) -> Iterator[Fault]:
                     f"{short(node.op)} without .every({node.every}); or {short(node.op)}.every({node.every}) of what a "
                     f'node with @node(clock="update") makes of {str(item.ref)!r} at each update'
                 )
-                yield Fault(f"{say(node, item)}, at every {node.every}. update", given, needed, node.where)
+                what = f"{_input(node, item)}, at every {node.every}. update"
+                yield Fault("every-skips-groups", what, given, needed, node.where)
     for reader, item in view.inputs():
         maker = view.nodes.get(item.ref.node)
         if maker is not None and maker.fires and maker.every > 1 and reader.every % maker.every:
@@ -344,16 +377,19 @@ def _beats(view: View) -> Iterator[Fault]:
             needed = f"a reader at those updates: {short(reader.op)}.every({maker.every})"
             made = [f"{name!r}" for name, by in view.makers.items() if by == maker.name]
             needed += f"; or the carried value {made[0]}, which stays as it is in between" if made else ""
-            yield Fault(say(reader, item), given, needed, reader.where)
+            yield Fault("reader-too-often", _input(reader, item), given, needed, reader.where)
 
 
 def starving(node: Node) -> Fault | None:
-    """What is wrong with a broadcast whose weights come so seldom that some update would wait for ever."""
+    """The fault of a broadcast that sends so seldom that some update would wait for ever; None if there is none."""
     if node.construct != "broadcast" or type(node.lag) is not int or node.every <= node.lag + 1:
         return None
     given = f"every={node.every}, lag={node.lag}"
     needed = f"every={node.lag + 1} at most, or lag={node.every - 1}: update {node.lag + 1} would wait for ever"
-    return Fault(f"{node.name}: weights too seldom for their lag", given, needed, node.where)
+    return Fault("weights-too-seldom", f"{node.name}: weights too seldom for their lag", given, needed, node.where)
+
+
+MODEL = path_of(Model)
 
 
 def _delays(view: View) -> Iterator[Fault]:
@@ -365,88 +401,71 @@ def _delays(view: View) -> Iterator[Fault]:
         argument = view.arguments.get(carried)
         if argument is not None and argument.kind == "carried" and carried not in view.makers:
             needed = f"{carried!r} without delay: it is the same at every update"
-            yield Fault(node.name, f"{carried!r}, which never changes", needed, node.where)
+            yield Fault("delay-of-frozen", node.name, f"{carried!r}, which never changes", needed, node.where)
         if argument is not None and MODEL in view.bases.get(argument.type, ()):
             given = f"{carried!r}, a {short(argument.type)}, of whose weights lag + 2 copies would be kept"
             needed = f"broadcast({carried}, lag=k) for its weights; or delay(…) of a small carried value of your own"
-            yield Fault(node.name, given, needed, node.where)
+            yield Fault("delay-of-model", node.name, given, needed, node.where)
         maker = view.nodes.get(view.makers.get(carried, ""))
         if maker is not None and maker.every > 1:
             given = f"{carried!r}, which {maker.name} makes at every {maker.every}. update"
             needed = f"{short(maker.op)} without .every({maker.every}): a delay is exact, so each update must make it"
-            yield Fault(node.name, given, needed, node.where)
+            yield Fault("delay-of-every", node.name, given, needed, node.where)
         if filters := [n.name for n in view.nodes.values() if n.construct == "keep"]:
             given = f"{node.name} beside {', '.join(filters)}, which drops groups"
             needed = "a program without keep or without delay: behind a filter, a group's update is known too late"
-            yield Fault(f"{node.name} is exact", given, needed, node.where)
+            yield Fault("delay-beside-filter", f"{node.name} is exact", given, needed, node.where)
         for reader in view.readers(node.name):
+            what = f"{reader.name} reads {node.name}"
             if reader.clock != "group":
                 needed = f"{carried!r} without delay; a node per update reads the value as it is"
-                yield Fault(f"{reader.name} reads {node.name}", "a node per update", needed, reader.where)
+                yield Fault("delay-per-update", what, "a node per update", needed, reader.where)
             elif argument is not None and view.pools[reader.name] != view.pools[carried]:
+                what += f" in pool {view.pools[reader.name]!r}"
                 given = f"{carried!r}, which pool {view.pools[carried]!r} holds"
                 needed = f'{reader.name}.on("{view.pools[carried]}"), or another pool for what makes {carried!r}'
-                yield Fault(
-                    f"{reader.name} reads {node.name} in pool {view.pools[reader.name]!r}", given, needed, reader.where
-                )
+                yield Fault("other-pool", what, given, needed, reader.where)
 
 
 def _turns(view: View) -> Iterator[Fault]:
     """Two nodes that take turns: bounded, per group, each the other's."""
     for node in view.graph.nodes:
-        back = [item for item in node.inputs if item.back]
         if node.turns is None:
-            for item in back:
-                yield Fault(say(node, item), "a value of the turn before", "a node of `alternate`", node.where)
+            for item in node.inputs:
+                if item.back:
+                    what, needed = _input(node, item), "a node of `alternate`"
+                    yield Fault("turn-outside-alternate", what, "a value of the turn before", needed, node.where)
             continue
-        if (type(node.turns) is not int or node.turns < 1) and not node.answers:
-            given = "no bound" if node.turns == inf else repr(node.turns)
-            yield Fault(f"{node.name}: turns", given, "turns=k, a whole number of at least 1", node.where)
+        what = f"{node.name}: takes turns"
+        if _not_whole(node.turns, 1) and not node.answers:
+            given, needed = (
+                "no bound" if node.turns == inf else repr(node.turns),
+                "turns=k, a whole number of at least 1",
+            )
+            yield Fault("unbounded-turns", f"{node.name}: turns", given, needed, node.where)
         if node.clock != "group":
-            yield Fault(f"{node.name}: takes turns", "a node per update", "a node per group", node.where)
+            yield Fault("turns-per-update", what, "a node per update", "a node per group", node.where)
         if node.stateful:
             needed = "a Stream, or a node without state: groups take their turns in any order"
-            yield Fault(f"{node.name}: takes turns", "a node that passes a state on", needed, node.where)
+            yield Fault("turns-with-state", what, "a node that passes a state on", needed, node.where)
 
 
-def _steps(view: View) -> Iterator[Fault]:
-    """Several optimizer steps per batch: minibatches of whole prompt groups, equally many in each."""
-    for node in view.graph.nodes:
-        options = dict(node.options)
-        for name in ("epochs", "minibatches"):
-            count = options.get(name, 1)
-            if type(count) is not int or count < 1:
-                yield Fault(f"{node.name}: {name}", repr(count), "a whole number of at least 1", node.where)
-            elif name == "minibatches" and node.clock == "update" and type(view.batch) is int and view.batch % count:
-                given = f"minibatches={count} for a batch of {view.batch} prompt groups"
-                needed = f"a number that divides {view.batch}"
-                yield Fault(f"{node.name}: minibatches", given, needed, node.where)
-
-
-CONSTRUCT_RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (_beats, _delays, _turns, _steps)
-
-
-def check(
-    graph: Graph,
-    *,
-    batch: int | None = None,
-    pools: Mapping[str, str] | None = None,
-    sources: Mapping[str, Source] | None = None,
-    contexts: Mapping[str, Context] | None = None,
-) -> list[Fault]:
-    """The graph's faults, by file and line; none if it can run.
-
-    `batch` is the number of prompt groups per update, if it is known. `pools` is where the plan puts nodes and
-    arguments, if not where their labels say. `sources` and the `contexts` of nodes and arguments, by name, are those of
-    the run that it is checked for, if it is for one. What nodes themselves require of their calls (see `requires`) is
-    known where their modules are imported.
-    """
-    view = View(graph, batch, dict(pools or {}), sources, contexts)
-    faults = [fault for rule in (*RULES, *CONSTRUCT_RULES, calls) for fault in rule(view)]
-    return sorted(faults, key=by_place)
-
-
-def by_place(fault: Fault) -> tuple[str, int]:
-    """The key that sorts faults."""
-    file, _, line = fault.where.rpartition(":")
-    return (file, int(line)) if line.isdigit() else (fault.where, 0)
+RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
+    _names,
+    _forms,
+    _edges,
+    _clocks,
+    _carried,
+    _donations,
+    _cycles,
+    _unused,
+    _updates,
+    _numbers,
+    _places,
+    _every,
+    _delays,
+    _turns,
+    _steps,
+    calls,
+)
+"""All rules. Faults of one line keep this order."""

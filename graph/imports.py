@@ -56,7 +56,7 @@ def load(path: str) -> Any:
         place = f"{PROGRAMS}.{name}"
         if not name.isidentifier() or importlib.util.find_spec(place) is None:
             needed = '"package.module:name", "file.py:name" or the name of a built-in program'
-            raise fault("nothing to load", repr(path), needed + nearest(name, _built_in()), "")
+            raise fault("nothing-to-load", "nothing to load", repr(path), needed + nearest(name, _built_in()), "")
     elif name.endswith(".py"):
         place, name = path, ""
     module = _from_file(path, place) if place.endswith(".py") else _import(path, place)
@@ -99,7 +99,7 @@ def _import(path: str, module: str) -> ModuleType:
         if not missing or not f"{module}.".startswith(f"{missing}."):
             raise
     needed = "a module that can be imported here (is it installed, or in the current folder?)"
-    raise fault("nothing to load", f"{path!r}: there is no module {missing!r}", needed, "")
+    raise fault("missing-module", "nothing to load", f"{path!r}: there is no module {missing!r}", needed, "")
 
 
 def _from_file(path: str, file: str) -> ModuleType:
@@ -108,7 +108,9 @@ def _from_file(path: str, file: str) -> ModuleType:
     if not os.path.isfile(real):
         siblings = [p.name for p in Path(real).parent.glob("*.py")]
         given = f"{path!r}: there is no file {real}"
-        raise fault("nothing to load", given, "an existing file" + nearest(Path(real).name, siblings), "")
+        raise fault(
+            "nothing-to-load", "nothing to load", given, "an existing file" + nearest(Path(real).name, siblings), ""
+        )
     if (main := _main(real)) is not None:
         return main
     module = _module_name(real)
@@ -147,7 +149,7 @@ def _unknown(path: str, module: ModuleType, name: str) -> Exception:
     needed = 'a name after ":"' if not name else f"a name that is defined at the top of {module.__file__}"
     if "<locals>" in name or "<lambda>" in name:
         needed += " (other processes cannot import what is defined inside a function)"
-    return fault("nothing to load", repr(path), needed + nearest(name, own or public), "")
+    return fault("nothing-to-load", "nothing to load", repr(path), needed + nearest(name, own or public), "")
 
 
 def _built_in() -> list[str]:
@@ -170,7 +172,12 @@ def encode(value: Any, what: str) -> Json:
         return {key: encode(item, what) for key, item in value.items()}
     if isinstance(value, partial):
         if value.args:
-            raise fault(what, f"{value!r}, with arguments by place", "a functools.partial with keyword arguments only")
+            raise fault(
+                "partial-by-place",
+                what,
+                f"{value!r}, with arguments by place",
+                "a functools.partial with keyword arguments only",
+            )
         annotations = getattr(value.func, "__annotations__", {})
         for name, bound in value.keywords.items():
             require_no_function(bound, annotations.get(name), f"{what}: option {name!r}")
@@ -184,11 +191,11 @@ def encode(value: Any, what: str) -> Json:
         needed += "`def NAME(…)` at the top of a module"
         if isinstance(value, type):
             needed = "a class that other processes can import, at the top of a module"
-        raise fault(what, path, needed)
+        raise fault("local-function", what, path, needed)
     if isinstance(value, float):
-        raise fault(what, repr(value), "a finite number")
+        raise fault("not-constant", what, repr(value), "a finite number")
     needed = "a constant (number, text, True, False, None, or lists and dicts of them), a function or a node"
-    raise fault(what, f"{value!r} ({type(value).__name__})", needed)
+    raise fault("not-constant", what, f"{value!r} ({type(value).__name__})", needed)
 
 
 def require_no_function(value: Any, annotation: Any, what: str) -> None:
@@ -196,7 +203,12 @@ def require_no_function(value: Any, annotation: Any, what: str) -> None:
     allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     plain = {int: "a number", float: "a number", bool: "True or False", str: "a text"}
     if callable(value) and allowed[0] in plain and set(allowed) <= {*plain, NoneType}:
-        raise fault(what, path_of(value) if hasattr(value, "__qualname__") else repr(value), plain[allowed[0]])
+        raise fault(
+            "wrong-option-type",
+            what,
+            path_of(value) if hasattr(value, "__qualname__") else repr(value),
+            plain[allowed[0]],
+        )
 
 
 def names_function(option: Json) -> bool:

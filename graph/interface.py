@@ -76,7 +76,9 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function, eval_str=True)
     except NameError as error:
         needed = "annotations that exist when the program runs (imported, and not only for type checkers)"
-        raise fault(f"{function.__name__}: signature", str(error), needed, defined(function)) from error
+        raise fault(
+            "unresolved-annotation", f"{function.__name__}: signature", str(error), needed, defined(function)
+        ) from error
 
 
 def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
@@ -95,14 +97,18 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
             inputs.append(_input(parameter, what, function))
         else:
             needed = "a plain parameter for each input, and options after `*`"
-            raise fault(what, f"a parameter that is {parameter.kind.description}", needed, defined(function))
+            raise fault(
+                "bad-parameter", what, f"a parameter that is {parameter.kind.description}", needed, defined(function)
+            )
     outputs, bundle, metrics = _outputs(sig.return_annotation, function, stateful)
     returns = inspect.formatannotation(sig.return_annotation).replace("dict[str, float]", "Metrics")
     state = parameters[0].annotation if stateful and parameters else None
     stream = isinstance(state, type) and issubclass(state, Stream)
     if stream and (lists := [port.name for port in inputs if port.several]):
         given = f"a list of inputs, {lists[0]!r}, of a node whose state is a Stream"
-        raise fault(f"{function.__name__}: signature", given, "an input for each value", defined(function))
+        raise fault(
+            "stream-with-list", f"{function.__name__}: signature", given, "an input for each value", defined(function)
+        )
     return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream, context)
 
 
@@ -116,7 +122,7 @@ def type_of(annotation: Any, what: str, where: str) -> Any:
     if found is Any or (isinstance(found, type) and found not in (inspect.Parameter.empty, UnionType)):
         return found
     given = "no annotation" if annotation is inspect.Parameter.empty else f"the annotation {annotation!r}"
-    raise fault(what, given, "a class: the type of the edge, such as Rollouts or Rewards", where)
+    raise fault("bad-annotation", what, given, "a class: the type of the edge, such as Rollouts or Rewards", where)
 
 
 def _input(parameter: inspect.Parameter, what: str, function: Callable[..., Any]) -> Port:
@@ -130,7 +136,7 @@ def _input(parameter: inspect.Parameter, what: str, function: Callable[..., Any]
         return Port(parameter.name, type_of(type_, what, defined(function)), optional=True, several=True)
     if default is not None and default is not parameter.empty:
         needed = "no default, or None, for an input, or () for a Sequence of inputs; options stand after `*`"
-        raise fault(what, f"the default {default!r}", needed, defined(function))
+        raise fault("input-with-default", what, f"the default {default!r}", needed, defined(function))
     optional, type_ = default is None, type_of(annotation, what, defined(function))
     return Port(parameter.name, type_, optional, _variable(annotation))
 
@@ -144,7 +150,7 @@ def _outputs(
     if stateful:
         if len(parts) < 2:
             needed = "tuple[State, Output] or tuple[State, Output, Metrics], since the node has an `init`"
-            raise fault(what, repr(annotation), needed, where)
+            raise fault("state-not-returned", what, repr(annotation), needed, where)
         parts = parts[1:]
     metrics = parts[-1] == Metrics
     parts = parts[:-1] if metrics else parts
@@ -188,7 +194,7 @@ def strange(function: Callable[..., Any], options: Mapping[str, Json], what: str
         if get_origin(annotation) is Callable and not names_function(given):
             needed = "a function: NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
         if needed:
-            yield Fault(f"{what}: option {name!r}", repr(given), needed, where)
+            yield Fault("wrong-option-type", f"{what}: option {name!r}", repr(given), needed, where)
 
 
 def _annotations(function: Callable[..., Any]) -> Mapping[str, Any]:

@@ -38,11 +38,11 @@ class NodeDef(Generic[P, T]):
 
     def __init__(self, fn: Callable[..., Any], pool: str, clock: Clock, init: Callable[..., Any] | None = None) -> None:
         if clock not in ("group", "update"):
-            raise fault(f"{fn.__name__}: clock", repr(clock), '"group" or "update"', defined(fn))
+            raise fault("unknown-clock", f"{fn.__name__}: clock", repr(clock), '"group" or "update"', defined(fn))
         functools.update_wrapper(self, fn)
         self.fn, self.pool, self.init = fn, pool, init
         self.clock: Clock = clock
-        self.beat = 1
+        self.period = 1
         self.label = ""
         self.bound: Mapping[str, Any] = {}
         # Quoted, since the documentation's parser takes `node` for this module and for the function in it.
@@ -56,7 +56,7 @@ class NodeDef(Generic[P, T]):
             return made
         if has_handles((*args, *kwargs.values())):
             needed = "a call while the program is traced; values of a program exist only there"
-            raise fault(self.__name__, "a value of a program that has been traced", needed)
+            raise fault("outside-program", self.__name__, "a value of a program that has been traced", needed)
         result: T = self.fn(*args, **{**self.bound, **kwargs})
         return result
 
@@ -82,15 +82,15 @@ class NodeDef(Generic[P, T]):
         """
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII):
             needed = 'a name of letters, digits and "_", at most 64, such as "solver"'
-            raise fault(f"{self.__name__}.named", repr(name), needed)
+            raise fault("bad-name", f"{self.__name__}.named", repr(name), needed)
         return self._changed(label=name)
 
     def every(self, updates: int) -> Self:
-        """This per-update node, fired at every so-manieth update only. What it makes stays as it is in between."""
+        """This per-update node, fired only at every `updates`-th update. What it makes stays as it is in between."""
         if self.clock != "update":
             needed = f"one that fires per update: {self.__name__}.per_update.every({updates!r})"
-            raise fault(f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
-        return self._changed(beat=updates)
+            raise fault("every-per-group", f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
+        return self._changed(period=updates)
 
     def given(self, **values: Any) -> "NodeDef[..., T]":
         """This node with some of its inputs and options, by name, which a call then leaves out.
@@ -100,7 +100,7 @@ class NodeDef(Generic[P, T]):
         known = [*(port.name for port in self.interface.inputs), *self.interface.options]
         if unknown := [name for name in values if name not in known]:
             needed = f"an input or option of {self.__name__}{nearest(unknown[0], known)}"
-            raise fault(f"{self.__name__}.given: {unknown[0]!r}", repr(values[unknown[0]]), needed)
+            raise fault("unknown-option", f"{self.__name__}.given: {unknown[0]!r}", repr(values[unknown[0]]), needed)
         return self._changed(bound={**self.bound, **values})
 
     def of(self, value: Any) -> "NodeDef[..., T]":
@@ -112,10 +112,15 @@ class NodeDef(Generic[P, T]):
         ports = self.weights
         if len(ports) != 1:
             given = f"a node with {len(ports)} inputs of weights" if ports else "a node without an input of weights"
-            raise fault(f"{self.__name__}.of", given, "one with a single input of the type Weights")
+            raise fault("no-weights-input", f"{self.__name__}.of", given, "one with a single input of the type Weights")
         recorder = current.get()
         if recorder is None:
-            raise fault(f"{self.__name__}.of", "a call outside of a program", "a call in a function with @program")
+            raise fault(
+                "outside-program",
+                f"{self.__name__}.of",
+                "a call outside of a program",
+                "a call in a function with @program",
+            )
         return self._changed(bound={**self.bound, ports[0]: recorder.weights(value, f"{self.__name__}.of")})
 
     def answers(self) -> "NodeDef[..., Any]":

@@ -87,13 +87,21 @@ class Program(Generic[P, T]):
         for argument, name in names.items():
             what = f"{self.name}.of: {argument}={name!r}"
             if argument not in arguments:
-                raise fault(what, repr(argument), f"a carried argument of {self.name}{nearest(argument, arguments)}")
+                raise fault(
+                    "unknown-option",
+                    what,
+                    repr(argument),
+                    f"a carried argument of {self.name}{nearest(argument, arguments)}",
+                )
             if not isinstance(name, str) or not name.isidentifier():
-                raise fault(what, repr(name), 'the name of a carried value, such as "policy"')
+                raise fault("bad-name", what, repr(name), 'the name of a carried value, such as "policy"')
             others = [other for other in arguments if other != argument and made.names.get(other, other) == name]
             if others:
                 raise fault(
-                    what, f"{name!r}, as the argument {others[0]!r} is called", "another name for each argument"
+                    "duplicate-name",
+                    what,
+                    f"{name!r}, as the argument {others[0]!r} is called",
+                    "another name for each argument",
                 )
         return made
 
@@ -123,10 +131,12 @@ class Program(Generic[P, T]):
             what = f"{self.name}: argument {parameter.name!r}"
             if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
                 needed = "a plain parameter for each carried value or source, and options after `*`"
-                raise fault(what, f"a parameter that is {parameter.kind.description}", needed, self.where)
+                raise fault(
+                    "bad-parameter", what, f"a parameter that is {parameter.kind.description}", needed, self.where
+                )
             if parameter.default is not parameter.empty:
                 needed = "no default for a carried value or source; options stand after `*`"
-                raise fault(what, f"the default {parameter.default!r}", needed, self.where)
+                raise fault("input-with-default", what, f"the default {parameter.default!r}", needed, self.where)
             untyped = parameter.annotation is parameter.empty
             found[parameter.name] = Any if untyped else type_of(parameter.annotation, what, self.where)
         return found
@@ -150,12 +160,12 @@ class Program(Generic[P, T]):
         flags = {flag.name: flag.default for flag in self.flags}
         for name in given.keys() - flags.keys():
             needed = f"an option of {self.name}{nearest(name, flags)}"
-            raise fault(f"{self.name}: option {name!r}", repr(given[name]), needed, self.where)
+            raise fault("unknown-option", f"{self.name}: option {name!r}", repr(given[name]), needed, self.where)
         values = {name: resolve(given[name]) if name in given else default for name, default in flags.items()}
         values = {flag.name: located(values[flag.name], flag.annotation) for flag in self.flags}
         if missing := [name for name, value in values.items() if value is REQUIRED]:
             needed = "a value, since it has no default"
-            raise fault(f"{self.name}: option {missing[0]!r}", "nothing", needed, self.where)
+            raise fault("missing-option", f"{self.name}: option {missing[0]!r}", "nothing", needed, self.where)
         return values
 
 
@@ -211,7 +221,7 @@ def trace(
     in the rest, given the `batch`. Any other such call is the last of its faults.
     """
     if not isinstance(program, Program):
-        raise fault("trace", repr(program), "a function with @program")
+        raise fault("not-a-program", "trace", repr(program), "a function with @program")
     values = program.options(options or {})
     encoded = _encoded(program, values)
     recorder = Recorder(program.arguments, prefix, program.names.values())
@@ -274,7 +284,7 @@ def _unmeasured(
         needed += f": @program(evaluation={evaluation.name}.of({parameter}=NAME)), NAME one of "
         needed += ", ".join(f'"{name}"' for name in fitting)
     what = f"{graph.name}: evaluation {evaluation.name}: argument {parameter!r}"
-    return Fault(what, given, needed, evaluation.renamed or graph.where)
+    return Fault("evaluation-mismatch", what, given, needed, evaluation.renamed or graph.where)
 
 
 def _encoded(program: Program[..., Any], values: Mapping[str, Any]) -> dict[str, Json]:
@@ -314,13 +324,15 @@ def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> d
     elif dataclasses.is_dataclass(returned) and not isinstance(returned, type):
         named = {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)}
     else:
-        raise fault(what, repr(returned), needed, program.where)
+        raise fault("bad-result", what, repr(returned), needed, program.where)
     for name, value in named.items():
         if name not in arguments:
             given = f"{name!r}, which is no argument"
-            raise fault(what, given, f"names of arguments{nearest(str(name), arguments)}", program.where)
+            raise fault(
+                "unknown-result", what, given, f"names of arguments{nearest(str(name), arguments)}", program.where
+            )
         if not isinstance(value, Handle) or value._recorder is not recorder:
-            raise fault(f"{what} {name!r}", repr(value), needed, program.where)
+            raise fault("bad-result", f"{what} {name!r}", repr(value), needed, program.where)
     return {name: named[name]._ref for name in arguments if name in named}
 
 
@@ -404,12 +416,12 @@ def alternate(
     for role, node in (("speaks", speak), ("answers", answer)):
         if not isinstance(node, NodeDef):
             needed = "a function with @node or, for an environment, @environment"
-            raise fault(f"alternate: the node that {role}", repr(node), needed)
+            raise fault("not-a-node", f"alternate: the node that {role}", repr(node), needed)
     return _recorder("alternate").alternate(speak, answer.answers(), inputs, turns, options)
 
 
 def _recorder(construct: str) -> Recorder:
     recorder = current.get()
     if recorder is None:
-        raise fault(construct, "a call outside of a program", "a call in a function with @program")
+        raise fault("outside-program", construct, "a call outside of a program", "a call in a function with @program")
     return recorder

@@ -1,12 +1,10 @@
-"""What a maker needs of a run, and a node of its call, looked at before any process of a run starts.
+"""What nodes and makers require, for those who write them, and the view of a graph that rules of `check` read.
 
-A node's call, for those who require something of it: its options, its inputs, and where these come from.
-
-A graph with what the rules of `check` look up. It can be any graph, edited JSON included.
+`@requires` and `@opens` declare requirements on a node, a function or a maker. `check` calls those of nodes with a
+`Call`: its options, its inputs, and where these come from. No process of a run has started by then.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from penstock.graph.errors import Fault, GraphError, defined
@@ -27,11 +25,10 @@ class View:
         graph: Graph,
         batch: int | None,
         pools: Mapping[str, str],
-        sources: Mapping[str, Source] | None = None,
-        contexts: Mapping[str, Context] | None = None,
+        sources: Mapping[str, Source],
+        contexts: Mapping[str, Context],
     ) -> None:
-        self.graph, self.batch = graph, batch
-        self.sources, self.contexts = dict(sources or {}), dict(contexts or {})
+        self.graph, self.batch, self.sources, self.contexts = graph, batch, sources, contexts
         self.things: tuple[Argument | Node, ...] = (*graph.arguments, *graph.nodes)
         self.nodes: dict[str, Node] = {}
         self.arguments: dict[str, Argument] = {}
@@ -75,11 +72,14 @@ ROLLOUTS = path_of(Rollouts)
 
 
 class Call:
-    """What a check of `requires` is given for a node, or for a function that is an option of a node.
+    """A call of a node, as a check of `requires` sees it; also one of a function that is an option of the node.
 
-    `options` are the node's, as the graph has them, with those that are bound to the function. `clock` is "group" or
-    "update", `left_out` has the optional inputs that the call does not pass, `what` begins the message.
-    `context` is the node's, None where the call is not looked at for a run.
+    Attributes:
+        options: the node's, as the graph has them, with those that are bound to the function.
+        clock: "group" or "update".
+        left_out: the optional inputs that the call does not pass.
+        context: the node's, where the graph is checked for a run; otherwise None.
+        what: the begin of a fault's message.
     """
 
     def __init__(
@@ -93,54 +93,56 @@ class Call:
             item.name.partition("[")[0] for item in node.inputs
         }
 
-    def lack(self, given: str, needed: str, option: str = "", *, input: str = "") -> GraphError:
-        """What to raise, at the line of the call; `option` or `input` is what it is about."""
-        fault = self._fault(given, needed, option)
-        return GraphError(replace(fault, what=f"{self.what}: input {input!r}") if input else fault)
+    def lack(
+        self, given: str, needed: str, option: str = "", *, input: str = "", code: str = "unmet-requirement"
+    ) -> GraphError:
+        """The error to raise, at the line of the call. `option` or `input` names what it is about."""
+        about = f": option {option!r}" if option else f": input {input!r}" if input else ""
+        return GraphError(Fault(code, f"{self.what}{about}", given, needed, self.node.where))
 
     def numbers(self, needed: str, fit: Callable[[float], bool], *options: str) -> None:
-        """Raises for options that are no numbers, or do not fit, with all of them; None, and what was not bound to the
-        function, is not looked at."""
+        """Raises GraphError for all options that are no numbers or do not fit. Skips None and what is not bound."""
         given = {name: self.options[name] for name in options if self.options.get(name) is not None}
         wrong = [name for name, value in given.items() if type(value) not in (int, float) or not fit(value)]
-        if wrong:
-            raise GraphError(*(self._fault(repr(self.options[name]), needed, name) for name in wrong))
-
-    def _fault(self, given: str, needed: str, option: str) -> Fault:
-        what = f"{self.what}: option {option!r}" if option else self.what
-        return Fault(what, given, needed, self.node.where)
+        errors = [self.lack(repr(given[name]), needed, name, code="out-of-range") for name in wrong]
+        if errors:
+            raise GraphError(*(fault for error in errors for fault in error.faults))
 
     def samples(self, name: str) -> int | None:
-        """Responses per prompt of an input, as the option `samples` of all that it comes from says; None where that is
-        not one number, or where a node makes rollouts of rollouts, since it may fork or pick them."""
-        counts = set(self._samples(self._inputs[name])) if name in self._inputs else set()
-        return counts.pop() if len(counts) == 1 else None
+        """Responses per prompt of an input, as the option `samples` of all that it comes from says.
 
-    def _samples(self, ref: Ref) -> Iterator[int | None]:
-        behind, seen = [(ref.node, False)], set()
+        None where that is not one number, or where a node makes rollouts of rollouts, which it may fork or pick.
+        """
+        counts: set[int | None] = set()
+        behind, seen = [(self._inputs[name].node, False)] if name in self._inputs else [], set()
         while behind:
-            name, counted = way = behind.pop()
-            node, argument = self.view.nodes.get(name), self.view.arguments.get(name)
-            if way in seen:
+            step = behind.pop()
+            if step in seen:
                 continue
-            seen.add(way)
+            seen.add(step)
+            name, counted = step
+            node, argument = self.view.nodes.get(name), self.view.arguments.get(name)
             if node is not None and node.fires:
                 count = dict(node.options).get("samples")
                 if type(count) is int:
-                    yield count
-                elif _makes_anew(node, ROLLOUTS):
-                    yield None
+                    counts.add(count)
+                elif node.construct == "call" and ROLLOUTS in (
+                    {i.type for i in node.inputs} & {o.type for o in node.outputs}
+                ):
+                    counts.add(None)
                 behind += [(i.ref.node, counted or type(count) is int) for i in node.inputs if not i.back]
             elif argument is not None and argument.kind == "source" and not counted:
-                yield None  # whatever it has
+                # Nothing on this path says how many rows a group of the source has.
+                counts.add(None)
+        return counts.pop() if len(counts) == 1 else None
 
     def weights_of(self, name: str) -> Argument | None:
-        """The carried value that an input is the weights of; None for any other input."""
+        """The carried value whose weights an input is; None for any other input."""
         ref = self._inputs.get(name)
-        way = self.view.nodes.get(ref.node) if ref is not None else None
-        if way is None or way.construct != "broadcast" or not way.inputs:
+        sent = self.view.nodes.get(ref.node) if ref is not None else None
+        if sent is None or sent.construct != "broadcast" or not sent.inputs:
             return None
-        return self.view.arguments.get(way.inputs[0].ref.node)
+        return self.view.arguments.get(sent.inputs[0].ref.node)
 
     def readers(self, type_: type, *, sure: bool = False) -> Iterator[Node]:
         """The nodes that read what this call makes of a type, as it is or through nodes that pass such values on.
@@ -189,10 +191,6 @@ class Call:
             passed = zip(node.inputs, node.outputs, strict=False) if node.construct == "keep" else ()
             ref = next((item.ref for item, output in passed if output.name == ref.output), None)
         return None
-
-
-def _makes_anew(node: Node, type_: str) -> bool:
-    return node.construct == "call" and type_ in {i.type for i in node.inputs} & {o.type for o in node.outputs}
 
 
 S = TypeVar("S")
@@ -258,9 +256,9 @@ def requirements(made: Callable[..., Any] | None) -> tuple[Check[Any], ...]:
 
 
 def calls(view: View) -> Iterator[Fault]:
-    """What nodes require, and functions that are their options, or are bound to these in turn: a rule of `check`.
+    """A rule of `check`: what nodes require, and the functions among their options, however deep.
 
-    Only modules that this process has imported are asked, as one has that has traced the program.
+    Only modules that this process has imported are asked. A process that has traced the program has imported them.
     """
     for node in view.graph.nodes:
         definition = imported(node.op) if node.construct == "call" else None
@@ -293,4 +291,4 @@ def _lacks(made: Callable[..., Any], call: Call) -> Iterator[Fault]:
             yield from error.faults
         except ValueError as error:
             needed = f"what {getattr(check, '__name__', 'its check')} requires ({defined(check)})"
-            yield Fault(call.what, str(error), needed, call.node.where)
+            yield Fault("unmet-requirement", call.what, str(error), needed, call.node.where)

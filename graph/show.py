@@ -172,7 +172,7 @@ def loads(data: str, where: str = "") -> Graph:
         return Graph.from_json(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         given = f"{type(error).__name__}: {error}"
-        raise GraphError(Fault("nothing to load", given, needed, where)) from error
+        raise GraphError(Fault("not-a-graph", "nothing to load", given, needed, where)) from error
 
 
 def read(path: Path | str) -> Graph:

@@ -110,13 +110,14 @@ OTHERS = "2 or more responses to a prompt, since they are each other's baseline 
 def several_samples(call: Call) -> None:
     """What comparing the rewards of one prompt with each other requires."""
     if call.clock == "group" and call.samples("rewards") == 1:
-        raise call.lack("rewards of samples=1, one response to a prompt", OTHERS)
+        raise call.lack("rewards of samples=1, one response to a prompt", OTHERS, code="too-few-samples")
 
 
 def one_greedy(call: Call) -> None:
     """What a baseline that is one response's reward requires."""
     if (samples := call.samples("greedy")) not in (None, 1):
-        raise call.lack(f"greedy rewards of samples={samples}", "samples=1: one greedy response to each prompt")
+        needed = "samples=1: one greedy response to each prompt"
+        raise call.lack(f"greedy rewards of samples={samples}", needed, code="too-many-samples")
 
 
 By = Callable[[Rollouts], Sequence[object]]
@@ -126,7 +127,8 @@ By = Callable[[Rollouts], Sequence[object]]
 def named_rows(call: Call) -> None:
     """What sub-groups require: rollouts, of which they are told."""
     if call.options["by"] is not None and "rollouts" in call.left_out:
-        raise call.lack("sub-groups of no rollouts", "the rollouts, as the input `rollouts`", "by")
+        needed = "the rollouts, as the input `rollouts`"
+        raise call.lack("sub-groups of no rollouts", needed, "by", code="missing-rollouts")
 
 
 @requires(several_samples, named_rows)

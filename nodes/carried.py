@@ -41,7 +41,7 @@ def carried(cls: type[T]) -> type[T]:
     where, what = caller(), f"@carried {cls.__name__}"
     if "<locals>" in cls.__qualname__:
         needed = "a class at the top of a module, which other processes can import"
-        raise fault(what, "a class inside a function", needed, where)
+        raise fault("local-function", what, "a class inside a function", needed, where)
     made: Any = cls if "__dataclass_fields__" in vars(cls) else dataclasses.dataclass(cls)
     names = tuple(field.name for field in dataclasses.fields(made))
     # Weights keep their dtypes, so that of `mean: float = 0` is no integer at first.
@@ -50,7 +50,7 @@ def carried(cls: type[T]) -> type[T]:
         for field in dataclasses.fields(made):
             if field.init and field.default is field.default_factory is dataclasses.MISSING:
                 needed = f"the value before the first update, as in `{field.name}: float = 0.0`, or a class method make"
-                raise fault(f"{what}: field {field.name!r}", "no default", needed, where)
+                raise fault("field-without-default", f"{what}: field {field.name!r}", "no default", needed, where)
         made.make = classmethod(lambda own, context: own())
 
     def plain(name: str, value: Any) -> Any:

@@ -120,7 +120,7 @@ def spec_of(call: Call, name: str) -> ModelSpec | None:
     maker, value = (argument.maker, argument.name) if argument is not None else ("", "")
     maker, value = (origin.maker, origin.context.node) if origin is not None else (maker, value)
     if maker and (lack := _spec_lack(maker, value)):
-        raise call.lack(*lack, input=name)
+        raise call.lack(*lack, input=name, code="unknown-model")
     return None if call.context is None else weights_spec(call.context, name)
 
 
@@ -150,7 +150,7 @@ def same_words(call: Call) -> None:
             if given != needed:
                 said = f"tokens of {origin.context.node!r}, whose tokenizer has {len(given)}, by {call.node.name}"
                 words = f"those of {argument.name!r}, which it reads them with; that one has {len(needed)}"
-                lacks.append(Fault(f"{reader.name}: rollouts", said, words, reader.where))
+                lacks.append(Fault("other-tokenizer", f"{reader.name}: rollouts", said, words, reader.where))
     if lacks:
         raise GraphError(*lacks)
 

@@ -65,14 +65,14 @@ def learning_rate(call: Call) -> None:
     if free:
         name = short(given["path"])
         needed = f"partial({name}, {', '.join(f'{option}=…' for option in free)})"
-        raise call.lack(f"{name} without {', '.join(free)}", needed, "lr")
+        raise call.lack(f"{name} without {', '.join(free)}", needed, "lr", code="unbound-schedule")
 
 
 def betas(call: Call) -> None:
     given = call.options.get("betas")
     fit = isinstance(given, list) and len(given) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in given)
     if given is not None and not fit:
-        raise call.lack(repr(given), "two numbers from 0 to below 1", "betas")
+        raise call.lack(repr(given), "two numbers from 0 to below 1", "betas", code="out-of-range")
 
 
 def _numbers(needed: str, fit: Callable[[float], bool], names: tuple[str, ...]) -> Requirement:

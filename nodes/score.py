@@ -136,7 +136,7 @@ def buffer_fits(call: Call) -> None:
     if longest is None and call.context is not None:
         longest, said = call.context.max_tokens, "--max-tokens "
     if type(longest) is int and type(buffer) is int and buffer > longest:
-        raise call.lack(repr(buffer), f"at most {said}{longest}, where the buffer ends", "buffer")
+        raise call.lack(repr(buffer), f"at most {said}{longest}, where the buffer ends", "buffer", code="out-of-range")
 
 
 @requires(count(1, "max_length", "buffer"), buffer_fits)

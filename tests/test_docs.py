@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.graph.errors import CODES
+from penstock.nodes.learn.losses import NEEDED
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PROMISES = ROOT / "docs" / "promises.md"
-ERRORS = ROOT / "docs" / "check-errors.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 pages = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
@@ -64,22 +66,31 @@ def test_generated_parts_are_as_generated() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_the_errors_that_are_listed_are_what_check_says() -> None:
-    """Each quoted part of a message is written so in the code; … stands for what a message fills in."""
+def test_each_fault_has_a_code_of_the_table_and_each_code_a_fault() -> None:
     paths = [path for folder in ("graph", "nodes", "runtime/cli") for path in (ROOT / folder).rglob("*.py")]
-    constants = [
-        node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+    nodes = [
+        node
+        for path in paths
+        if path.name not in ("errors.py", "fake.py")
+        for node in ast.walk(ast.parse(path.read_text()))
     ]
-    said = "\0".join(node.value for node in constants if isinstance(node.value, str))
-    quoted = [
-        part.strip().removeprefix("given ").removeprefix("needed ")
-        for row in re.findall(r"(?m)^\| (`.*?) \|", ERRORS.read_text())
-        for text in re.findall(r"`([^`]+)`", row)
-        for part in text.split("…")
-    ]
-    types = {"Weights", "Policy", "Rewards", "Advantages"}
-    assert len(quoted) > 50
-    assert [part for part in quoted if part and part not in types and part not in said] == []
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    faults = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("Fault", "fault")]
+    given = [call.args[0] for call in faults if len(call.args) >= 4]
+    given += [word.value for call in calls for word in call.keywords if word.arg == "code"]
+    codes = {node.value for node in given if isinstance(node, ast.Constant)}
+    assert codes - CODES.keys() == set()
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    words |= {f"missing-{name}" for name in NEEDED}
+    assert CODES.keys() - words == set()
+
+
+def test_each_code_has_a_cause_and_a_cure() -> None:
+    for code, meaning in CODES.items():
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)+", code)
+        assert meaning.section
+        assert meaning.cause.endswith(".")
+        assert meaning.cure.endswith(".")
 
 
 def test_the_documentation_stays_short() -> None:

@@ -175,7 +175,13 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
         own = interface(self.fn, stateful=False)
         if "deadline" in own.options:
             needed = "another name: it is the option that every environment has, the seconds of one call"
-            raise fault(f"{self.__name__}: option 'deadline'", "one of the function's own", needed, defined(self.fn))
+            raise fault(
+                "duplicate-name",
+                f"{self.__name__}: option 'deadline'",
+                "one of the function's own",
+                needed,
+                defined(self.fn),
+            )
         return replace(own, options={**own.options, "deadline": self.deadline}, metrics=True, stream=True)
 
     def _begin(self, context: Context, *, deadline: float, **options: Any) -> Calls:

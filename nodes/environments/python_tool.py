@@ -44,7 +44,7 @@ def isolated(call: Call) -> None:
         try:
             isolation()
         except SandboxError as error:
-            raise call.lack(error.given, error.needed, "sandbox") from None
+            raise call.lack(error.given, error.needed, "sandbox", code="no-sandbox") from None
 
 
 @requires(isolated, positive("seconds"), count(1, "cpu_seconds", "max_output", "workers"), count(32, "memory_mib"))

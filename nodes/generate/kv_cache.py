@@ -221,7 +221,7 @@ def cache_length(positions: int, context: Context) -> int:
     """
     if not 1 <= context.max_tokens < positions:
         needed = f"1 to {positions - 1}: the model's context has {positions} tokens, and a prompt takes at least one"
-        raise GraphError(Fault("--max-tokens", str(context.max_tokens), needed))
+        raise GraphError(Fault("out-of-range", "--max-tokens", str(context.max_tokens), needed))
     return min(positions, int(context.options.get("max_prompt", MAX_PROMPT)) + context.max_tokens)
 
 
@@ -252,7 +252,9 @@ def room(call: Call) -> None:
         needed = needed_prompt(length, call.context)
         more = f", one of {len(found)} that are too long" if len(found) > MOST_TOLD else ""
         told = found[:MOST_TOLD]
-        raise GraphError(*(Fault("a prompt", f"a prompt of {n} tokens{more}", needed, place) for place, n in told))
+        raise GraphError(
+            *(Fault("prompt-too-long", "a prompt", f"a prompt of {n} tokens{more}", needed, place) for place, n in told)
+        )
 
 
 def _too_long(source: FilePrompts, tokenizer: Tokenizer, most: int) -> list[tuple[str, int]]:

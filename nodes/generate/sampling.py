@@ -133,7 +133,13 @@ def scorable(call: Call) -> None:
         said = f"of rollouts that are scored by {', '.join(scorers)}"
         raise GraphError(
             *(
-                Fault(f"{call.what}: option {name!r}", f"{given[name]}, {said}", lack, call.node.where)
+                Fault(
+                    "unscored-sampling",
+                    f"{call.what}: option {name!r}",
+                    f"{given[name]}, {said}",
+                    lack,
+                    call.node.where,
+                )
                 for name, lack in needed.items()
                 if isinstance(lack, str)
             )

@@ -27,7 +27,7 @@ def pairs(call: Call) -> None:
     if call.samples("rewards") == 1:
         given = "rewards of samples=1, one response to a prompt"
         needed = "2 or more responses to a prompt: the best and the worst make a pair (option samples)"
-        raise call.lack(given, needed)
+        raise call.lack(given, needed, code="too-few-samples")
 
 
 @requires(pairs, positive("beta"), *ADAMW)

@@ -391,7 +391,7 @@ def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
     def check(call: Call) -> None:
         for name in names:
             if name != "group" and _lacks(call, name):
-                raise call.lack(f"no {name}_P for it", NEEDED[name])
+                raise call.lack(f"no {name}_P for it", NEEDED[name], code=f"missing-{name}")
 
     check.reads = frozenset(names)  # type: ignore[attr-defined]
     return check

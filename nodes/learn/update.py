@@ -147,13 +147,15 @@ def _total(parts: Sequence[Sums]) -> Sums:
 def penalty(call: Call) -> None:
     """What `kl` requires: a reference to stay close to."""
     if call.options["kl"] and "reference" in call.left_out:
-        raise call.lack(f"{call.options['kl']} without a reference", NEEDED["reference"], "kl")
+        raise call.lack(
+            f"{call.options['kl']} without a reference", NEEDED["reference"], "kl", code="missing-reference"
+        )
 
 
 def one_rate(call: Call) -> None:
     """What the learning rate requires: to be said once."""
     if "rate" not in call.left_out and "lr" in call.node.given:
-        raise call.lack("a learning rate beside the input `rate`", "one of the two", "lr")
+        raise call.lack("a learning rate beside the input `rate`", "one of the two", "lr", code="two-learning-rates")
 
 
 def own_names(call: Call) -> None:
@@ -163,13 +165,14 @@ def own_names(call: Call) -> None:
     losses = [(own.get("name"), own["loss"]) for own in (call.options, *options)]
     names = [name or short(loss["path"]) for name, loss in losses if names_function(loss)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise call.lack(f"two terms of the name {twice[0]!r}", f"{SAME}: {', '.join(names)}")
+        raise call.lack(f"two terms of the name {twice[0]!r}", f"{SAME}: {', '.join(names)}", code="duplicate-term")
 
 
 def plain_name(call: Call) -> None:
     name = call.options["name"]
     if name and not (isinstance(name, str) and name.isidentifier()):
-        raise call.lack(repr(name), "letters, digits and _, which the names of its figures begin with", "name")
+        needed = "letters, digits and _, which the names of its figures begin with"
+        raise call.lack(repr(name), needed, "name", code="bad-name")
 
 
 SAME = 'names of their own, which the figures of each begin with: term(…, name="…")'

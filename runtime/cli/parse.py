@@ -72,6 +72,7 @@ def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:
     names = {field.name for field in dataclasses.fields(VERBS[verb])}
     return {
         flag.name: Fault(
+            "reserved-flag",
             f"{program.name}: option {flag.name!r}",
             f"the name of a flag of `penstock {verb}`, --{flag.name.replace('_', '-')}",
             "another name for the program's option",

@@ -103,7 +103,9 @@ def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlag
         made.append(graph.replace(arguments=tuple(arguments)))
     for argument, required, lack in unmet(made, asked.control(asked.model)):
         needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
-        faults.append(Fault(f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where))
+        faults.append(
+            Fault("unmet-requirement", f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where)
+        )
     return faults
 
 

@@ -59,7 +59,7 @@ def test_sound_programs_have_no_faults(name: str) -> None:
 
 
 def test_a_fault_reads_well() -> None:
-    fault = Fault("score: input 'rollouts'", "Prompts (from prompts)", "Rollouts", "my.py:7")
+    fault = Fault("wrong-type", "score: input 'rollouts'", "Prompts (from prompts)", "Rollouts", "my.py:7")
     assert str(fault) == ("my.py:7: score: input 'rollouts'\n    given   Prompts (from prompts)\n    needed  Rollouts")
 
 
