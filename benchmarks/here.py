@@ -1,7 +1,6 @@
 """Runs in this process on one core, and several such processes at once that go on where an interrupted one stopped."""
 
 import json
-import secrets
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from penstock.graph import Program, trace
 from penstock.graph.program import trace_evaluation
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
@@ -36,10 +35,10 @@ def run_here(
     """
     graph = trace(program, options)
     evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation is not None else None
-    plan = place([g for g in (graph, evaluation) if g is not None], ONE_CORE, generators=1, slots=flags.slots)
+    config = RunConfig.make(graph, evaluation, ONE_CORE, replace(flags, device="cpu"))
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder.create(Path(scratch) / "run")
-        RunConfig(graph, evaluation, plan, flags, secrets.token_hex(6)).write(folder, {"program": program.__name__})
+        config.write(folder, {"program": program.__name__})
         began, busy = time.monotonic(), time.process_time()
         run_in_process(folder, lambda line: None)
         taken = {"seconds": round(time.monotonic() - began, 2), "cpu_s": round(time.process_time() - busy, 2)}

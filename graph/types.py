@@ -82,7 +82,7 @@ class Context:
     max_tokens: int = 16
     batch: int = 32
     updates: int = 100
-    slots: int = 64
+    slots: int = 256
     split: str = "train"
     threads: int = 1
     mesh: Axes = ()

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from penstock.graph import Fault, GraphError, Program, check, load, trace
 from penstock.graph.program import trace_evaluation
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.placement import place
 from penstock.runtime.control.inprocess import InProcess
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run import Session
@@ -104,9 +103,8 @@ def run(program: Program[..., Any], path: Path, flags: RunOptions = SMALL, **opt
     """A run in this process; its last line, which is the summary."""
     graph = trace(program, options)
     evaluation = trace_evaluation(program, graph, EVALUATION) if program.evaluation and flags.eval_groups else None
-    graphs = [graph, *([evaluation] if evaluation else [])]
-    plan = place(graphs, Cluster(hosts=(Host(name="local", cores=1),)), slots=flags.slots)
-    config = RunConfig(graph, evaluation, plan, flags, "pages")
+    cluster = Cluster(hosts=(Host(name="local", cores=1),))
+    config = RunConfig.make(graph, evaluation, cluster, replace(flags, device="cpu"))
     folder = RunFolder.create(path)
     config.write(folder, {})
     said: list[dict[str, Any]] = []

@@ -14,15 +14,14 @@ from time import monotonic
 from typing import Any, cast
 
 from penstock import __version__
-from penstock.graph.ir import Graph
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.tracing import CommandError, Traced
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
-from penstock.runtime.cluster.placement import Plan, check_ranks, place, read_meshes, spelled, why_not
+from penstock.runtime.cluster.placement import spelled, why_not
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.messages import read_record
-from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
 from penstock.runtime.control.sockets import WireError, try_endpoint
 from penstock.runtime.record.errors import RecordError, visible
@@ -51,10 +50,8 @@ class Look:
 def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     """The run of a traced program on a cluster. Raises CommandError for its faults and for flags that it does not
     allow, ClusterError for pools or devices that the cluster lacks."""
-    flags = traced.flags.control(model)
-    graphs = [traced.sound()] + ([traced.evaluation] if traced.evaluation is not None else [])
-    plan = placed(graphs, cluster, flags)
-    config = RunConfig(traced.sound(), traced.evaluation, plan, flags, secrets.token_hex(6))
+    flags = traced.flags.options(model)
+    config = RunConfig.make(traced.sound(), traced.evaluation, cluster, flags)
     try:
         json.dumps(config.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -64,20 +61,13 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
         needed = "needed another path or name, for it travels in messages; a run folder may have any"
         raise CommandError(f"given {given!r}, which is no UTF-8; {needed}", 2) from None
     try:
-        check_rules(compile_tables(config.graph, plan), config.rules(0))
+        check_rules(compile_tables(config.graph, config.plan), config.rules(0))
     except ValueError as error:
         raise CommandError(str(error), 2) from None
     for channel in config.channels().values():
         if why := why_not(flags.transport, channel.source, channel.replicas):
             raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)
     return config
-
-
-def placed(graphs: Sequence[Graph], cluster: Cluster, flags: RunOptions) -> Plan:
-    """The plan for graphs as the flags want it. Raises ClusterError for pools or devices that the cluster lacks."""
-    meshes = read_meshes(flags.mesh)
-    check_ranks(meshes, {pool: min(host.cores for host in cluster.hosts_of(pool)) for pool in meshes})
-    return place(graphs, cluster, generators=flags.generators, slots=flags.slots, device=flags.device, meshes=meshes)
 
 
 def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str, str]) -> dict[str, Any]:

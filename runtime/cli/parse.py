@@ -18,7 +18,8 @@ from penstock.graph.errors import Fault, GraphError, nearest
 from penstock.graph.imports import path_of
 from penstock.graph.interface import REQUIRED
 from penstock.graph.program import Flag, Program
-from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, check_numbers, unknown_flags
+from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, readable, unknown_flags
+from penstock.runtime.control.run_config import check_limits
 from penstock.runtime.record.errors import visible
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
@@ -41,8 +42,9 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     own = [_Own(flag) for flag in program.flags if flag.name not in taken]
     options = dataclasses.make_dataclass(program.name, [option.field for option in own], kw_only=True, frozen=True)
     options.__doc__ = f"Keyword arguments of {program.path}"
+    form = readable(type(defaults))
     title = program.name if program.name not in VERBS else "program"
-    line = dataclasses.make_dataclass("line", [(title, options), (verb, type(defaults), defaults)], kw_only=True)
+    line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
     if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
         raise UsageError(said)
@@ -61,7 +63,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
         raise
     given, flags = getattr(parsed, title), getattr(parsed, verb)
     try:
-        check_numbers(flags)
+        check_limits(flags)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return {o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags
@@ -92,7 +94,9 @@ def verb_help(verb: str, programs: Mapping[str, str]) -> None:
         f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
         f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
     )
-    tyro.cli(VERBS[verb], prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS)
+    tyro.cli(
+        readable(VERBS[verb]), prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS
+    )
 
 
 def _description(program: Program[..., Any], verb: str, name: str) -> str:

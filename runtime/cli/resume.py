@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 import tyro
 
-from penstock.runtime.cli.flags import read_flags
+from penstock.runtime.cli.flags import changes, read_flags, with_changes
 from penstock.runtime.cli.inputs import require_inputs
-from penstock.runtime.cli.launching import Look, go, placed, require_start
+from penstock.runtime.cli.launching import Look, go, require_start
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled
 from penstock.runtime.control.launcher import FAILED
-from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.control.run_config import RunConfig, plan_for
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import segment_seconds
 from penstock.runtime.record.folder import (
@@ -53,13 +53,6 @@ class ResumeFlags:
 
     dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The run folder."""
-    updates: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: as it was)")] = 0
-    """Updates all in all; more than the run was to have goes on with a finished one. With a lag, that is not what a
-    longer run would have been: the next groups are sampled with the last version, none with older ones."""
-    mesh: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="POOL=MESH …", help_behavior_hint="(default: as it was)")
-    ] = ()
-    """Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."""
     in_process: bool = False
     """Everything in one process and one thread, for a debugger."""
     trust: bool = False
@@ -72,7 +65,7 @@ class ResumeFlags:
 
 def main(argv: Sequence[str]) -> int:
     began = monotonic()
-    flags = read_flags(ResumeFlags, "resume", argv, DESCRIPTION)
+    flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv, DESCRIPTION)
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         _require_own(folder)
@@ -86,8 +79,7 @@ def main(argv: Sequence[str]) -> int:
         if saved is not None:
             _require_cut(saved, config)
             _require_format(saved, config)
-        before, config = config, _with_updates(folder, config, flags.updates)
-        config = _with_meshes(config, cluster, flags.mesh)
+        before, config = config, _changed(folder, config, cluster, changes(flags))
         look = Look(flags.plain, flags.json, flags.in_process, began)
         require_start(config, cluster, look)
         require_inputs_of(config.graphs, config.flags)
@@ -160,26 +152,21 @@ def _require_format(saved: Checkpoint, config: RunConfig) -> None:
             raise CommandError(text)
 
 
-def _with_updates(folder: RunFolder, config: RunConfig, updates: int) -> RunConfig:
-    """The run with as many updates as are wanted now. Raises CommandError if there is nothing left to do."""
+def _changed(folder: RunFolder, config: RunConfig, cluster: Cluster, given: Mapping[str, Any]) -> RunConfig:
+    """The run with the options that are given now. Raises CommandError if there is nothing left to do."""
+    options = dataclasses.replace(config.flags, **given)
     saved = latest_checkpoint(folder)
-    done, wanted = saved.update if saved else 0, updates or config.flags.updates
+    done, wanted = saved.update if saved else 0, options.updates
     if wanted < done:
         raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
     if wanted == done and _finished(folder):
         raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
-    if wanted == config.flags.updates:
-        return config
-    return dataclasses.replace(config, flags=dataclasses.replace(config.flags, updates=wanted))
-
-
-def _with_meshes(config: RunConfig, cluster: Cluster, words: Sequence[str]) -> RunConfig:
-    """The run with other meshes for the pools that are named; the others keep theirs."""
-    if not words:
-        return config
-    meshes = read_meshes(config.flags.mesh) | read_meshes(words)
-    flags = dataclasses.replace(config.flags, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
-    return dataclasses.replace(config, flags=flags, plan=placed(config.graphs, cluster, flags))
+    if "mesh" not in given:
+        return dataclasses.replace(config, flags=options)
+    # Pools that are not named keep their meshes.
+    meshes = read_meshes(config.flags.mesh) | read_meshes(options.mesh)
+    options = dataclasses.replace(options, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
+    return dataclasses.replace(config, flags=options, plan=plan_for(config.graphs, cluster, options))
 
 
 def _finished(folder: RunFolder) -> bool:

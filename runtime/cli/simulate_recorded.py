@@ -10,7 +10,7 @@ from penstock.graph import check
 from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.display import percent
-from penstock.runtime.cli.flags import LEAST, RecordedFlags, SimulateFlags, read_flags
+from penstock.runtime.cli.flags import RecordedFlags, SimulateFlags, read_flags
 from penstock.runtime.cli.planning import assumed, labelled
 from penstock.runtime.cli.simulating import SYNC, bound_lines, depth_lines, duration, lag_lines, ms, pool_lines
 from penstock.runtime.cli.tracing import CommandError, faults_text
@@ -61,14 +61,7 @@ def read_recorded_flags(argv: Sequence[str]) -> RecordedFlags:
     """The flags. Raises CommandError for words that are none, with the reason for a flag that a run cannot vary."""
     if not {"-h", "--help"}.intersection(argv):
         _require_variable(argv)
-    flags = read_flags(RecordedFlags, "simulate", argv, DESCRIPTION)
-    for name in ("generators", "slots", "width"):
-        if (value := getattr(flags, name)) is not None and value < LEAST[name]:
-            raise CommandError(f"--{name}: given {value}, needed at least {LEAST[name]}", 2)
-    for name, least in (("lag", 0), ("updates", 1)):
-        if (value := getattr(flags, name)) is not None and value < least:
-            raise CommandError(f"--{name}: given {value}, needed at least {least}", 2)
-    return flags
+    return read_flags(RecordedFlags, "simulate", argv, DESCRIPTION)
 
 
 @dataclass(frozen=True)

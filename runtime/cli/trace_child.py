@@ -101,7 +101,7 @@ def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlag
                 known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
                 faults += (dataclasses.replace(fault, what=what, where=argument.where) for fault in known)
         made.append(graph.replace(arguments=tuple(arguments)))
-    for argument, required, lack in unmet(made, asked.control(asked.model)):
+    for argument, required, lack in unmet(made, asked.options(asked.model)):
         needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
         faults.append(
             Fault("unmet-requirement", f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where)
@@ -112,7 +112,7 @@ def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlag
 def _tried(found: dict[str, Any], graphs: Sequence[Graph], flags: RunFlags) -> dict[str, Any]:
     """What was found, the device that is chosen and what the data shows included, or an error."""
     try:
-        device, faults = try_inputs(graphs, flags.control(flags.model))
+        device, faults = try_inputs(graphs, flags.options(flags.model))
     except ValueError as error:
         return _error(str(error))
     except RAISED:

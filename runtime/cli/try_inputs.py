@@ -12,7 +12,6 @@ The traceback that a user reads: of their own lines.
 """
 
 import json
-import re
 import subprocess
 import sys
 import traceback
@@ -30,7 +29,7 @@ from penstock.graph.types import Context
 from penstock.runtime.cli.tracing import DEADLINE, CommandError, faults_text
 from penstock.runtime.cluster.cluster import ClusterError
 from penstock.runtime.cluster.placement import read_meshes, spelled
-from penstock.runtime.control.run_config import RunOptions, context_of
+from penstock.runtime.control.run_config import RunOptions, choose_device, context_of
 from penstock.runtime.record.errors import visible
 
 CHECK_MESH = "penstock.nodes.open_model:check_mesh"
@@ -138,23 +137,6 @@ def require_inputs_of(graphs: Sequence[Graph], flags: RunOptions) -> None:
         raise CommandError(done.stdout.strip() or done.stderr.strip())
 
 
-def choose_device(name: str) -> str:
-    """The device that a flag names; "auto" is the GPU where the program's modules brought a torch that sees one.
-
-    Raises ValueError for one that is not there.
-    """
-    torch = sys.modules.get("torch")
-    num_gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
-    if name == "auto":
-        return "cuda" if num_gpus else "cpu"
-    kind, _, index = name.partition(":")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and int(index or 0) >= num_gpus:
-        raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")
-    return name
-
-
 def _import(node: Node) -> None:
     """What the workers of a node import: `check` knows what that requires once it is here."""
     if node.construct == "call":
@@ -176,7 +158,7 @@ def wrong(graphs: Sequence[Graph], flags: RunOptions) -> str:
 
 def main() -> int:
     asked = json.load(sys.stdin)
-    flags = RunOptions(**{**asked["flags"], "mesh": tuple(asked["flags"]["mesh"])})
+    flags = RunOptions.from_json(asked["flags"])
     said = wrong([Graph.from_json(graph) for graph in asked["graphs"]], flags)
     print(visible(said))
     return int(bool(said))

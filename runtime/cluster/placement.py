@@ -31,6 +31,7 @@ import msgspec
 
 from penstock.graph.ir import Graph, Node
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
+from penstock.graph.types import Context
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, nearest
 
 
@@ -270,7 +271,7 @@ def place(
     cluster: Cluster,
     *,
     generators: int = 1,
-    slots: int = 64,
+    slots: int = Context.slots,
     device: str = "cpu",
     meshes: Mapping[str, Axes] = MappingProxyType({}),
 ) -> Plan:

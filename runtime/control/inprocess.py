@@ -19,7 +19,7 @@ import torch
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import told
-from penstock.runtime.control.rank_state import Key, Setup
+from penstock.runtime.control.rank_state import Key
 from penstock.runtime.control.recorder import RunRecorder, Say, tell_node_warnings
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
@@ -45,17 +45,7 @@ class InProcess:
         for replica in config.plan.replicas:
             self.executors[replica.name] = [
                 Executor(
-                    Setup(
-                        config.graphs,
-                        config.plan,
-                        replica.name,
-                        index,
-                        config.contexts(replica, index),
-                        folder,
-                        restore,
-                        config.offload,
-                        run=config.run,
-                    ),
+                    config.setup(replica, index, folder, restore),
                     LocalWays(
                         channels_of(channels, replica.name),
                         replica.name,

@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import Store as C10dStore
 
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Count, Look, Note, Post
-from penstock.runtime.control.rank_state import Setup
 from penstock.runtime.control.recorder import tell_node_warnings
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
@@ -148,26 +147,16 @@ def make_rank(
         torch.cuda.set_device(place.device)  # where libraries put what names no device
     notes: SimpleQueue[str] = SimpleQueue()
     tell_node_warnings(notes.put)
-    ground = _ground(config, join, Meeting(pulse), wake, notes)
+    # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
+    patience = PATIENCE * config.flags.deadline
+    ground = Ground(join.run, Meeting(pulse).of, join.address, patience, config.flags, wake, notes.put)
     ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
     if len(own.ranks) > 1:
         world = ground.meet(f"ranks of {replica}")
         open_world(world, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
-    contexts = config.contexts(own, index)
     cuts = [folder / "checkpoints" / name for name in restore]
     cut = next((path for path in cuts if path.is_dir()), cuts[-1] if cuts else None)
-    setup = Setup(
-        config.graphs,
-        config.plan,
-        replica,
-        index,
-        contexts,
-        folder,
-        cut,
-        config.offload,
-        ground.timeout,
-        config.run,
-    )
+    setup = config.setup(own, index, folder, cut, patience)
     values: dict[Any, Any] = {}
     owner, folders = owner_of(replica, index), (SHM, folder)
     # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
@@ -187,12 +176,3 @@ def make_rank(
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)
     together = len(own.ranks) > 1 and bool(executor.held.streams)
     return Rank(executor, store, reader, client, server, ways, Lockstep() if together else Free(), notes)
-
-
-def _ground(
-    config: RunConfig, join: Join, meeting: Meeting, wake: Callable[[], None], notes: "SimpleQueue[str]"
-) -> Ground:
-    f = config.flags
-    # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
-    patience = PATIENCE * f.deadline
-    return Ground(join.run, meeting.of, join.address, patience, f.proof, f.wire, f.delta, f.transport, wake, notes.put)

@@ -1,63 +1,220 @@
-"""What a run is, as its folder's `config.json` says it: flags, graphs, plan, and how they become contexts and rules."""
+"""A run's options, and what its folder's `config.json` says of it: options, graphs and plan.
 
+`RunOptions` is the only place of an option's name, type, limits, default and help. What derives from it:
+
+- the flags of `penstock run` and, for what `OnResume` marks, those of `penstock resume` (`cli/flags.py`);
+- `config.json`, whose `flags` are these fields; a value outside of its limits is refused there, too;
+- `Setup`: each rank has all options. Nodes see those that are fields of `Context`, too (`NODE_OPTIONS`);
+- the scheduler's `Rules`, which have some of these fields.
+
+A default that is also that of `Context` or `Rules` is written there, since these know nothing of a run's options.
+"""
+
+import math
+import re
+import secrets
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
-from penstock.runtime.cluster.placement import Plan, Replica, why_no_turns
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import Plan, Replica, check_ranks, place, read_meshes, why_no_turns
+from penstock.runtime.control.rank_state import Setup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile
 from penstock.runtime.schedule.compile import Channel, Rules, compile_tables
 
+A = TypeVar("A")
+
 EVALUATION = "evaluate."
 """What the names of the evaluation graph's nodes and sources begin with."""
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How help shows an option: `metavar` for its value, and in words what an empty default means."""
+
+    metavar: str
+    default: str = ""
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """A resume may change the option. `help` is what `penstock resume --help` says of it."""
+
+    help: str
+
+
+UPDATES_ON_RESUME = OnResume(
+    "Updates all in all; more than the run was to have goes on with a finished one. With a lag, that is not what a "
+    "longer run would have been: the next groups are sampled with the last version, none with older ones."
+)
+MESH_ON_RESUME = OnResume(
+    "Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."
+)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The numbers of a run that are no program's own."""
+    """The options of a run that are no program's own. A field's docstring is its help."""
 
-    updates: int = 100
-    batch: int = 32
-    max_tokens: int = 16
-    seed: int = 0
-    model: str = ""
-    data: str = ""
-    eval_data: str = ""
-    eval_groups: int = 500
-    dtype: str = "float32"
-    device: str = "cpu"
-    generators: int = 1
-    mesh: tuple[str, ...] = ()
-    slots: int = 64
-    checkpoint_every: int = 0
-    deadline: float = 600.0
-    startup_deadline: float = 120.0
-    versions: Literal["free", "pinned"] = "free"
-    retries: int = 0
-    on_failure: Literal["stop", "replace"] = "stop"
-    drops: int = 16
-    failures: int = 4
-    tensorboard: bool = False
+    updates: Annotated[Count, UPDATES_ON_RESUME] = Context.updates
+    """Updates of the policy, all in all."""
+    batch: Positive = Context.batch
+    """Fresh prompt groups per update."""
+    max_tokens: Positive = Context.max_tokens
+    """Longest response, in tokens."""
+    seed: Seed = Context.seed
+    """Seed of everything random: two runs of one seed draw the same numbers."""
+    model: Annotated[str, Shown("DIR", "a small base model, built once and cached")] = Context.model
+    """A Llama-family model directory in Hugging Face's format; "new" is a small untrained one."""
+    data: Annotated[str, Shown("FILE", "arithmetic, made up as needed")] = Context.data
+    """Problems: "arithmetic[:DIGITS]", or a JSONL file with the fields of GSM8K."""
+    eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
+    """Problems to measure accuracy on."""
+    eval_groups: Count = 500
+    """Held-out problems that accuracy is measured on, before and after; 0 leaves that out."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of the model that computes; master weights are float32."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
+    generators: Positive = 1
+    """Replicas of the generator."""
+    mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …"), MESH_ON_RESUME] = ()
+    """Ranks of a pool's replicas, such as trainer=fsdp2xtp2 generator=tp2; one each by default. Axes: dp copies of the
+    model, fsdp shards of each tensor, tp shares of each layer, pp pipeline stages."""
+    slots: Positive = Context.slots
+    """Responses that a generator decodes at once."""
+    checkpoint_every: Count = 0
+    """Updates between two checkpoints; 0 makes one every two minutes. The end and Ctrl-C always make one."""
+    versions: Literal["free", "pinned"] = Rules.versions
+    """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
     proof: Literal["full", "sampled", "off"] = "full"
-    wire: Literal["", "bfloat16", "int8", "fp8", "fp8_block"] = ""
-    delta: int = 0
+    """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
+    wire: Annotated[
+        Literal["", "bfloat16", "int8", "fp8", "fp8_block"],
+        Shown("FORMAT", "the run's dtype"),
+    ] = ""
+    """Format in which weights travel: bfloat16; int8 or fp8 with a scale per row; fp8_block, a scale per 128 × 128."""
+    delta: Count = 0
+    """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
+    everything. Losing nothing, it pays on links slower than a few GB/s."""
     transport: Literal["auto", "messages", "shm", "cuda_ipc"] = "auto"
+    """How weights travel: auto takes what all ranks can; shm writes into shared memory and cuda_ipc into a GPU's, both
+    on one host; messages go everywhere, over TCP."""
     offload: Literal["auto", "on", "off"] = "off"
+    """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
+    each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""
+    retries: Count = Rules.retries
+    """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
+    failure ends the run."""
+    on_failure: Literal["stop", "replace"] = Rules.on_failure
+    """What follows when a group fails for good: stop the run, or count it as failed and take another. At a node with
+    state, or one that fires per update, the run stops."""
+    drops: Positive = Rules.drops
+    """Batches of groups that filters may drop for each update under way before the run is stopped."""
+    failures: Positive = Rules.failures
+    """Batches of failures, each try counted, for each update under way before the run is stopped."""
+    deadline: Seconds = 600.0
+    """Seconds that any piece of work may take before the run is stopped and the culprit named."""
+    startup_deadline: Seconds = 120.0
+    """Seconds for all processes to start."""
+    tensorboard: bool = False
+    """Insist on TensorBoard files; they are written anyway where the package is installed."""
+
+    @staticmethod
+    def from_json(data: Any) -> "RunOptions":
+        """Raises ValueError for options of another type, outside of their limits, or that this version does not
+        know."""
+        read: RunOptions = msgspec.convert(data, RunOptions)
+        if unknown := sorted(data.keys() - asdict(read).keys()):
+            raise ValueError(f"unknown flags {', '.join(unknown)}")
+        return read
 
 
-def _flags(data: Any) -> RunOptions:
-    """Raises ValueError for flags of another type, or that this version does not know."""
-    read: RunOptions = msgspec.convert(data, RunOptions)
-    if unknown := sorted(data.keys() - asdict(read).keys()):
-        raise ValueError(f"unknown flags {', '.join(unknown)}")
-    return read
+PLACE = ("device", "mesh")
+"""Options that a context has in another form, as the plan makes it of them: a rank's device and mesh."""
+NODE_OPTIONS = tuple(f.name for f in fields(Context) if f.name in RunOptions.__annotations__ and f.name not in PLACE)
+"""Options that nodes see as they are."""
+
+
+def annotation(cls: type, name: str, kind: type[A]) -> A | None:
+    """What a dataclass says beside the type of a field: its `Meta` (limits), `Shown` or `OnResume`; None if nothing.
+
+    The limits of `Positive | None` stand beside the first type of the union."""
+    waiting = [get_type_hints(cls, include_extras=True)[name]]
+    while waiting:
+        parts = get_args(waiting.pop())
+        for part in parts:
+            if isinstance(part, kind):
+                return part
+        waiting += parts
+    return None
+
+
+def check_limits(options: object) -> None:
+    """Raises ValueError with all values of a dataclass that are outside of the limits (`Meta`) of their fields."""
+    wrong = []
+    for name, value in vars(options).items():
+        limits = annotation(type(options), name, Meta)
+        if limits is not None and value is not None and (needed := _needed(value, limits)):
+            wrong.append(f"--{name.replace('_', '-')}: given {value}, needed {needed}")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def _needed(value: float, limits: Meta) -> str:
+    """What is needed of a number that is outside of its limits; "" if it is within them."""
+    if limits.gt is not None:  # of seconds: msgspec knows no limit that is infinite
+        return "" if value > limits.gt and value < math.inf else "more than 0 seconds, and a finite number"
+    if limits.ge is not None and value < limits.ge:
+        return f"at least {limits.ge}"
+    return f"at most {limits.le}" if limits.le is not None and value > limits.le else ""
+
+
+def choose_device(name: str) -> str:
+    """The device that a flag names; "auto" is the GPU where the program's modules brought a torch that sees one.
+
+    Raises ValueError for one that is not there.
+    """
+    torch = sys.modules.get("torch")
+    num_gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if num_gpus else "cpu"
+    kind, _, index = name.partition(":")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= num_gpus:
+        raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")
+    return name
+
+
+def plan_for(graphs: Sequence[Graph], cluster: Cluster, options: RunOptions) -> Plan:
+    """The plan for graphs as the options want it. Raises ClusterError for pools or devices that the cluster lacks."""
+    meshes = read_meshes(options.mesh)
+    check_ranks(meshes, {pool: min(host.cores for host in cluster.hosts_of(pool)) for pool in meshes})
+    return place(
+        graphs,
+        cluster,
+        generators=options.generators,
+        slots=options.slots,
+        device=options.device,
+        meshes=meshes,
+    )
 
 
 @dataclass(frozen=True)
@@ -69,6 +226,14 @@ class RunConfig:
     plan: Plan
     flags: RunOptions
     run: str
+
+    @staticmethod
+    def make(graph: Graph, evaluation: Graph | None, cluster: Cluster, options: RunOptions) -> "RunConfig":
+        """A new run of graphs on a cluster. Raises ClusterError for pools or devices that the cluster lacks."""
+        if options.device == "auto":
+            options = replace(options, device=choose_device("auto"))
+        graphs = [graph] if evaluation is None else [graph, evaluation]
+        return RunConfig(graph, evaluation, plan_for(graphs, cluster, options), options, secrets.token_hex(6))
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -100,7 +265,7 @@ class RunConfig:
             graph=Graph.from_json(data["graph"]),
             evaluation=None if evaluation is None else Graph.from_json(evaluation),
             plan=Plan.from_json(data["plan"]),
-            flags=_flags(data["flags"]),
+            flags=RunOptions.from_json(data["flags"]),
             run=msgspec.convert(data["run"], str),
         )
 
@@ -133,19 +298,25 @@ class RunConfig:
         return {name: c for graph in self.graphs for name, c in compile_tables(graph, self.plan).channels.items()}
 
     def rules(self, start: int) -> Rules:
-        f = self.flags
-        return Rules(f.batch, f.updates, start, f.versions, f.retries, f.on_failure, f.drops, f.failures)
+        options = vars(self.flags)
+        shared = {field.name: options[field.name] for field in fields(Rules) if field.name in options}
+        return Rules(**shared, start=start, end=self.flags.updates)
 
     def evaluation_rules(self, version: int) -> Rules:
         """One update's worth of held-out groups, on the policy as it is."""
         return Rules(self.flags.eval_groups, version + 1, version)
 
-    def contexts(self, replica: Replica, index: int) -> dict[str, Context]:
-        """A context for each node and argument that a replica's pool holds, on the device and threads of a rank."""
-        f, rank = self.flags, replica.ranks[index]
-        base = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index)
+    def setup(
+        self, replica: Replica, index: int, folder: Path, restore: Path | None, patience: float = Setup.patience
+    ) -> Setup:
+        """What rank `index` of a replica has to know, with a context for each node and argument that its pool holds."""
+        rank = replica.ranks[index]
+        place = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index)
         holds = next(p.holds for p in self.plan.pools if replica in p.replicas)
-        return {name: context_of(name, self.graphs, f, base) for name in holds}
+        contexts = {name: context_of(name, self.graphs, self.flags, place) for name in holds}
+        return Setup(
+            self.graphs, self.plan, replica.name, index, contexts, folder, restore, self.offload, patience, self.run
+        )
 
 
 def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Context) -> Context:
@@ -161,18 +332,8 @@ def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Con
             made = next((a for g in graphs for a in g.carried if a.name == carried), None)
             if made is not None:
                 weights[item.name] = Origin(made.maker, context_of(carried, graphs, flags, Context()))
-    return replace(
-        place,
-        node=name,
-        seed=flags.seed,
-        model=flags.model,
-        data=flags.eval_data or flags.data if held_out else flags.data,
-        dtype=flags.dtype,
-        max_tokens=flags.max_tokens,
-        batch=flags.batch,
-        updates=flags.updates,
-        slots=flags.slots,
-        split="evaluate" if held_out else "train",
-        options=dict(graph.options),
-        weights=weights,
-    )
+    seen = {option: getattr(flags, option) for option in NODE_OPTIONS}
+    if held_out:
+        seen["data"] = flags.eval_data or flags.data
+    split = "evaluate" if held_out else "train"
+    return replace(place, **seen, node=name, split=split, options=dict(graph.options), weights=weights)

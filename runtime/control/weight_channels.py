@@ -5,7 +5,7 @@
 
 The bridges of one rank: one for each channel and pair of replicas between which weights go.
 
-What the ways of weights stand on in one process of a run.
+Per-process settings shared by all weight channels.
 """
 
 import json
@@ -23,15 +23,16 @@ from penstock.graph.types import Weights
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.control.messages import Manifest
 from penstock.runtime.control.routes import Routes, hosts
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Send
 from penstock.runtime.tensor.broadcast_chain import Leg, Relay
 from penstock.runtime.tensor.buffers import Parts
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.delta import DeltaTransport
-from penstock.runtime.tensor.digest import Mode, ProofError
+from penstock.runtime.tensor.digest import ProofError
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.link import Bridge, Choice
+from penstock.runtime.tensor.link import Bridge
 from penstock.runtime.tensor.process_group import Adder, Meet, Receiving, Side, Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
@@ -40,19 +41,15 @@ from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver, hand
 
 @dataclass(frozen=True)
 class Ground:
-    """The run's id, where the ranks of a group meet, by the group's name, the address at which ranks of other hosts
-    reach this one, the seconds that a wait for a peer may take, how much of each sync is proved, the format in which
-    weights travel, how often all of them do (0: always), the way that they are to go, how to wake the rank, and how to
-    tell the user of a slower way."""
+    """`run` is the run's id. `meet` is where the ranks of a group meet, by the group's name. Ranks of other hosts reach
+    this one at `address`. `timeout` are the seconds that a wait for a peer may take. The run's `options` say how
+    weights travel. `wake` wakes the rank's loop, and `warn` tells the user of a slower way."""
 
     run: str
     meet: Meet
     address: str
     timeout: float
-    proof: Mode
-    wire: str
-    delta: int
-    transport: Choice
+    options: RunOptions
     wake: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -103,8 +100,8 @@ class Bridges:
                 len(end.ranks),
                 timeout=ground.timeout * routes.patience(target),
                 address=ground.address if apart else LOOPBACK,
-                delta=ground.delta,
-                way="messages" if apart or routes.chained(target) else ground.transport,
+                delta=ground.options.delta,
+                way="messages" if apart or routes.chained(target) else ground.options.transport,
             )
             memory = self._memories.get(channel) if side == "destination" else None
             self._opened[span] = bridge.open(side, self._rank, memory, self._device)
@@ -219,9 +216,10 @@ class BridgeWays(Ways):
     """
 
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
-        super().__init__(channels, replica, rank, device, ground.wire)
+        super().__init__(channels, replica, rank, device, ground.options.wire)
         self.ground = ground
-        self.routes = {name: Routes(channel, ground.transport, ground.delta) for name, channel in channels.items()}
+        transport, delta = ground.options.transport, ground.options.delta
+        self.routes = {name: Routes(channel, transport, delta) for name, channel in channels.items()}
         self.relays: dict[str, Relay] = {}
         self.adders: dict[str, Adder] = {}
         self.memories: dict[str, Exported] = {}
@@ -266,7 +264,7 @@ class BridgeWays(Ways):
         return Leg(relay, partial(self.bridges.messages, upstream), onward, linked=bool(source))
 
     def _publisher(self, channel: str, value: Carried) -> Publisher:
-        ranks, proof = len(self.channels[channel].source.ranks), self.ground.proof
+        ranks, proof = len(self.channels[channel].source.ranks), self.ground.options.proof
         add = self._adder(channel, ranks)
         agree = add.maximum if add else None
         return Publisher(
@@ -284,7 +282,7 @@ class BridgeWays(Ways):
     def _new_receiver(self, channel: str) -> Receiver:
         own = self.channels[channel].replica(self.replica)
         ranks, memory = len(own.ranks), None
-        if self.ground.transport != "messages":
+        if self.ground.options.transport != "messages":
             memory = self.memories[channel] = self._memory(channel)
         return Receiver(
             channel,

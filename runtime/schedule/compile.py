@@ -65,7 +65,7 @@ def readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
 Edges = dict[str, list[tuple[str, int]]]  # (channel, lag) by consumer of a broadcast
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """A run's numbers. Updates `start` to `end` - 1 run; each takes `batch` fresh prompt groups.
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from penstock.graph import Program, load, trace
 from penstock.graph.program import trace_evaluation
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.placement import place, read_meshes
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.process import processes_of, sweep_processes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
@@ -57,10 +56,9 @@ def make_run(
     assert isinstance(found, Program)
     graph = trace(found, options)
     evaluation = trace_evaluation(found, graph, EVALUATION) if evaluate and found.evaluation else None
-    graphs = [graph] if evaluation is None else [graph, evaluation]
-    plan = place(graphs, cluster, generators=generators, slots=flags.slots, meshes=read_meshes(meshes))
     folder = RunFolder.create(path)
-    config = RunConfig(graph, evaluation, plan, flags, secrets.token_hex(6))
+    wanted = replace(flags, generators=generators, mesh=tuple(meshes), device="cpu")
+    config = RunConfig.make(graph, evaluation, cluster, wanted)
     config.write(folder, {"program": program, "cluster": cluster.model_dump(mode="json")})
     folder.unlock()
     return path

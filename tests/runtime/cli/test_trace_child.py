@@ -11,7 +11,7 @@ from penstock.nodes.model import Llama, save_model
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.try_inputs import choose_device
+from penstock.runtime.control.run_config import choose_device
 
 PROGRAM = """
 from penstock.graph import Policy, Prompts, Rewards, Rollouts, broadcast, node, program

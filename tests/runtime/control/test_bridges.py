@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.control.routes import Routes
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.control.weight_channels import Bridges, Ground, Span
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.tensor.buffers import Parts
@@ -65,7 +66,7 @@ def both_sides(
     routes, memories = {CHANNEL: Routes(channel, "auto", delta)}, {CHANNEL: memory}
 
     def side(address: str) -> Bridges:
-        ground = Ground(RUN, meet, address, timeout, "full", "", delta, "auto", lambda: None, print)
+        ground = Ground(RUN, meet, address, timeout, RunOptions(delta=delta), lambda: None, print)
         return Bridges({CHANNEL: channel}, 0, "cpu", ground, routes, memories)
 
     return {"source": side(trainers_address), "destination": side(ADDRESS)}
@@ -109,7 +110,7 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
     routes = Routes(channel, "auto", 0)
     routes.settle(Publisher(CHANNEL, Policy(4), proof="off").description)
     meet = partial(PrefixStore, store=HashStore())
-    ground = Ground(RUN, meet, ADDRESS, 0.2, "full", "", 0, "auto", lambda: None, print)
+    ground = Ground(RUN, meet, ADDRESS, 0.2, RunOptions(), lambda: None, print)
     bridges = Bridges({CHANNEL: channel}, 0, "cpu", ground, {CHANNEL: routes}, {})
     for source, target, seconds in zip((TRAINER, *names), names, ("0.2", "0.225", "0.25"), strict=False):
         with pytest.raises(TransportError, match=rf"to {target} on host \w: .* of {seconds} s"):

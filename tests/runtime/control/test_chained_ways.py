@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.control.messages import Manifest
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.control.weight_channels import BridgeWays, Ground
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Send
@@ -29,7 +30,7 @@ class Run:
         replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(NAMES, "bcd", strict=True))
         channels = {CHANNEL: Channel(CHANNEL, "policy", source, "broadcast", "generator", replicas)}
         meet = partial(PrefixStore, store=HashStore())
-        ground = Ground(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, "full", "", 0, "auto", lambda: None, print)
+        ground = Ground(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, RunOptions(), lambda: None, print)
         self.policy, self.layout = Policy(1_000_000), ""
         self.ways = {name: BridgeWays(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
 
