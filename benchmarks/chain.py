@@ -27,13 +27,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Work
 from weights import Weights
 
-from penstock.runtime.tensor.broadcast_chain import Leg, Relay
+from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.link import Bridge
-from penstock.runtime.tensor.process_group import Group
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.process_group import PeerGroup
 from penstock.runtime.tensor.reshard import BUCKET
 from penstock.runtime.tensor.send_recv import MessageTransport
-from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 
 WAYS = ("direct", "chain")
 TENSORS = 16
@@ -47,10 +47,10 @@ class Card:
         self.sent = 0
         self._rate, self._free = rate, 0.0
         self._lock = threading.Lock()
-        self._send = Group.send
-        Group.send = lambda group, *given: self.send(group, *given)  # type: ignore[method-assign]
+        self._send = PeerGroup.send
+        PeerGroup.send = lambda group, *given: self.send(group, *given)  # type: ignore[method-assign]
 
-    def send(self, group: Group, buffer: Tensor, peer: int, tag: int) -> Work:
+    def send(self, group: PeerGroup, buffer: Tensor, peer: int, tag: int) -> Work:
         with self._lock:
             self.sent += buffer.nbytes
             self._free = max(self._free, time.perf_counter()) + buffer.nbytes / self._rate
@@ -81,7 +81,9 @@ class Spans:
         """From replica `source`, or the trainer for -1."""
         name = f"{way}-{source}-{target}"
         if name not in self._opened:
-            opened = Bridge(name, FileStore(str(self._folder / name)), timeout=TIMEOUT, way="messages").open(side)
+            opened = ReplicaLink(name, FileStore(str(self._folder / name)), timeout=TIMEOUT, transport="messages").open(
+                side
+            )
             assert isinstance(opened, MessageTransport)
             self._opened[name] = opened
         return self._opened[name]
@@ -92,14 +94,16 @@ def replica(folder: Path, index: int, replicas: int, rate: float) -> None:
     torch.set_num_threads(1)
     Card(rate)
     spans = Spans(folder)
-    legs: dict[str, Leg] = {}
+    legs: dict[str, ChainHop] = {}
     for way in WAYS:
         linked = way == "chain" and index > 0
         upstream = partial(spans.open, way, index - 1 if linked else -1, index, "destination")
         onward = partial(spans.open, way, index, index + 1, "source")
         last = way == "direct" or index == replicas - 1
-        legs[way] = Leg(Relay(way, 0, lambda error: sys.exit(str(error))), upstream, None if last else onward, linked)
-    receivers = {way: Receiver(way) for way in WAYS}
+        legs[way] = ChainHop(
+            ChainForwarder(way, 0, lambda error: sys.exit(str(error))), upstream, None if last else onward, linked
+        )
+    receivers = {way: WeightReceiver(way) for way in WAYS}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         way, version, digests, description = json.loads(line)
@@ -116,7 +120,7 @@ class Trainer:
     def __init__(self, folder: Path, nbytes: int, processes: list[Any], rate: float) -> None:
         self.card, self.spans, self.processes = Card(rate), Spans(folder), processes
         self.policy = Policy(nbytes)
-        self.publishers = {way: Publisher(way, self.policy) for way in WAYS}
+        self.publishers = {way: WeightPublisher(way, self.policy) for way in WAYS}
 
     def sync(self, way: str, version: int) -> dict[str, float]:
         self.policy.advance()

@@ -15,10 +15,10 @@ from weights import Weights
 from penstock.graph.protocols import Sharding, rule_of
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
-from penstock.runtime.tensor.link import Bridge
-from penstock.runtime.tensor.process_group import Adder, Transport, open_group
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.process_group import AllReduce, Transport, open_group
 from penstock.runtime.tensor.shm_transport import SharedMemory
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 MODEL = ModelConfig(9216, 2048, 8192, 3, 32, 8, 64, tie_word_embeddings=True)
 RANKS = 2
@@ -92,13 +92,13 @@ class Source:
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank, self.folder, self.policy = rank, folder, Policy(rank)
         self.base = Base(folder, rank)
-        self.publishers: dict[str, Publisher] = {}
+        self.publishers: dict[str, WeightPublisher] = {}
         self.ways: dict[str, Transport] = {}
 
     def publish(self, phase: str, version: int) -> dict[str, Any]:
         if phase not in self.publishers:
-            adder = Adder("trainer", FileStore(f"{self.folder}/add-{phase}"), self.rank, RANKS, TIMEOUT)
-            self.publishers[phase] = Publisher(
+            adder = AllReduce("trainer", FileStore(f"{self.folder}/add-{phase}"), self.rank, RANKS, TIMEOUT)
+            self.publishers[phase] = WeightPublisher(
                 phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=phase.split()[1], keep=1
             )
         started = perf_counter()
@@ -132,7 +132,7 @@ class Source:
 class _Opened:
     """Opens the bridge when the arena is there."""
 
-    def __init__(self, bridge: Bridge, rank: int, memory: SharedMemory | None) -> None:
+    def __init__(self, bridge: ReplicaLink, rank: int, memory: SharedMemory | None) -> None:
         self.rank, self.memory = rank, memory
         self.bridge, self.way = bridge, None
 
@@ -141,7 +141,7 @@ class _Opened:
             self.reopen(self.bridge)
         return self.way.receive(*facts)
 
-    def reopen(self, bridge: Bridge) -> None:
+    def reopen(self, bridge: ReplicaLink) -> None:
         if self.way is not None:
             self.way.close()
         self.way = bridge.open("destination", self.rank, self.memory)
@@ -153,7 +153,7 @@ class Destination:
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank, self.folder = rank, folder
         self.base = Base(folder, RANKS + rank)
-        self.receivers: dict[str, tuple[Receiver, Any]] = {}
+        self.receivers: dict[str, tuple[WeightReceiver, Any]] = {}
         self.memories: list[SharedMemory] = []
         self.live = {name: self._part(name, torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
 
@@ -180,7 +180,7 @@ class Destination:
         self.receivers[phase][1].reopen(_bridge(self.folder, phase, epoch))
         return {"start": started, "end": perf_counter()}
 
-    def _receiver(self, phase: str) -> tuple[Receiver, Any]:
+    def _receiver(self, phase: str) -> tuple[WeightReceiver, Any]:
         if phase not in self.receivers:
             memory = (
                 SharedMemory(f"ddma{self.folder.stat().st_ino}", f"{phase}-{self.rank}")
@@ -188,8 +188,8 @@ class Destination:
                 else None
             )
             self.memories += [memory] if memory else []
-            adder = Adder("generator", FileStore(f"{self.folder}/sum-{phase}"), self.rank, RANKS, TIMEOUT)
-            receiver = Receiver(phase, rank=self.rank, mesh=REPLICA, add=adder, allocate=memory)
+            adder = AllReduce("generator", FileStore(f"{self.folder}/sum-{phase}"), self.rank, RANKS, TIMEOUT)
+            receiver = WeightReceiver(phase, rank=self.rank, mesh=REPLICA, add=adder, allocate=memory)
             self.receivers[phase] = receiver, _Opened(_bridge(self.folder, phase), self.rank, memory)
         return self.receivers[phase]
 
@@ -198,8 +198,8 @@ class Destination:
             memory.close()
 
 
-def _bridge(folder: Path, phase: str, epoch: int = 0) -> Bridge:
-    return Bridge(phase, FileStore(f"{folder}/{phase}-{epoch}"), RANKS, RANKS, timeout=TIMEOUT)
+def _bridge(folder: Path, phase: str, epoch: int = 0) -> ReplicaLink:
+    return ReplicaLink(phase, FileStore(f"{folder}/{phase}-{epoch}"), RANKS, RANKS, timeout=TIMEOUT)
 
 
 def rank_main(side: str, rank: int, folder: Path) -> None:

@@ -33,7 +33,7 @@ from report import publish
 from torch import Tensor
 
 from penstock.runtime.tensor.buffers import allocate
-from penstock.runtime.tensor.layout import Box, Layout, Mesh, sharded
+from penstock.runtime.tensor.layout import Layout, Mesh, Region, sharded
 from penstock.runtime.tensor.quantise import Converter
 from penstock.runtime.tensor.wire_format import FORMATS, converted
 
@@ -203,8 +203,8 @@ def _parts_are_the_whole(wire: str, tensors: Mapping[str, Tensor], device: str) 
     return all(same)
 
 
-def _cut(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[box.slices(Box.whole(tensor.shape))]
+def _cut(tensor: Tensor, box: Region) -> Tensor:
+    return tensor[box.slices(Region.whole(tensor.shape))]
 
 
 def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -20,10 +20,10 @@ from weights import Weights
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Transport
-from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver
+from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 MODEL = ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True)
 """Llama 3.2 1B."""
@@ -55,13 +55,13 @@ class Source:
 
     def __init__(self, folder: Path, device: str, layers: int) -> None:
         self.folder, self.device, self.policy = folder, device, Policy(device, layers)
-        self.phase, self.publisher, self.way = "", Publisher(CHANNEL, self.policy), None
+        self.phase, self.publisher, self.way = "", WeightPublisher(CHANNEL, self.policy), None
 
     def publish(self, phase: str, version: int) -> dict[str, Any]:
         if phase != self.phase:
             _, proof, *wire = phase.split()
             self.phase, self.way = phase, None
-            self.publisher = Publisher(
+            self.publisher = WeightPublisher(
                 CHANNEL, self.policy, device=self.device, keep=1, proof=proof, wire="".join(wire)
             )
         for tensor in self.policy.tensors.values():
@@ -82,7 +82,7 @@ class Source:
 class _Opening:
     """A bridge that is opened at its first use: the arena must be there."""
 
-    def __init__(self, folder: Path, phase: str, memory: Exported | None) -> None:
+    def __init__(self, folder: Path, phase: str, memory: WritableMemory | None) -> None:
         self.folder, self.phase, self.memory = folder, phase, memory
         self.way: Transport | None = None
 
@@ -97,9 +97,9 @@ class Destination:
 
     def __init__(self, folder: Path, device: str, layers: int) -> None:
         self.folder, self.device, self.phase = folder, device, ""
-        self.receiver = Receiver(CHANNEL)
+        self.receiver = WeightReceiver(CHANNEL)
         self.opening = _Opening(folder, "", None)
-        self.memories: list[Exported] = []
+        self.memories: list[WritableMemory] = []
 
     def move(self, phase: str, version: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         if phase != self.phase:
@@ -118,7 +118,7 @@ class Destination:
         elif way == "cuda_ipc":
             memory = DeviceMemory(self.device, phase, TIMEOUT)
         self.memories += [memory] if memory else []
-        self.receiver = Receiver(CHANNEL, device=self.device, allocate=memory)
+        self.receiver = WeightReceiver(CHANNEL, device=self.device, allocate=memory)
         self.phase, self.opening = phase, _Opening(self.folder, phase, memory)
 
     def close(self) -> None:
@@ -126,12 +126,12 @@ class Destination:
             memory.close()
 
 
-def bridge(folder: Path, phase: str) -> Bridge:
+def bridge(folder: Path, phase: str) -> ReplicaLink:
     """Where the two meet in a phase, over the way that its name says or not at all."""
     way, store = phase.split()[0], FileStore(str(folder / phase.replace(" ", "-")))
     if way == "nccl":
-        return Bridge(CHANNEL, store, timeout=TIMEOUT, backend="nccl")
-    return Bridge(CHANNEL, store, timeout=TIMEOUT, way=way)
+        return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, backend="nccl")
+    return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=way)
 
 
 def rank_main(side: str, folder: Path, device: str, layers: int) -> None:

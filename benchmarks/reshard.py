@@ -18,7 +18,7 @@ from llama import layout
 from report import publish
 
 from penstock.runtime.tensor.layout import Layout, Mesh
-from penstock.runtime.tensor.reshard import Plan, chain, reshard
+from penstock.runtime.tensor.reshard import ReshardPlan, chain, reshard
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
     made, plan_s = best(repeats, fresh, reshard)
     sender_s = best(repeats, fresh, lambda src, dst: reshard(src, dst).routes(source=RANK))[1]
     receiver_s = best(repeats, fresh, lambda src, dst: reshard(src, dst).routes(destination=RANK))[1]
-    routes, routes_s = best(1, lambda: (made,), Plan.routes)
-    copies, copies_s = best(1, lambda: (made, RANK), Plan.sends)
+    routes, routes_s = best(1, lambda: (made,), ReshardPlan.routes)
+    copies, copies_s = best(1, lambda: (made, RANK), ReshardPlan.sends)
     links = chain(reshard(layout(MODEL, mesh), layout(MODEL, REPLICA)), 64)
     return {
         "trainers": str(mesh),

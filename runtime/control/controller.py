@@ -53,7 +53,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import Checkpoint, RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_ref import ObjectRef
 
 DEATH_S = 1.0
 """Seconds for which a complaint waits for a better reason in any case."""
@@ -100,7 +100,7 @@ class Controller:
         replicas = config.plan.replicas
         self.ranks = {(r.name, index): rank for r in replicas for index, rank in enumerate(r.ranks)}
         self.pids: dict[tuple[str, int], int] = {}
-        self.restored: dict[tuple[Firing, str], Handle] = {}
+        self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
         self.warnings: list[str] = []
         self._complaint: Complaint | None = None

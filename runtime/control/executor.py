@@ -49,8 +49,8 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
-from penstock.runtime.tensor.checkpoint import layout_of, read_part, require_savable, value_name, write_part
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.checkpoint import layout_of, read_shard, require_savable, value_name, write_shard
+from penstock.runtime.tensor.object_ref import ObjectRef
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
 
 
@@ -63,13 +63,13 @@ def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, 
     earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
     ranks = len(setup.plan.replica(setup.replica).ranks)
     kept = values.of(firings)
-    write_part(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
+    write_shard(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
 
 
-def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, Handle]]:
+def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, ObjectRef]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
     setup, update = holdings.setup, update_of(folder.name)
-    part = read_part(folder, setup.replica, setup.rank, setup.run)
+    part = read_shard(folder, setup.replica, setup.rank, setup.run)
     for name, value in holdings.carried.items():
         value.restore(*part.carried(name, layout_of(value)))
         holdings.history.note(name, update, value)
@@ -184,9 +184,9 @@ class Executor:
         setup: Setup,
         ways: Ways,
         kept: dict[Key, Any],
-        fetch: Callable[[Handle, type], Any] | None = None,
-        export: Callable[[Any], Handle] | None = None,
-        release: Callable[[Handle], None] | None = None,
+        fetch: Callable[[ObjectRef, type], Any] | None = None,
+        export: Callable[[Any], ObjectRef] | None = None,
+        release: Callable[[ObjectRef], None] | None = None,
     ) -> None:
         self.setup, self.ways = setup, ways
         self.values = Values(setup, kept, fetch, export, release)
@@ -198,7 +198,7 @@ class Executor:
         self.doing = ""
         self._checkpoint = ""
         self._manifests: dict[tuple[str, int], Manifest] = {}
-        self.restored: list[tuple[Firing, str, Handle]] = []
+        self.restored: list[tuple[Firing, str, ObjectRef]] = []
         if setup.restore is not None:
             self.restored = restore(setup.restore, self.held, self.values)
         self.resting = Resting(self.held)
@@ -219,7 +219,7 @@ class Executor:
             yield self.do(command, handles)
         self.doing = ""
 
-    def do(self, command: Command, handles: Mapping[Key, Handle]) -> list[Result]:
+    def do(self, command: Command, handles: Mapping[Key, ObjectRef]) -> list[Result]:
         """Carry out one command; the answers that are there at once."""
         replica, rank = self.setup.replica, self.setup.rank
         match command:
@@ -274,7 +274,7 @@ class Executor:
             return [self._failure(firing, self.submitted.pop(firing), error) for firing in lost]
         return [self._answer(held, firing, result, self.submitted.pop(firing)) for firing, result in finished]
 
-    def _fire(self, command: Fire, handles: Mapping[Key, Handle]) -> list[Result]:
+    def _fire(self, command: Fire, handles: Mapping[Key, ObjectRef]) -> list[Result]:
         firing, began = command.firing, monotonic()
         try:
             if firing.node in self.held.sources:
@@ -307,7 +307,7 @@ class Executor:
             return Result(Abort(f"{channel}[{version}] on {replica} rank {rank}:\n{told(error)}"))
         return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
 
-    def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, Handle]) -> dict[str, Any]:
+    def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, ObjectRef]) -> dict[str, Any]:
         """Carried values as they are or were; anything else as a value that some firing made."""
         inputs: dict[str, Any] = {}
         for item in held.inputs:
@@ -356,7 +356,7 @@ class Executor:
         self,
         firing: Firing,
         began: float,
-        outputs: dict[str, Handle],
+        outputs: dict[str, ObjectRef],
         metrics: Mapping[str, float],
         *,
         dropped: bool = False,

@@ -1,4 +1,4 @@
-"""Every message of the control plane, and their encoding. Metadata only: a tensor travels as a `Handle`.
+"""Every message of the control plane, and their encoding. Metadata only: a tensor travels as an `ObjectRef`.
 
 A frame is MessagePack of [PROTOCOL, sequence, [tag, fields…]]; `codec` checks it against the annotations here.
 A *peer* is a connection that said Hello: "generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
@@ -27,7 +27,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.codec import MAX_BYTES, Codec, MessageError
 from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_ref import ObjectRef
 
 __all__ = [
     "MAX_BYTES",
@@ -77,12 +77,12 @@ class Ready(Packable, frozen=True):
     replica: str
     rank: int
     pid: int
-    restored: tuple[tuple[Firing, str, Handle], ...] = ()
+    restored: tuple[tuple[Firing, str, ObjectRef], ...] = ()
 
 
 class Manifest(Packable, frozen=True):
     """What the receivers of a version of weights have to know: the digests of its tensors, by name. `layout` is JSON,
-    what `Publisher.description` says of all versions of the channel; "" for a reader that has been told before.
+    what `WeightPublisher.description` says of all versions of the channel; "" for a reader that has been told before.
     """
 
     channel: str
@@ -98,7 +98,7 @@ class Result(Packable, frozen=True):
     """
 
     event: Event
-    outputs: dict[str, Handle] = field(default_factory=dict)
+    outputs: dict[str, ObjectRef] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
     ended: float = 0.0
@@ -194,7 +194,7 @@ class Order(Packable, frozen=True):
     """
 
     commands: tuple[Command, ...]
-    handles: tuple[tuple[Firing, str, Handle], ...] = ()
+    handles: tuple[tuple[Firing, str, ObjectRef], ...] = ()
     checkpoint: str = ""
     manifests: tuple[Manifest, ...] = ()
 
@@ -304,7 +304,7 @@ MAX_QUESTION = 4096
 class Ask(Packable, frozen=True):
     """`length` bytes of the block of `handle`, beginning with byte `start` of it."""
 
-    handle: Handle
+    handle: ObjectRef
     start: int
     length: int
 

@@ -31,8 +31,8 @@ from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
 from penstock.runtime.control.weight_channels import BridgeWays, Ground, channels_of, drained
 from penstock.runtime.tensor.object_ref import owner_of
-from penstock.runtime.tensor.object_store import Reader, Store
-from penstock.runtime.tensor.process_group import Free, Lockstep, Pace, open_world
+from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
+from penstock.runtime.tensor.process_group import AtOnce, Lockstep, Pace, open_world
 from penstock.runtime.tensor.shm import SHM
 
 ANSWER_S = 600.0
@@ -101,8 +101,8 @@ class Rank:
     user should know: values and weights that go a slower way, and warnings of nodes."""
 
     executor: Executor
-    store: Store
-    reader: Reader
+    store: ObjectStore
+    reader: ObjectReader
     client: ExchangeClient
     server: ExchangeServer | None
     ways: BridgeWays
@@ -161,7 +161,7 @@ def make_rank(
     owner, folders = owner_of(replica, index), (SHM, folder)
     # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
     client = ExchangeClient(join, min(SILENCE, config.flags.deadline / 2))
-    reader = Reader(join.run, host=place.host, far=client.block, folders=folders)
+    reader = ObjectReader(join.run, host=place.host, far=client.block, folders=folders)
     server = None
     if setup.asked_from_afar:
         name = config.plan.spelled(replica, index)
@@ -170,9 +170,9 @@ def make_rank(
             """By the heartbeat's thread: the main one may be at work for minutes."""
             pulse.say(Note("error", f"{name}: the thread that answers readers of other hosts ended:\n{text}"))
 
-        server = ExchangeServer(join, owner, Reader(join.run, host=place.host, folders=folders), died)
+        server = ExchangeServer(join, owner, ObjectReader(join.run, host=place.host, folders=folders), died)
     endpoint = server.endpoint if server is not None else ""
-    store = Store(join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=notes.put)
+    store = ObjectStore(join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=notes.put)
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)
     together = len(own.ranks) > 1 and bool(executor.held.streams)
-    return Rank(executor, store, reader, client, server, ways, Lockstep() if together else Free(), notes)
+    return Rank(executor, store, reader, client, server, ways, Lockstep() if together else AtOnce(), notes)

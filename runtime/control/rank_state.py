@@ -28,7 +28,7 @@ from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import private
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_ref import ObjectRef
 
 
 class History:
@@ -263,15 +263,15 @@ class Values:
         self,
         setup: Setup,
         kept: dict[Key, Any],
-        fetch: Callable[[Handle, type], Any] | None = None,
-        export: Callable[[Any], Handle] | None = None,
-        release: Callable[[Handle], None] | None = None,
+        fetch: Callable[[ObjectRef, type], Any] | None = None,
+        export: Callable[[Any], ObjectRef] | None = None,
+        release: Callable[[ObjectRef], None] | None = None,
     ) -> None:
         self.setup, self.kept = setup, kept
         self.fetch, self.export, self.release = fetch, export, release
-        self.handles: dict[Key, Handle] = {}
+        self.handles: dict[Key, ObjectRef] = {}
 
-    def keep(self, firing: Firing, outputs: Mapping[str, Any]) -> dict[str, Handle]:
+    def keep(self, firing: Firing, outputs: Mapping[str, Any]) -> dict[str, ObjectRef]:
         """Keep values for readers; the handles of those that other processes read."""
         exported = {}
         for name, value in outputs.items():
@@ -280,7 +280,7 @@ class Values:
                 exported[name] = self.handles[firing, name] = self.export(value)
         return exported
 
-    def read(self, ref: Ref, fire: Fire, handles: Mapping[Key, Handle], turn: int = 0) -> Any:
+    def read(self, ref: Ref, fire: Fire, handles: Mapping[Key, ObjectRef], turn: int = 0) -> Any:
         """An input of a firing: a value of its own group (of that `turn`) or update, or those of a batch joined."""
         clocks, index = self.setup.clocks, fire.firing.index
         if clocks[ref.node] == "update" or clocks[fire.firing.node] == "group":
@@ -308,7 +308,7 @@ class Values:
     def _keys(self, firings: Iterable[Firing]) -> list[Key]:
         return [(firing, name) for firing in firings for name in self.setup.outputs[firing.node]]
 
-    def _get(self, key: Key, handles: Mapping[Key, Handle]) -> Any:
+    def _get(self, key: Key, handles: Mapping[Key, ObjectRef]) -> Any:
         if key in self.kept:
             return _own(self.kept[key])
         if self.fetch is None or key not in handles:

@@ -35,7 +35,7 @@ class Routes:
         self._settled = len(self._replicas) < 2
 
     def settle(self, description: Mapping[str, Any]) -> None:
-        """`description` is the sender's of its weights (`Publisher.description`)."""
+        """`description` is the sender's of its weights (`WeightPublisher.description`)."""
         if self._settled:
             return
         first, names = self._replicas[0], [replica.name for replica in self._replicas]

@@ -41,7 +41,7 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.state import Ledger, UnawaitedError
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_ref import ObjectRef
 
 Orders = dict[str, Order]
 """What each replica's ranks are to do, in order."""
@@ -92,7 +92,7 @@ class Stage:
         origin: Origin,
         recorder: Recorder,
         flags: RunOptions,
-        handles: Mapping[tuple[Firing, str], Handle] | None = None,
+        handles: Mapping[tuple[Firing, str], ObjectRef] | None = None,
         manifests: Manifests | None = None,
     ) -> None:
         self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
@@ -102,7 +102,7 @@ class Stage:
         self.finish: Finish | None = None
         self.asked: dict[tuple[Any, ...], tuple[Command, float]] = {}
         self._held_up = 0.0
-        self.handles: dict[Firing, dict[str, Handle]] = defaultdict(dict)
+        self.handles: dict[Firing, dict[str, ObjectRef]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
         self.manifests = manifests or Manifests()
@@ -177,7 +177,7 @@ class Stage:
 
     def _route(self, commands: list[Command], now: float) -> Orders:
         batches: dict[str, list[Command]] = defaultdict(list)
-        handles: dict[str, list[tuple[Firing, str, Handle]]] = defaultdict(list)
+        handles: dict[str, list[tuple[Firing, str, ObjectRef]]] = defaultdict(list)
         manifests: dict[str, list[Manifest]] = defaultdict(list)
         # All parts of a cut are asked for at once, and go into one folder.
         cut = next((self.recorder.open_cut(c.update) for c in commands if isinstance(c, Save)), "")
@@ -209,7 +209,7 @@ class Stage:
             for replica, items in batches.items()
         }
 
-    def _inputs(self, fire: Fire) -> list[tuple[Firing, str, Handle]]:
+    def _inputs(self, fire: Fire) -> list[tuple[Firing, str, ObjectRef]]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
         if fire.firing.node not in self.graph:
             return []
@@ -264,7 +264,7 @@ class Session:
         self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
         self._stages = self._plan_stages()
         self._live: dict[tuple[str, str], int] = {}
-        self._handles: Mapping[tuple[Firing, str], Handle] = {}
+        self._handles: Mapping[tuple[Firing, str], ObjectRef] = {}
         self._manifests = Manifests()
         self._saved_at = self.start
         self._saved_time: float | None = None
@@ -281,7 +281,7 @@ class Session:
 
     # What drivers call ------------------------------------------------------------------------------------
 
-    def begin(self, now: float, handles: Mapping[tuple[Firing, str], Handle]) -> Orders:
+    def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef]) -> Orders:
         """All ranks are ready; `handles` name the values that they restored from a checkpoint."""
         self._handles = handles
         return self._next_stage(now)

@@ -58,7 +58,7 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.security import Door, Gate, Join
 from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Published, Saved, Swapped
-from penstock.runtime.tensor.object_ref import Handle, owner_of
+from penstock.runtime.tensor.object_ref import ObjectRef, owner_of
 
 
 class WireError(OSError):
@@ -412,7 +412,7 @@ def keyed(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[bytes], str, int]]:
 
 def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
     """What a message claims that its sender may not; "" for none."""
-    peer, handles = connection.peer, list[Handle]()
+    peer, handles = connection.peer, list[ObjectRef]()
     match message:
         case Ready(replica=replica, rank=rank, restored=restored):
             handles = [handle for _, _, handle in restored]

@@ -39,8 +39,8 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Gate, Join
 from penstock.runtime.control.sockets import SHARED, SILENCE, WireError, keyed
 from penstock.runtime.record.errors import visible
-from penstock.runtime.tensor.object_ref import Handle, HandleError
-from penstock.runtime.tensor.object_store import Reader
+from penstock.runtime.tensor.object_ref import ObjectRef, ObjectRefError
+from penstock.runtime.tensor.object_store import ObjectReader
 
 _CUT_OFF = 4 * MAX_QUESTION
 """Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
@@ -52,7 +52,7 @@ questions under way never meets this bound, and one that does not read costs so 
 class ExchangeServer:
     """Answers until `close`. `endpoint` is where; `counts["served"]` are the parts given."""
 
-    def __init__(self, join: Join, owner: str, reader: Reader, died: Callable[[str], object]) -> None:
+    def __init__(self, join: Join, owner: str, reader: ObjectReader, died: Callable[[str], object]) -> None:
         """`reader` is for this server's thread alone, which calls `died` with a traceback if it ends before `close`.
 
         Raises WireError for an address that cannot be listened on.
@@ -127,7 +127,7 @@ class ExchangeServer:
             print(visible(f"{self._owner}: dropped ({kind}): {text!r:.400}"), file=sys.stderr, flush=True)
 
 
-def reply(frames: Sequence[bytes], owner: str, reader: Reader) -> tuple[str, list[bytes | bytearray]]:
+def reply(frames: Sequence[bytes], owner: str, reader: ObjectReader) -> tuple[str, list[bytes | bytearray]]:
     """The answer to a question, whatever its bytes are: "served" or "refused", and the answer's frames.
 
     `frames` are the question's, without the asker's identity. Raises MessageError for what is no question.
@@ -141,10 +141,10 @@ def reply(frames: Sequence[bytes], owner: str, reader: Reader) -> tuple[str, lis
         raise MessageError(f"given {ask.length} bytes of a block to send at once, needed at most {CHUNK}")
     try:
         if ask.handle.owner != owner:
-            raise HandleError(f"{ask.handle}: asked of {owner}")
+            raise ObjectRefError(f"{ask.handle}: asked of {owner}")
         # A copy, not a view of the segment: the block may be freed while libzmq still sends it.
         part = reader.part(ask.handle, ask.start, ask.length)
-    except HandleError as error:
+    except ObjectRefError as error:
         return "refused", [ANSWER.pack((EXCHANGE, number, Refused(str(error))))]
     return "served", [ANSWER.pack((EXCHANGE, number, Part())), part]
 
@@ -163,8 +163,8 @@ class ExchangeClient:
         self._numbers = count(1)
         self._context = SHARED.take()
 
-    def block(self, handle: Handle) -> bytearray:
-        """The whole block. Raises HandleError when its owner has no such block, or is silent for too long."""
+    def block(self, handle: ObjectRef) -> bytearray:
+        """The whole block. Raises ObjectRefError when its owner has no such block, or is silent for too long."""
         socket = self._socket(handle)
         starts = iter(range(0, max(1, handle.nbytes), CHUNK))
         asked: dict[int, tuple[int, int]] = {}
@@ -184,7 +184,7 @@ class ExchangeClient:
                 try:
                     block, window = bytearray(handle.nbytes), WINDOW
                 except (MemoryError, OverflowError, ValueError) as error:
-                    raise HandleError(f"{handle}: no memory for {handle.nbytes} bytes") from error
+                    raise ObjectRefError(f"{handle}: no memory for {handle.nbytes} bytes") from error
             block[start : start + length] = part
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class ExchangeClient:
         SHARED.give()
 
     def _hear(
-        self, socket: zmq.Socket[bytes], handle: Handle, asked: dict[int, tuple[int, int]]
+        self, socket: zmq.Socket[bytes], handle: ObjectRef, asked: dict[int, tuple[int, int]]
     ) -> tuple[int, memoryview]:
         """The next part that was asked for, and the number of its question."""
         until = monotonic() + self._patience
@@ -210,7 +210,7 @@ class ExchangeClient:
             if number not in asked:
                 self.counts["late"] += 1
             elif isinstance(answer, Refused):
-                raise HandleError(answer.reason)
+                raise ObjectRefError(answer.reason)
             elif len(parts) != 1 or len(parts[0]) != asked[number][1]:
                 self.counts["malformed"] += 1
             else:
@@ -218,9 +218,9 @@ class ExchangeClient:
         # A new socket next time: what was on its way when a connection broke never comes.
         self._sockets.pop((handle.host, handle.endpoint)).close(linger=0)
         silent = f"has not answered at {handle.endpoint} for {self._patience:g} s: dead, stopped, or out of reach"
-        raise HandleError(f"{handle}: {handle.owner} on host {handle.host} {silent} of host {self._join.host}")
+        raise ObjectRefError(f"{handle}: {handle.owner} on host {handle.host} {silent} of host {self._join.host}")
 
-    def _socket(self, handle: Handle) -> zmq.Socket[bytes]:
+    def _socket(self, handle: ObjectRef) -> zmq.Socket[bytes]:
         """The way to the owner of a handle."""
         socket = self._sockets.get((handle.host, handle.endpoint))
         if socket is not None:
@@ -228,7 +228,7 @@ class ExchangeClient:
         key = self._join.hosts.get(handle.host)
         if key is None or not handle.endpoint.startswith("tcp://"):
             needed = f"needed a host of {', '.join(self._join.hosts) or 'several'} and a tcp endpoint"
-            raise HandleError(f"{handle}: given host {handle.host!r} and endpoint {handle.endpoint!r}, {needed}")
+            raise ObjectRefError(f"{handle}: given host {handle.host!r} and endpoint {handle.endpoint!r}, {needed}")
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK)  # CURVE adds some bytes
@@ -241,6 +241,6 @@ class ExchangeClient:
             socket.connect(handle.endpoint)
         except zmq.ZMQError as error:
             socket.close()
-            raise HandleError(f"{handle}: {handle.endpoint} is no address to connect to ({error})") from error
+            raise ObjectRefError(f"{handle}: {handle.endpoint} is no address to connect to ({error})") from error
         self._sockets[handle.host, handle.endpoint] = socket
         return socket

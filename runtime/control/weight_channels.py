@@ -26,17 +26,17 @@ from penstock.runtime.control.routes import Routes, hosts
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Send
-from penstock.runtime.tensor.broadcast_chain import Leg, Relay
-from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
+from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.delta import DeltaTransport
-from penstock.runtime.tensor.digest import ProofError
+from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.link import Bridge
-from penstock.runtime.tensor.process_group import Adder, Meet, Receiving, Side, Transport, TransportError
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.process_group import AllReduce, OpenStore, Receiving, Side, Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
-from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
-from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver, hand_over
+from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
+from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver, sync_in_process
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Ground:
     weights travel. `wake` wakes the rank's loop, and `warn` tells the user of a slower way."""
 
     run: str
-    meet: Meet
+    meet: OpenStore
     address: str
     timeout: float
     options: RunOptions
@@ -73,7 +73,7 @@ class Bridges:
         device: str,
         ground: Ground,
         routes: Mapping[str, Routes],
-        memories: Mapping[str, Exported],
+        memories: Mapping[str, WritableMemory],
     ) -> None:
         self._channels, self._rank, self._device, self._ground = channels, rank, device, ground
         self._routes, self._memories = routes, memories
@@ -93,7 +93,7 @@ class Bridges:
             start, end = way.replica(source), way.replica(target)
             apart = len(hosts(start, end)) > 1
             names = [f"{one.name} on host {one.ranks[0].host}" if apart else one.name for one in (start, end)]
-            bridge = Bridge(
+            bridge = ReplicaLink(
                 f"{channel} from {' to '.join(names)}",
                 ground.meet(f"{channel} from {source} to {target}"),
                 len(start.ranks),
@@ -101,7 +101,7 @@ class Bridges:
                 timeout=ground.timeout * routes.patience(target),
                 address=ground.address if apart else LOOPBACK,
                 delta=ground.options.delta,
-                way="messages" if apart or routes.chained(target) else ground.options.transport,
+                transport="messages" if apart or routes.chained(target) else ground.options.transport,
             )
             memory = self._memories.get(channel) if side == "destination" else None
             self._opened[span] = bridge.open(side, self._rank, memory, self._device)
@@ -129,11 +129,11 @@ class _Lazy:
     span: Span
     turn: Lock
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         with self.turn:  # whoever has it waits for nothing without a deadline
             return self.bridges.open(self.span).send(version, copies, parts)
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         return self.bridges.open(self.span).receive(version, copies, parts)
 
     def close(self) -> None:
@@ -149,8 +149,8 @@ class Ways(ABC):
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, wire: str) -> None:
         self.replica, self.rank, self.device, self.wire = replica, rank, device, wire
         self.channels = channels
-        self.publishers: dict[str, Publisher] = {}
-        self.receivers: dict[str, Receiver] = {}
+        self.publishers: dict[str, WeightPublisher] = {}
+        self.receivers: dict[str, WeightReceiver] = {}
         self._events: SimpleQueue[Arrived | Abort] = SimpleQueue()
 
     def weights(self, channel: str) -> Weights:
@@ -181,7 +181,7 @@ class Ways(ABC):
     def close(self) -> None:  # noqa: B027 - a process has none to give up
         """Give up all connections."""
 
-    def _told(self, manifest: Manifest | None) -> tuple[Receiver, Mapping[str, int]]:
+    def _told(self, manifest: Manifest | None) -> tuple[WeightReceiver, Mapping[str, int]]:
         """The receiver of a version, which knows its layout from now on, and the version's digests."""
         assert manifest is not None
         receiver = self._receiver(manifest.channel)
@@ -189,16 +189,16 @@ class Ways(ABC):
             receiver.describe(json.loads(manifest.layout))
         return receiver, manifest.digests
 
-    def _receiver(self, channel: str) -> Receiver:
+    def _receiver(self, channel: str) -> WeightReceiver:
         if channel not in self.receivers:
             self.receivers[channel] = self._new_receiver(channel)
         return self.receivers[channel]
 
-    def _publisher(self, channel: str, value: Carried) -> Publisher:
-        return Publisher(channel, value, rank=self.rank, device=self.device, wire=self.wire)
+    def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
+        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=self.wire)
 
-    def _new_receiver(self, channel: str) -> Receiver:
-        return Receiver(channel, rank=self.rank, device=self.device)
+    def _new_receiver(self, channel: str) -> WeightReceiver:
+        return WeightReceiver(channel, rank=self.rank, device=self.device)
 
     def _tell(self, command: Send, moved: Moved | Exception) -> None:
         """In the transfer's thread: its end, as an event."""
@@ -220,9 +220,9 @@ class BridgeWays(Ways):
         self.ground = ground
         transport, delta = ground.options.transport, ground.options.delta
         self.routes = {name: Routes(channel, transport, delta) for name, channel in channels.items()}
-        self.relays: dict[str, Relay] = {}
-        self.adders: dict[str, Adder] = {}
-        self.memories: dict[str, Exported] = {}
+        self.relays: dict[str, ChainForwarder] = {}
+        self.adders: dict[str, AllReduce] = {}
+        self.memories: dict[str, WritableMemory] = {}
         self.bridges = Bridges(self.channels, rank, device, ground, self.routes, self.memories)
 
     def counts(self) -> Counter[str]:
@@ -259,15 +259,15 @@ class BridgeWays(Ways):
         if not routes.chained(self.replica):
             return self.bridges.lazy(upstream)
         downstream = Span(channel, self.replica, after, "source")
-        relay = self.relays.setdefault(channel, Relay(channel, self.rank, self._failed))
+        relay = self.relays.setdefault(channel, ChainForwarder(channel, self.rank, self._failed))
         onward = partial(self.bridges.messages, downstream) if after else None
-        return Leg(relay, partial(self.bridges.messages, upstream), onward, linked=bool(source))
+        return ChainHop(relay, partial(self.bridges.messages, upstream), onward, linked=bool(source))
 
-    def _publisher(self, channel: str, value: Carried) -> Publisher:
+    def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
         ranks, proof = len(self.channels[channel].source.ranks), self.ground.options.proof
         add = self._adder(channel, ranks)
         agree = add.maximum if add else None
-        return Publisher(
+        return WeightPublisher(
             channel,
             value,
             rank=self.rank,
@@ -279,12 +279,12 @@ class BridgeWays(Ways):
             proof=proof,
         )
 
-    def _new_receiver(self, channel: str) -> Receiver:
+    def _new_receiver(self, channel: str) -> WeightReceiver:
         own = self.channels[channel].replica(self.replica)
         ranks, memory = len(own.ranks), None
         if self.ground.options.transport != "messages":
             memory = self.memories[channel] = self._memory(channel)
-        return Receiver(
+        return WeightReceiver(
             channel,
             rank=self.rank,
             ranks=ranks,
@@ -294,19 +294,19 @@ class BridgeWays(Ways):
             allocate=memory,
         )
 
-    def _memory(self, channel: str) -> Exported:
+    def _memory(self, channel: str) -> WritableMemory:
         owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
         if self.device == "cpu":
             return SharedMemory(self.ground.run, owner, warn=self.ground.warn)
         return DeviceMemory(self.device, owner, self.ground.timeout, self.ground.warn)
 
-    def _adder(self, channel: str, ranks: int) -> Adder | None:
+    def _adder(self, channel: str, ranks: int) -> AllReduce | None:
         """For the proofs of this replica's ranks; one alone needs none."""
         if ranks == 1:
             return None
         label = f"{channel} on {self.replica}"
         store = self.ground.meet(f"proof of {label}")
-        self.adders[channel] = Adder(label, store, self.rank, ranks, self.ground.timeout)
+        self.adders[channel] = AllReduce(label, store, self.rank, ranks, self.ground.timeout)
         return self.adders[channel]
 
     def _sent(self, moved: Moved | Exception) -> None:
@@ -345,8 +345,8 @@ class LocalWays(Ways):
         receiver, digests = self._told(manifest)
         publisher = self.peers[command.source].publishers[command.channel]
         try:
-            moved: Moved | Exception = hand_over(publisher, receiver, command.version, digests)
-        except (ProofError, TransportError) as error:
+            moved: Moved | Exception = sync_in_process(publisher, receiver, command.version, digests)
+        except (ChecksumError, TransportError) as error:
             moved = error
         self._tell(command, moved)
 

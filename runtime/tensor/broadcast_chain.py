@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.runtime.tensor.buffers import Parts, in_background
-from penstock.runtime.tensor.layout import Box, Copy
+from penstock.runtime.tensor.buffers import Shards, in_background
+from penstock.runtime.tensor.layout import Copy, Region
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.reshard import forwards
 from penstock.runtime.tensor.send_recv import MessageTransport
@@ -32,13 +32,13 @@ class Arrivals:
     def __init__(self) -> None:
         self.failed = False
         self._over = False
-        self._boxes: dict[str, list[Box]] = defaultdict(list)
+        self._regions: dict[str, list[Region]] = defaultdict(list)
         self._changed = threading.Condition()
 
     def add(self, copies: Sequence[Copy]) -> None:
         with self._changed:
             for copy in copies:
-                self._boxes[copy.tensor].append(copy.box)
+                self._regions[copy.tensor].append(copy.region)
             self._changed.notify_all()
 
     def end(self, *, failed: bool) -> None:
@@ -48,20 +48,20 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, copies: Sequence[Copy]) -> None:
-        """Until all of these have arrived. Each box is awaited once. Raises TransportError if it will not come."""
+        """Until all of these have arrived. Each region is awaited once. Raises TransportError if it will not come."""
         with self._changed:
             for copy in copies:
                 self._changed.wait_for(lambda: self._over or self._has(copy))  # noqa: B023 - called here
                 if not self._has(copy):
-                    raise TransportError(f"{copy.tensor} {copy.box} has not arrived, and is not passed on")
-                known = self._boxes[copy.tensor]
-                self._boxes[copy.tensor] = [box for box in known if (box & copy.box).size < box.size]
+                    raise TransportError(f"{copy.tensor} {copy.region} has not arrived, and is not passed on")
+                known = self._regions[copy.tensor]
+                self._regions[copy.tensor] = [region for region in known if (region & copy.region).size < region.size]
 
     def _has(self, copy: Copy) -> bool:
-        return sum((box & copy.box).size for box in self._boxes[copy.tensor]) == copy.box.size
+        return sum((region & copy.region).size for region in self._regions[copy.tensor]) == copy.region.size
 
 
-class Relay:
+class ChainForwarder:
     """One rank's end of a channel. `failed` is told what ended the passing on of a version, in that thread.
 
     `passed_on` are the versions that went on from here.
@@ -76,11 +76,11 @@ class Relay:
         self._over = threading.Event()
         self._over.set()
 
-    def receive(self, leg: "Leg", version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, leg: "ChainHop", version: int, copies: Sequence[Copy], parts: Shards) -> int:
         """As a `Transport`. Versions are passed on one after the other, so that none is written over meanwhile."""
         self._over.wait()  # each message of it has a deadline
         if not self._own:
-            self._own = forwards({name: part.box for name, part in parts.items()}, self._rank)
+            self._own = forwards({name: part.region for name, part in parts.items()}, self._rank)
         arrivals = Arrivals()
         if leg.downstream is not None:
             self._over.clear()
@@ -95,7 +95,7 @@ class Relay:
         arrivals.end(failed=False)
         return nbytes
 
-    def _pass_on(self, downstream: Open, version: int, parts: Parts, arrivals: Arrivals) -> int:
+    def _pass_on(self, downstream: Open, version: int, parts: Shards, arrivals: Arrivals) -> int:
         bridge = downstream()
         try:
             return bridge.send(version, self._own, parts, arrivals.wait)
@@ -112,15 +112,15 @@ class Relay:
 
 
 @dataclass(frozen=True)
-class Leg:
+class ChainHop:
     """How a version comes to a rank and whither it goes on, for the rank's `Receiver`. `linked`: it comes from a
     replica, where it lies as it does here, and not from the trainers.
     """
 
-    relay: Relay
+    relay: ChainForwarder
     upstream: Open
     downstream: Open | None
     linked: bool
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         return self.relay.receive(self, version, copies, parts)

@@ -1,7 +1,7 @@
 """Where weights lie on both sides of a sync: flat buffers, allocated once, with a view for each tensor.
 
-The receiver's `Arena` has two: one is live, the other, the shadow, is filled meanwhile; a swap exchanges them. The
-sender's `Snapshot` has one, so that the optimizer never changes what is being read.
+The receiver's `DoubleBuffer` has two: one is live, the other, the shadow, is filled meanwhile; a swap exchanges them.
+The sender's `WeightSnapshot` has one, so that the optimizer never changes what is being read.
 
 Work in a thread of its own that says once how it ended.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.tensor.codec import DTYPES
-from penstock.runtime.tensor.layout import Box, Layout, LayoutError, TensorLayout
+from penstock.runtime.tensor.layout import Layout, LayoutError, Region, TensorLayout
 from penstock.runtime.tensor.shm_transport import Allocate, copy_elements
 
 _ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
@@ -25,23 +25,23 @@ Fill = Callable[[str, int, int, int], None]
 """`fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows."""
 
 
-class Part(NamedTuple):
-    """What a rank holds of a logical tensor: the elements of `box`, in `tensor` of the box's shape."""
+class Shard(NamedTuple):
+    """What a rank holds of a logical tensor: the elements of `region`, in `tensor` of the region's shape."""
 
-    box: Box
+    region: Region
     tensor: Tensor
 
-    def cut(self, box: Box) -> Tensor:
-        """The view of the elements of `box`, which must lie in this part."""
-        return self.tensor[box.slices(self.box)]
+    def cut(self, region: Region) -> Tensor:
+        """The view of the elements of `region`, which must lie in this part."""
+        return self.tensor[region.slices(self.region)]
 
 
-Parts = dict[str, Part]
-Convert = Callable[[Mapping[str, Tensor], Parts], None]
+Shards = dict[str, Shard]
+Convert = Callable[[Mapping[str, Tensor], Shards], None]
 """Writes what travels of a rank's tensors."""
 
 
-class Arena:
+class DoubleBuffer:
     """What one rank of a receiving replica holds of `layout`, twice: `live`, and the `shadow` that a sync fills.
 
     Both lie in one piece of memory, which `memory` may take from where others can write it.
@@ -51,22 +51,22 @@ class Arena:
         self.layout = layout
         nbytes = held_bytes(layout, rank)
         buffer = memory(2 * nbytes) if memory is not None else touched(2 * nbytes, device)
-        self.live = parts_of(layout, rank, buffer[:nbytes])
-        self.shadow = parts_of(layout, rank, buffer[nbytes:])
+        self.live = shards_of(layout, rank, buffer[:nbytes])
+        self.shadow = shards_of(layout, rank, buffer[nbytes:])
 
     def swap(self) -> None:
         """Exchange the two: nothing is copied. What was live is written over by the next sync."""
         self.live, self.shadow = self.shadow, self.live
 
 
-class Snapshot:
+class WeightSnapshot:
     """A copy of a sending rank's tensors as of one version, in the dtypes of `wire`, the layout that travels."""
 
     def __init__(self, source: Layout, wire: Layout, rank: int = 0, device: Device = "cpu") -> None:
         self.version = -1
         self._device = torch.device(device)
         self.parts = allocate(wire, rank, device)
-        self._needed = {t.name: torch.Size(box.shape) for t, box, _ in _held(source, rank)}
+        self._needed = {t.name: torch.Size(region.shape) for t, region, _ in _held(source, rank)}
 
     def take(
         self,
@@ -113,9 +113,9 @@ class Snapshot:
         return result
 
 
-def allocate(layout: Layout, rank: int, device: Device) -> Parts:
-    """Zeroed memory for all that `rank` holds of `layout`, as views; one box of a tensor per rank."""
-    return parts_of(layout, rank, touched(held_bytes(layout, rank), device))
+def allocate(layout: Layout, rank: int, device: Device) -> Shards:
+    """Zeroed memory for all that `rank` holds of `layout`, as views; one region of a tensor per rank."""
+    return shards_of(layout, rank, touched(held_bytes(layout, rank), device))
 
 
 def held_bytes(layout: Layout, rank: int) -> int:
@@ -123,12 +123,12 @@ def held_bytes(layout: Layout, rank: int) -> int:
     return sum(-(-nbytes // _ALIGN) * _ALIGN for _, _, nbytes in _held(layout, rank))
 
 
-def parts_of(layout: Layout, rank: int, buffer: Tensor) -> Parts:
-    """All that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one box of a tensor per rank."""
+def shards_of(layout: Layout, rank: int, buffer: Tensor) -> Shards:
+    """All that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one region of a tensor per rank."""
     parts, start = {}, 0
-    for t, box, nbytes in _held(layout, rank):
-        view = buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(box.shape)
-        parts[t.name] = Part(box, view)
+    for t, region, nbytes in _held(layout, rank):
+        view = buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(region.shape)
+        parts[t.name] = Shard(region, view)
         start += -(-nbytes // _ALIGN) * _ALIGN
     return parts
 
@@ -138,16 +138,16 @@ def touched(nbytes: int, device: Device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
-def _held(layout: Layout, rank: int) -> list[tuple[TensorLayout, Box, int]]:
+def _held(layout: Layout, rank: int) -> list[tuple[TensorLayout, Region, int]]:
     held = [(t, _only_box(t, rank)) for t in layout.tensors if t.held_by(rank)]
-    return [(t, box, box.size * DTYPES[t.dtype].itemsize) for t, box in held]
+    return [(t, region, region.size * DTYPES[t.dtype].itemsize) for t, region in held]
 
 
-def _only_box(tensor: TensorLayout, rank: int) -> Box:
-    boxes = tensor.held_by(rank)
-    if len(boxes) > 1:
-        raise LayoutError(f"{tensor.name}: rank {rank} holds {len(boxes)} boxes, needed one")
-    return boxes[0]
+def _only_box(tensor: TensorLayout, rank: int) -> Region:
+    regions = tensor.held_by(rank)
+    if len(regions) > 1:
+        raise LayoutError(f"{tensor.name}: rank {rank} holds {len(regions)} regions, needed one")
+    return regions[0]
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | str:

@@ -161,15 +161,15 @@ def _kind(name: str, layout: Layout) -> str:
 
 
 def _fill(parts: dict[str, Tensor], file: StateFile, prefix: str, source: Layout, target: Layout, copy: Copy) -> None:
-    held = next(b for b in source.by_name[copy.tensor].held_by(copy.source) if (b & copy.box) == copy.box)
+    held = next(b for b in source.by_name[copy.tensor].held_by(copy.source) if (b & copy.region) == copy.region)
     name = f"{prefix}{copy.tensor}"
     if name not in file.names:
         raise StateError(f"{file.path}: {name} is missing, of which its layout says that {held} is there")
-    piece = file.piece(name, copy.box.slices(held))
-    (box,) = target.by_name[copy.tensor].held_by(copy.destination)
+    piece = file.piece(name, copy.region.slices(held))
+    (region,) = target.by_name[copy.tensor].held_by(copy.destination)
     if copy.tensor not in parts:
-        parts[copy.tensor] = torch.empty(box.shape, dtype=piece.dtype)
-    parts[copy.tensor][copy.box.slices(box)] = piece
+        parts[copy.tensor] = torch.empty(region.shape, dtype=piece.dtype)
+    parts[copy.tensor][copy.region.slices(region)] = piece
 
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ def value_name(firing: Firing, output: str) -> str:
     return f"value/{firing.node}/{firing.index}/{output}"
 
 
-def write_part(
+def write_shard(
     folder: Path,
     replica: str,
     rank: int,
@@ -266,7 +266,7 @@ def layout_of(value: Carried) -> Layout | None:
     return sharded(tensors, Mesh(own.mesh), own.rules, own.stages or None)
 
 
-class Part:
+class CheckpointShard:
     """What the ranks of `replica` wrote in `run`, as `rank` of the same or of another mesh needs it."""
 
     def __init__(self, folder: Path, replica: str, rank: int, run: str) -> None:
@@ -301,11 +301,11 @@ class Part:
         return decode(cls, [tensors[str(index)] for index in range(len(meta["tensors"]))], meta)
 
 
-def read_part(folder: Path, replica: str, rank: int, run: str = "") -> Part:
+def read_shard(folder: Path, replica: str, rank: int, run: str = "") -> CheckpointShard:
     """Raises StateError for a file that is missing, no state, of another format than is written now, or of another
     `run` ("": of any).
     """
-    return Part(folder, replica, rank, run)
+    return CheckpointShard(folder, replica, rank, run)
 
 
 def _require_run(file: StateFile, run: str) -> None:

@@ -61,7 +61,7 @@ class DeviceMemory:
     must then come as messages. Waits for the GPU end after `timeout` seconds.
     """
 
-    way: Literal["cuda_ipc"] = "cuda_ipc"
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
 
     def __init__(
         self, device: torch.device | str, owner: str, timeout: float, warn: Callable[[str], object] = _log.warning

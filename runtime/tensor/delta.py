@@ -1,6 +1,6 @@
 """What changed since a version that the receiver has: lossless, and much smaller where few elements change.
 
-A bucket of bytes (`plan.BUCKET`, as parcels are cut) travels dense, or as the places and new values of the elements
+A bucket of bytes (`plan.BUCKET`, as buckets are cut) travels dense, or as the places and new values of the elements
 that differ, whichever is smaller. Values overwrite, so that applying a delta twice does no harm. Elements are words of
 1, 2 or 4 bytes and compared as such: NaN and -0.0 are bits like any others. On the wire, little-endian:
 
@@ -13,7 +13,7 @@ that differ, whichever is smaller. Values overwrite, so that applying a delta tw
 
 Weights as messages that say what changed since the version before, for links that are slower than memory.
 
-The messages are those of `parcel`, each dense or as the elements that differ, whichever is smaller (`delta`). A sync
+The messages are those of `bucket`, each dense or as the elements that differ, whichever is smaller (`delta`). A sync
 with one peer: the receiver says which version it holds (version, held); the source answers from which one it sends the
 difference (version, predecessor, messages, bytes before), and sends the headers of all deltas as one message, then what
 follows each. A receiver that holds anything else than what it was sent last gets everything.
@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.process_group import HEADER, Crossing, named
+from penstock.runtime.tensor.process_group import HEADER, PeerConnection, named
 from penstock.runtime.tensor.reshard import BUCKET
-from penstock.runtime.tensor.send_recv import Parcel, Post, pack, parcels_by_peer, unpack
+from penstock.runtime.tensor.send_recv import Bucket, BucketCache, buckets_by_peer, pack, unpack
 
 NONE = -1
 """The predecessor of what needs none."""
@@ -259,129 +259,129 @@ class DeltaTransport:
     """One rank of a bridge; of any `every` syncs in a row with one peer, at least one is full. `counts` are those that
     were sent, "full" or as a "delta", one for each peer, and the "bytes" that deltas had of the "whole" ones."""
 
-    def __init__(self, crossing: Crossing, every: int) -> None:
-        self._crossing = crossing
-        self._post = Post()
+    def __init__(self, connection: PeerConnection, every: int) -> None:
+        self._connection = connection
+        self._post = BucketCache()
         self._chain = Chain(every)
         self._kept: dict[int, _Kept] = {}
         self.counts: Counter[str] = Counter()
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        crossing, group = self._crossing, self._crossing.group(version)
-        by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
-        words: list[tuple[int, list[Parcel], Tensor, Work]] = []
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        connection, group = self._connection, self._connection.group(version)
+        by_peer = buckets_by_peer(self._post, connection, copies, parts, group.device)
+        words: list[tuple[int, list[Bucket], Tensor, Work]] = []
         for peer, own in by_peer.items():
             word = torch.empty(2, dtype=torch.int64)
-            with crossing.naming(version, peer, HEADER):
+            with connection.naming(version, peer, HEADER):
                 words.append((peer, own, word, group.receive(word, peer, _HELD)))
         total, pending = 0, []
         for peer, own, word, work in words:
-            crossing.wait(work, version, peer, "the version that it holds")
+            connection.wait(work, version, peer, "the version that it holds")
             messages = self._encoded(version, peer, own, word)
             total += sum(message.nbytes for _, message in messages)
             for tag, (what, message) in enumerate(messages, _HEADERS):
-                with crossing.naming(version, peer, what):
+                with connection.naming(version, peer, what):
                     pending.append((group.send(message, peer, tag), peer, what, message))
         for work, peer, what, _ in pending:
-            crossing.wait(work, version, peer, what)
+            connection.wait(work, version, peer, what)
         for peer, own in by_peer.items():
             self._keep(version, peer, own)
         return total
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        crossing, group = self._crossing, self._crossing.group(version)
-        by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        connection, group = self._connection, self._connection.group(version)
+        by_peer = buckets_by_peer(self._post, connection, copies, parts, group.device)
         asked: list[tuple[int, Tensor, Work]] = []
         for peer, own in by_peer.items():
-            kept = self._kept.setdefault(peer, _Kept([torch.empty_like(parcel.buffer) for parcel in own]))
+            kept = self._kept.setdefault(peer, _Kept([torch.empty_like(bucket.buffer) for bucket in own]))
             answer = torch.empty(len(_ANSWERED), dtype=torch.int64)
-            with crossing.naming(version, peer, HEADER):
+            with connection.naming(version, peer, HEADER):
                 word = group.send(torch.tensor([version, kept.version]), peer, _HELD)
                 asked.append((peer, answer, group.receive(answer, peer, _ANSWER)))
-            crossing.wait(word, version, peer, HEADER)
+            connection.wait(word, version, peer, HEADER)
         total = 0
         for peer, answer, work in asked:
-            crossing.wait(work, version, peer, HEADER)
+            connection.wait(work, version, peer, HEADER)
             own = by_peer[peer]
-            crossing.match(answer, _answer(version, int(answer[1]), own), _ANSWERED, peer)
+            connection.match(answer, _answer(version, int(answer[1]), own), _ANSWERED, peer)
             total += self._receive_from(version, peer, own)
         return total
 
     def close(self) -> None:
-        self._crossing.close()
+        self._connection.close()
         self._post.clear()
         self._kept.clear()
 
-    def _encoded(self, version: int, peer: int, own: Sequence[Parcel], word: Tensor) -> list[tuple[str, Tensor]]:
+    def _encoded(self, version: int, peer: int, own: Sequence[Bucket], word: Tensor) -> list[tuple[str, Tensor]]:
         """The headers and payloads for one peer, after the answer to its word."""
-        crossing, group = self._crossing, self._crossing.group(version)
+        connection, group = self._connection, self._connection.group(version)
         held = int(word[1])
         predecessor = self._predecessor(version, peer, held)
         self.counts["full" if predecessor == NONE else "delta"] += 1
-        with crossing.naming(version, peer, HEADER):
+        with connection.naming(version, peer, HEADER):
             work = group.send(_answer(version, predecessor, own), peer, _ANSWER)
-        crossing.wait(work, version, peer, HEADER)
-        crossing.match(word[:1], torch.tensor([version]), _ASKED, peer)
+        connection.wait(work, version, peer, HEADER)
+        connection.match(word[:1], torch.tensor([version]), _ASKED, peer)
         headers, messages = [], []
-        for index, parcel in enumerate(own):
-            if parcel.staged:
-                pack(parcel)
+        for index, bucket in enumerate(own):
+            if bucket.staged:
+                pack(bucket)
             before = None if predecessor == NONE else self._kept[peer].buffers[index]
-            delta = encode(before, parcel.buffer, _itemsize(parcel), version, predecessor)
+            delta = encode(before, bucket.buffer, _itemsize(bucket), version, predecessor)
             headers.append(delta.header())
             if predecessor != NONE:
-                self.counts.update(bytes=delta.payload.nbytes, whole=parcel.buffer.nbytes)
-            messages.append((named(parcel.copies), delta.payload))
+                self.counts.update(bytes=delta.payload.nbytes, whole=bucket.buffer.nbytes)
+            messages.append((named(bucket.copies), delta.payload))
         return [(HEADER, torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)), *messages]
 
     def _predecessor(self, version: int, peer: int, held: int) -> int:
         """From which version to send: that which was sent last, if the peer has it."""
-        name, kept = self._crossing.ends.name(peer), self._kept.get(peer)
+        name, kept = self._connection.ends.name(peer), self._kept.get(peer)
         if kept is not None and NONE != kept.version == held:
             self._chain.acknowledge(name, held)
         else:
             self._chain.forget(name)
         return self._chain.send(name, version, [held])
 
-    def _keep(self, version: int, peer: int, own: Sequence[Parcel]) -> None:
+    def _keep(self, version: int, peer: int, own: Sequence[Bucket]) -> None:
         if peer not in self._kept:
-            self._kept[peer] = _Kept([torch.empty_like(parcel.buffer) for parcel in own])
+            self._kept[peer] = _Kept([torch.empty_like(bucket.buffer) for bucket in own])
         kept = self._kept[peer]
         kept.version = NONE
-        for parcel, buffer in zip(own, kept.buffers, strict=True):
-            buffer.copy_(parcel.buffer)
+        for bucket, buffer in zip(own, kept.buffers, strict=True):
+            buffer.copy_(bucket.buffer)
         kept.version = version
 
-    def _receive_from(self, version: int, peer: int, own: Sequence[Parcel]) -> int:
-        """Bring the kept bytes to `version`, and the parcels' places with them; the bytes received."""
-        crossing, group, kept = self._crossing, self._crossing.group(version), self._kept[peer]
+    def _receive_from(self, version: int, peer: int, own: Sequence[Bucket]) -> int:
+        """Bring the kept bytes to `version`, and the buckets' places with them; the bytes received."""
+        connection, group, kept = self._connection, self._connection.group(version), self._kept[peer]
         held, kept.version = kept.version, NONE
         packed = torch.empty(len(own) * DELTA_HEADER, dtype=torch.uint8)
-        with crossing.naming(version, peer, HEADER):
+        with connection.naming(version, peer, HEADER):
             work = group.receive(packed, peer, _HEADERS)
-        crossing.wait(work, version, peer, HEADER)
+        connection.wait(work, version, peer, HEADER)
         pending = []
-        for index, (parcel, buffer) in enumerate(zip(own, kept.buffers, strict=True)):
+        for index, (bucket, buffer) in enumerate(zip(own, kept.buffers, strict=True)):
             header = bytes(packed[index * DELTA_HEADER : (index + 1) * DELTA_HEADER].numpy())
-            with crossing.naming(version, peer, named(parcel.copies)):
+            with connection.naming(version, peer, named(bucket.copies)):
                 size = payload_bytes(header, buffer.nbytes)
                 payload = buffer if size == buffer.nbytes else torch.empty(size, dtype=torch.uint8)
-                pending.append((group.receive(payload, peer, _PAYLOADS + index), header, payload, parcel, buffer))
-        for work, header, payload, parcel, buffer in pending:
-            crossing.wait(work, version, peer, named(parcel.copies))
-            with crossing.naming(version, peer, named(parcel.copies)):
+                pending.append((group.receive(payload, peer, _PAYLOADS + index), header, payload, bucket, buffer))
+        for work, header, payload, bucket, buffer in pending:
+            connection.wait(work, version, peer, named(bucket.copies))
+            with connection.naming(version, peer, named(bucket.copies)):
                 decode(parse(header, payload), buffer, held)
-            parcel.buffer.copy_(buffer)
-            if parcel.staged:
-                unpack(parcel)
+            bucket.buffer.copy_(buffer)
+            if bucket.staged:
+                unpack(bucket)
         kept.version = version
         return packed.nbytes + sum(payload.nbytes for _, _, payload, _, _ in pending)
 
 
-def _answer(version: int, predecessor: int, own: Sequence[Parcel]) -> Tensor:
-    return torch.tensor([version, predecessor, len(own), sum(parcel.buffer.nbytes for parcel in own)])
+def _answer(version: int, predecessor: int, own: Sequence[Bucket]) -> Tensor:
+    return torch.tensor([version, predecessor, len(own), sum(bucket.buffer.nbytes for bucket in own)])
 
 
-def _itemsize(parcel: Parcel) -> int:
+def _itemsize(bucket: Bucket) -> int:
     """The words by which to compare: the smallest elements in it, 4 bytes at most."""
-    return min(4, *(piece.dtype.itemsize for piece in parcel.pieces))
+    return min(4, *(piece.dtype.itemsize for piece in bucket.pieces))

@@ -6,8 +6,8 @@ tile, odd 64-bit numbers t for tiles, c odd and e even, and a key k made of the 
 
     digest = k + (k | 1) * sum over tiles q of t_q * (c * sum over i of a_i * x_qi + e * sum over i of b_i * x_qi)
 
-mod 2^64, which is linear in the elements: a rank that holds a box computes the sum over the elements of its box, as
-if all others were zero, and the sums of disjoint boxes add up. The two inner sums are exact in 32 bits, so that they
+mod 2^64, which is linear in the elements: a rank that holds a region computes the sum over the elements of it, as
+if all others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so that they
 are two products with int8 matrices, which CPUs compute at the speed of their caches.
 
 A changed byte always changes the sum (a_i, c and t are odd). The vectors (a_i, b_i) of a tile have different
@@ -16,10 +16,10 @@ another's, are missed with probability near 2^-30. It finds faults; it is no def
 
 Whether the tensors that a replica's ranks hold between them are those that were sent.
 
-Each rank computes the partial sums (see `digest`) of the boxes it holds, and sums over the ranks give the digests. Of
-elements that several ranks hold only one's may be counted. So boxes are cut until no two overlap (scales of blocks that
-several ranks touch do), and dealt into *covers*: a cover takes each distinct box of a tensor from one rank. The sender
-hashes the first cover; a receiver all of them, since each copy of a box goes live.
+Each rank computes the partial sums (see `digest`) of the regions it holds, and sums over the ranks give the digests. Of
+elements that several ranks hold only one's may be counted. So regions are split until no two overlap (scales of blocks
+that several ranks touch do), and dealt into *covers*: a cover takes each distinct region of a tensor from one rank. The
+sender hashes the first cover; a receiver all of them, since each copy of a region goes live.
 
 Modes: "full" hashes every tensor. "sampled" hashes one tensor in eight, chosen by a hash of its name and the version,
 and at least one: a fault in any other tensor goes live; one that stays is found within some 30 versions (a chance of
@@ -37,10 +37,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.buffers import Fill, Part, Parts
+from penstock.runtime.tensor.buffers import Fill, Shard, Shards
 from penstock.runtime.tensor.codec import DTYPES, NAMES
-from penstock.runtime.tensor.layout import Box, Layout
-from penstock.runtime.tensor.reshard import Regions, atoms
+from penstock.runtime.tensor.layout import Layout, Region
+from penstock.runtime.tensor.reshard import DistinctRegions, disjoint_regions
 
 _TILE = 8192  # bytes: there are not many more directions of small vectors
 _ROW = 1024  # bytes that make a row worth a product
@@ -52,7 +52,7 @@ DigestFill = Callable[[int, int, int], None]
 """`fill(rows, first, last)` provides the rows from first to last, of a part of a tensor seen as so many rows."""
 
 
-class ProofError(RuntimeError):
+class ChecksumError(RuntimeError):
     """What arrived is not what was sent. The peer's fault, or the wire's, or ours: never to be trained on."""
 
 
@@ -80,22 +80,22 @@ class _Run(NamedTuple):
 def digest(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The digest of each tensor, whole."""
     return {
-        name: finish(partial(tensor, name, tensor.shape, Box.whole(tensor.shape)), name, tensor.dtype, tensor.shape)
+        name: finish(partial(tensor, name, tensor.shape, Region.whole(tensor.shape)), name, tensor.dtype, tensor.shape)
         for name, tensor in tensors.items()
     }
 
 
-def partial(tensor: Tensor, name: str, shape: Sequence[int], box: Box, fill: DigestFill | None = None) -> int:
-    """The sum over the elements of `box`, which `tensor` holds, of the logical tensor `name` of `shape`.
+def partial(tensor: Tensor, name: str, shape: Sequence[int], region: Region, fill: DigestFill | None = None) -> int:
+    """The sum over the elements of `region`, which `tensor` holds, of the logical tensor `name` of `shape`.
 
     `fill` is called for all rows of the tensor, in order, right before they are read: who copies the bytes there has
     them in a core's cache then, and reading them again costs little.
     """
-    if not box.size:
+    if not region.size:
         return 0
     depth = _row_dims(tuple(shape), tensor.dtype.itemsize)
     tiles = -(-math.prod(shape[depth:]) * tensor.dtype.itemsize // _TILE)
-    runs = list(_runs(tensor, tuple(shape), box, depth))
+    runs = list(_runs(tensor, tuple(shape), region, depth))
     if fill is not None and (len(runs) > 1 or runs[0].is_long):
         fill(1, 0, 1)
         fill = None
@@ -104,7 +104,7 @@ def partial(tensor: Tensor, name: str, shape: Sequence[int], box: Box, fill: Dig
 
 
 def finish(total: int, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The digest from the sum of the partial sums of boxes that cover the tensor once."""
+    """The digest from the sum of the partial sums of regions that cover the tensor once."""
     return (total + _key(name, dtype, shape)) & _MASK
 
 
@@ -121,21 +121,21 @@ def _row_dims(shape: tuple[int, ...], itemsize: int) -> int:
     return depth
 
 
-def _runs(tensor: Tensor, shape: tuple[int, ...], box: Box, depth: int) -> Iterator[_Run]:
-    """The box as runs of its rows: one, but where it cuts a row into several."""
-    rows = _Rows(shape[:depth], box.start[:depth], box.stop[:depth])
-    height = math.prod(box.shape[:depth])
-    cut = depth  # the last dimension that the box does not have whole
+def _runs(tensor: Tensor, shape: tuple[int, ...], region: Region, depth: int) -> Iterator[_Run]:
+    """The region as runs of its rows: one, but where it cuts a row into several."""
+    rows = _Rows(shape[:depth], region.start[:depth], region.stop[:depth])
+    height = math.prod(region.shape[:depth])
+    cut = depth  # the last dimension that the region does not have whole
     for dim in range(depth, len(shape)):
-        if (box.start[dim], box.stop[dim]) != (0, shape[dim]):
+        if (region.start[dim], region.stop[dim]) != (0, shape[dim]):
             cut = dim
     inner = math.prod(shape[cut + 1 :])
-    width = (math.prod(box.shape[cut:])) * tensor.dtype.itemsize
-    outer = (range(a, b) for a, b in zip(box.start[depth:cut], box.stop[depth:cut], strict=True))
+    width = (math.prod(region.shape[cut:])) * tensor.dtype.itemsize
+    outer = (range(a, b) for a, b in zip(region.start[depth:cut], region.stop[depth:cut], strict=True))
     for index in itertools.product(*outer):
-        piece, first = tensor, (box.start[cut] if shape else 0) * inner
+        piece, first = tensor, (region.start[cut] if shape else 0) * inner
         for dim, at in enumerate(index, depth):
-            piece = piece.select(depth, at - box.start[dim])
+            piece = piece.select(depth, at - region.start[dim])
             first += at * math.prod(shape[dim + 1 :])
         yield _Run(_bytes(piece, height, width), rows, first * tensor.dtype.itemsize)
 
@@ -285,7 +285,7 @@ def alone(sums: Tensor) -> Tensor:
     return sums
 
 
-def chosen(mode: Mode, version: int, names: Sequence[str]) -> tuple[str, ...]:
+def hashed_tensors(mode: Mode, version: int, names: Sequence[str]) -> tuple[str, ...]:
     """The tensors that are hashed in this version."""
     if mode == "full":
         return tuple(names)
@@ -296,35 +296,37 @@ def chosen(mode: Mode, version: int, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name == first or drawn[name] % _ONE_IN == 0)
 
 
-class Prover:
+class Checksums:
     """One rank's part in the proofs of what its replica holds of `layout`; `add` sums over the replica's ranks."""
 
     def __init__(self, layout: Layout, rank: int, add: Add) -> None:
         self._layout = layout
         self._rank = rank
         self._add = add
-        boxes = [atoms(held, shape) for shape, _, held in layout.signatures[0]]
-        own = [[k for k, ranks in enumerate(found.ranks) if rank in ranks] for found in boxes]
-        self._boxes: dict[str, Regions] = {}
-        self._own: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
-        mine = [[(found.box(k), found.ranks[k]) for k in held] for found, held in zip(boxes, own, strict=True)]
+        regions = [disjoint_regions(held, shape) for shape, _, held in layout.signatures[0]]
+        own = [[k for k, ranks in enumerate(found.ranks) if rank in ranks] for found in regions]
+        self._regions: dict[str, DistinctRegions] = {}
+        self._own: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
+        mine = [[(found.region(k), found.ranks[k]) for k in held] for found, held in zip(regions, own, strict=True)]
         for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
-            self._boxes[t.name], self._own[t.name] = boxes[index], mine[index]
-        self._covers = max((len(ranks) for found in boxes for ranks in found.ranks), default=1)
+            self._regions[t.name], self._own[t.name] = regions[index], mine[index]
+        self._covers = max((len(ranks) for found in regions for ranks in found.ranks), default=1)
 
-    def digests(self, parts: Parts, names: Sequence[str], fill: Fill | None = None) -> dict[str, int]:
+    def digests(self, parts: Shards, names: Sequence[str], fill: Fill | None = None) -> dict[str, int]:
         """The digests of these tensors by the first cover. Every rank of the replica must ask for the same.
         `fill` provides the elements of those that this rank hashes, right before they are read.
         """
         return {name: values[0] for name, values in self._digests(parts, names, 1, fill).items()}
 
-    def check(self, parts: Parts, sent: Mapping[str, int], version: int, sides: str) -> None:
-        """Raise `ProofError` with every tensor of `sent` of which a rank holds something else, on every rank of the
+    def check(self, parts: Shards, sent: Mapping[str, int], version: int, sides: str) -> None:
+        """Raise `ChecksumError` with every tensor of `sent` of which a rank holds something else, on every rank of the
         replica. `sides` says who sent and who received.
         """
         unknown = sent.keys() - self._layout.by_name.keys()
         if unknown:
-            raise ProofError(f"version {version} ({sides}): digests of unknown tensors: {', '.join(sorted(unknown))}")
+            raise ChecksumError(
+                f"version {version} ({sides}): digests of unknown tensors: {', '.join(sorted(unknown))}"
+            )
         found = self._digests(parts, list(sent), self._covers)
         wrong = {
             name: cover
@@ -338,31 +340,31 @@ class Prover:
                 for name, cover in sorted(wrong.items())
             ]
             head = f"version {version} ({sides}): {len(wrong)} of {len(sent)} tensors differ"
-            raise ProofError("\n".join([head, *lines]))
+            raise ChecksumError("\n".join([head, *lines]))
 
     def _digests(
-        self, parts: Parts, names: Sequence[str], covers: int, fill: Fill | None = None
+        self, parts: Shards, names: Sequence[str], covers: int, fill: Fill | None = None
     ) -> dict[str, list[int]]:
         own = [self._sums(name, parts.get(name), covers, fill) for name in names]
         sums = torch.tensor(own, dtype=torch.int64)
         totals = self._add(sums.view(len(names), covers)).tolist() if names else []
         return {name: [self._finished(name, total) for total in own] for name, own in zip(names, totals, strict=True)}
 
-    def _sums(self, name: str, part: Part | None, covers: int, fill: Fill | None) -> list[int]:
+    def _sums(self, name: str, part: Shard | None, covers: int, fill: Fill | None) -> list[int]:
         """This rank's sum for each cover, as int64."""
         totals = [0] * covers
         if part is None:
             return totals
         shape = self._layout.by_name[name].shape
-        for box, ranks in self._own[name]:
+        for region, ranks in self._own[name]:
             counted = [cover for cover in range(covers) if _member(name, ranks, cover) == self._rank]
             if not counted:
                 continue
-            if fill is not None and box != part.box:
+            if fill is not None and region != part.region:
                 fill(name, 1, 0, 1)
                 fill = None
             own_fill = None if fill is None else functools.partial(fill, name)
-            total = partial(part.cut(box), name, shape, box, own_fill)
+            total = partial(part.cut(region), name, shape, region, own_fill)
             for cover in counted:
                 totals[cover] += total
         return [_signed_sum(total) for total in totals]
@@ -372,12 +374,12 @@ class Prover:
         return finish(total, name, DTYPES[tensor.dtype], tensor.shape)
 
     def _where(self, name: str, cover: int) -> str:
-        ranks = sorted({_member(name, ranks, cover) for ranks in self._boxes[name].ranks})
+        ranks = sorted({_member(name, ranks, cover) for ranks in self._regions[name].ranks})
         return f"by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _member(name: str, ranks: Sequence[int], cover: int) -> int:
-    """The rank whose copy of a box a cover takes. Tensors start at different ranks, to share the work."""
+    """The rank whose copy of a region a cover takes. Tensors start at different ranks, to share the work."""
     return ranks[(cover + _draw(0, name)) % len(ranks)]
 
 

@@ -1,12 +1,12 @@
 """Who holds which part of which tensor. Pure, no torch.
 
-A layout says, for each logical tensor, which boxes of it each rank holds: described by a mesh and a placement, or
-listed. Equal boxes on several ranks are replicas. Fused parameters are several logical tensors; empty boxes are
+A layout says, for each logical tensor, which regions of it each rank holds: described by a mesh and a placement, or
+listed. Equal regions on several ranks are replicas. Fused parameters are several logical tensors; empty regions are
 normal. Ranks of a source and of a destination are counted apart, each from 0.
 
-A box of elements: a range per dimension; and who holds which boxes of one tensor, listed. Pure, no torch.
+A region of elements: a range per dimension; and who holds which regions of one tensor, listed. Pure, no torch.
 
-Named axes of ranks, and how a tensor lies on them: a description from which each rank's box follows. Pure, no torch.
+Named axes of ranks, and how a tensor lies on them: a description from which each rank's region follows. Pure, no torch.
 
     mesh = Mesh((("fsdp", 64), ("tp", 8)))
     Placement(mesh, (Split("tp", 0), Split("fsdp", 0)))      # a column-parallel weight under FSDP2
@@ -34,11 +34,11 @@ from penstock.graph.protocols import FSDP, STAGE, TENSOR, Axes, Rule, described,
 
 __all__ = [
     "ITEMSIZE",
-    "Box",
-    "Boxes",
     "Copy",
     "Layout",
     "LayoutError",
+    "ListedRegions",
+    "Region",
     "TensorLayout",
 ]
 
@@ -46,15 +46,15 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Region:
     """The elements with start[d] <= index[d] < stop[d] for every dimension d. No dimensions: the one element."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> "Box":
-        return Box((0,) * len(shape), tuple(shape))
+    def whole(shape: Sequence[int]) -> "Region":
+        return Region((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,38 +70,38 @@ class Box:
             size *= extent
         return size
 
-    def __and__(self, other: "Box") -> "Box":
-        """The elements in both; boxes must have the same number of dimensions."""
-        return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
+    def __and__(self, other: "Region") -> "Region":
+        """The elements in both; regions must have the same number of dimensions."""
+        return Region(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
-    def minus(self, other: "Box") -> tuple["Box", ...]:
-        """The elements not in `other`, as disjoint non-empty boxes."""
+    def minus(self, other: "Region") -> tuple["Region", ...]:
+        """The elements not in `other`, as disjoint non-empty regions."""
         common = self & other
         if not common.size:
             return (self,) if self.size else ()
         pieces = []
         start, stop = list(self.start), list(self.stop)
         for d in range(len(start)):
-            pieces.append(Box(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
-            pieces.append(Box((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
+            pieces.append(Region(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
+            pieces.append(Region((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
             start[d], stop[d] = common.start[d], common.stop[d]
         return tuple(piece for piece in pieces if piece.size)
 
-    def cut(self, parts: int) -> tuple["Box", ...]:
-        """The box as `parts` slabs of nearly equal size, along the first dimension that is long enough; the box itself
-        if none is.
+    def cut(self, parts: int) -> tuple["Region", ...]:
+        """The region as `parts` slabs of nearly equal size, along the first dimension that is long enough; the region
+        itself if none is.
         """
         dim = next((d for d, extent in enumerate(self.shape) if extent >= parts), None)
         if dim is None:
             return (self,)
         edges = [self.start[dim] + self.shape[dim] * k // parts for k in range(parts + 1)]
         return tuple(
-            Box((*self.start[:dim], a, *self.start[dim + 1 :]), (*self.stop[:dim], b, *self.stop[dim + 1 :]))
+            Region((*self.start[:dim], a, *self.start[dim + 1 :]), (*self.stop[:dim], b, *self.stop[dim + 1 :]))
             for a, b in itertools.pairwise(edges)
         )
 
-    def slices(self, within: "Box") -> tuple[slice, ...]:
-        """How to cut this box out of a tensor that holds the elements of `within`."""
+    def slices(self, within: "Region") -> tuple[slice, ...]:
+        """How to cut this region out of a tensor that holds the elements of `within`."""
         edges = zip(self.start, self.stop, within.start, strict=True)
         return tuple(slice(a - origin, b - origin) for a, b, origin in edges)
 
@@ -109,8 +109,8 @@ class Box:
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
 
 
-class Edges(NamedTuple):
-    """Boxes as arrays: box i, on rank ranks[i], is start[i] to stop[i]. [N], [N, D] and [N, D]. Some are empty."""
+class RankRegions(NamedTuple):
+    """Regions as arrays: region i, on rank ranks[i], is start[i] to stop[i]. [N], [N, D] and [N, D]. Some are empty."""
 
     ranks: IntArray
     start: IntArray
@@ -118,7 +118,7 @@ class Edges(NamedTuple):
 
 
 class Holding(Protocol):
-    """Who holds what of a tensor: a value, hashable. `Boxes` lists it, `mesh.Placement` describes it."""
+    """Who holds what of a tensor: a value, hashable. `ListedRegions` lists it, `mesh.Placement` describes it."""
 
     @property
     def ranks(self) -> int:
@@ -126,13 +126,13 @@ class Holding(Protocol):
 
     @property
     def disjoint(self) -> bool:
-        """Whether any two boxes are known to be equal or to have no element in common."""
+        """Whether any two regions are known to be equal or to have no element in common."""
 
-    def edges(self, shape: tuple[int, ...]) -> Edges:
-        """Every box of a tensor of this shape."""
+    def edges(self, shape: tuple[int, ...]) -> RankRegions:
+        """Every region of a tensor of this shape."""
 
-    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-        """The non-empty boxes of one rank."""
+    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Region, ...]:
+        """The non-empty regions of one rank."""
 
     def faults(self, shape: tuple[int, ...]) -> list[str]:
         """What makes it impossible for a tensor of this shape."""
@@ -141,44 +141,44 @@ class Holding(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
-    """Boxes one by one, as (rank, box) pairs: for what no mesh describes. They may overlap, repeat and be empty."""
+class ListedRegions:
+    """(rank, region) pairs, for what no mesh describes. They may overlap, repeat and be empty."""
 
-    boxes: tuple[tuple[int, Box], ...]
+    regions: tuple[tuple[int, Region], ...]
 
     @property
     def ranks(self) -> int:
-        return max((rank + 1 for rank, _ in self.boxes), default=0)
+        return max((rank + 1 for rank, _ in self.regions), default=0)
 
     @property
     def disjoint(self) -> bool:
         return False
 
-    def edges(self, shape: tuple[int, ...]) -> Edges:
-        ranks = np.array([rank for rank, _ in self.boxes], np.int64)
-        start = np.array([box.start for _, box in self.boxes], np.int64)
-        stop = np.array([box.stop for _, box in self.boxes], np.int64)
-        return Edges(ranks, start.reshape(len(ranks), len(shape)), stop.reshape(len(ranks), len(shape)))
+    def edges(self, shape: tuple[int, ...]) -> RankRegions:
+        ranks = np.array([rank for rank, _ in self.regions], np.int64)
+        start = np.array([region.start for _, region in self.regions], np.int64)
+        stop = np.array([region.stop for _, region in self.regions], np.int64)
+        return RankRegions(ranks, start.reshape(len(ranks), len(shape)), stop.reshape(len(ranks), len(shape)))
 
-    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-        return tuple(box for r, box in self.boxes if r == rank and box.size)
+    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Region, ...]:
+        return tuple(region for r, region in self.regions if r == rank and region.size)
 
     def faults(self, shape: tuple[int, ...]) -> list[str]:
-        wrong = [(rank, box) for rank, box in self.boxes if not _inside(box, shape)]
-        return [f"box {box} of rank {rank} outside shape {shape}" for rank, box in wrong]
+        wrong = [(rank, region) for rank, region in self.regions if not _inside(region, shape)]
+        return [f"region {region} of rank {rank} outside shape {shape}" for rank, region in wrong]
 
     def to_json(self) -> list[Any]:
-        return [[rank, list(box.start), list(box.stop)] for rank, box in self.boxes]
+        return [[rank, list(region.start), list(region.stop)] for rank, region in self.regions]
 
     @staticmethod
-    def from_json(data: Sequence[Any]) -> "Boxes":
-        return Boxes(tuple((rank, Box(tuple(start), tuple(stop))) for rank, start, stop in data))
+    def from_json(data: Sequence[Any]) -> "ListedRegions":
+        return ListedRegions(tuple((rank, Region(tuple(start), tuple(stop))) for rank, start, stop in data))
 
 
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if not len(box.start) == len(box.stop) == len(shape):
+def _inside(region: Region, shape: tuple[int, ...]) -> bool:
+    if not len(region.start) == len(region.stop) == len(shape):
         return False
-    return all(a >= 0 and b <= size for a, b, size in zip(box.start, box.stop, shape, strict=True))
+    return all(a >= 0 and b <= size for a, b, size in zip(region.start, region.stop, shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class Placement:
     def disjoint(self) -> bool:
         return True
 
-    def edges(self, shape: tuple[int, ...]) -> Edges:
+    def edges(self, shape: tuple[int, ...]) -> RankRegions:
         coordinates = self.mesh.coordinates()
         here = np.ones(self.mesh.size, np.bool_)
         for axis, kept in self.only:
@@ -269,11 +269,11 @@ class Placement:
         for split in self.splits:
             along, dim, parts = coordinates[self.mesh.axis(split.axis)], split.dim, self.mesh.extent(split.axis)
             start[:, dim], stop[:, dim] = split.apply(start[:, dim], stop[:, dim], along, parts)
-        return Edges(np.flatnonzero(here), start, stop)
+        return RankRegions(np.flatnonzero(here), start, stop)
 
-    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-        box = _boxes(self, shape).get(rank)
-        return (box,) if box is not None and box.size else ()
+    def of(self, rank: int, shape: tuple[int, ...]) -> tuple[Region, ...]:
+        region = _regions(self, shape).get(rank)
+        return (region,) if region is not None and region.size else ()
 
     def faults(self, shape: tuple[int, ...]) -> list[str]:
         found = []
@@ -317,11 +317,11 @@ class Placement:
 
 
 @lru_cache(maxsize=256)
-def _boxes(placement: Placement, shape: tuple[int, ...]) -> dict[int, Box]:
-    """The box of each rank that has one: the same for all tensors of a signature."""
+def _regions(placement: Placement, shape: tuple[int, ...]) -> dict[int, Region]:
+    """The region of each rank that has one: the same for all tensors of a signature."""
     edges = placement.edges(shape)
     rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
-    return {rank: Box(tuple(start), tuple(stop)) for rank, start, stop in rows}
+    return {rank: Region(tuple(start), tuple(stop)) for rank, start, stop in rows}
 
 
 def whole(ranks: int) -> Placement:
@@ -353,8 +353,8 @@ class TensorLayout:
     dtype: str
     held: Holding
 
-    def held_by(self, rank: int) -> tuple[Box, ...]:
-        """The non-empty boxes of one rank."""
+    def held_by(self, rank: int) -> tuple[Region, ...]:
+        """The non-empty regions of one rank."""
         return self.held.of(rank, self.shape)
 
     def faults(self) -> list[str]:
@@ -386,7 +386,7 @@ class Layout:
     @cached_property
     def signatures(self) -> tuple[tuple[Signature, ...], tuple[int, ...]]:
         """The distinct (shape, dtype, holding), in order of appearance, and for each tensor the index of its own.
-        Tensors of one signature have the same boxes: what holds for one holds for all.
+        Tensors of one signature have the same regions: what holds for one holds for all.
         """
         places: dict[Signature, int] = {}
         # Hashing a holding costs more than all the rest here, and tensors share them.
@@ -427,16 +427,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements `box` of a logical tensor, from a source rank to a destination rank."""
+    """Elements `region` of a logical tensor, from a source rank to a destination rank."""
 
     tensor: str
     source: int
     destination: int
-    box: Box
+    region: Region
 
 
 def _holding(data: Any) -> Holding:
-    return Placement.from_json(data) if isinstance(data, dict) else Boxes.from_json(data)
+    return Placement.from_json(data) if isinstance(data, dict) else ListedRegions.from_json(data)
 
 
 def sharded(

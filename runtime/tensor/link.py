@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import Store
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.tensor.cuda_ipc import OpenedMemory, visible_devices
 from penstock.runtime.tensor.delta import DeltaTransport
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import (
     AbsentError,
-    Crossing,
-    Ends,
-    Group,
+    LinkEnds,
+    PeerConnection,
+    PeerGroup,
     Side,
     Transport,
     TransportError,
@@ -39,11 +39,11 @@ from penstock.runtime.tensor.process_group import (
 )
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm import SHM
-from penstock.runtime.tensor.shm_transport import Exported, MappedMemory, Way
+from penstock.runtime.tensor.shm_transport import MappedMemory, MemoryKind, WritableMemory
 
-Choice = Literal["auto", "messages", Way]
-CHOICES: tuple[Choice, ...] = ("auto", "messages", *get_args(Way))
-WAYS: tuple[Way, ...] = get_args(Way)
+TransportChoice = Literal["auto", "messages", MemoryKind]
+TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "messages", *get_args(MemoryKind))
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 _AGREE = 1 << 20  # the tag of these messages: no sync uses it
 _HOST, _DEVICES, _CAN = range(3)  # what a rank says
@@ -54,65 +54,71 @@ _LACKS = {
 }
 
 
-def can_go(side: str, memory: Exported | None, device: torch.device | str) -> tuple[Way, ...]:
+def writable_kinds(side: str, memory: WritableMemory | None, device: torch.device | str) -> tuple[MemoryKind, ...]:
     """The ways that a rank of one side can go: a receiver with this memory, a source with its weights on `device`."""
     if side == "destination":
-        return (memory.way,) if memory is not None and memory.shared else ()
-    return WAYS if torch.device(device).type == "cuda" else ("shm",)
+        return (memory.kind,) if memory is not None and memory.shared else ()
+    return MEMORY_KINDS if torch.device(device).type == "cuda" else ("shm",)
 
 
-def agree(crossing: Crossing, group: Group, place: int, can: Sequence[Way], choice: Choice) -> Way | None:
+def agree_on_transport(
+    connection: PeerConnection, group: PeerGroup, place: int, can: Sequence[MemoryKind], choice: TransportChoice
+) -> MemoryKind | None:
     """The way that all ranks of a bridge go, equal on all; None for messages. `place` is this rank's in the group.
 
     Raises TransportError on all of them if one cannot go the way that is chosen.
     """
-    size = crossing.ends.sources + crossing.ends.destinations
-    own = torch.tensor([_host(), visible_devices() if "cuda_ipc" in can else 0, sum(1 << WAYS.index(w) for w in can)])
+    size = connection.ends.sources + connection.ends.destinations
+    own = torch.tensor(
+        [_host(), visible_devices() if "cuda_ipc" in can else 0, sum(1 << MEMORY_KINDS.index(w) for w in can)]
+    )
     verdict = torch.zeros(3, dtype=torch.int64)  # the way by number (or none: -1), who cannot go it, and why
     if place:
-        crossing.wait(group.send(own, 0, _AGREE), -1, 0, "the way")
-        crossing.wait(group.receive(verdict, 0, _AGREE), -1, 0, "the way")
+        connection.wait(group.send(own, 0, _AGREE), -1, 0, "the way")
+        connection.wait(group.receive(verdict, 0, _AGREE), -1, 0, "the way")
     else:
         said = [own, *(torch.empty_like(own) for _ in range(1, size))]
         for peer, work in [(k, group.receive(said[k], k, _AGREE)) for k in range(1, size)]:
-            crossing.wait(work, -1, peer, "the way")
+            connection.wait(work, -1, peer, "the way")
         verdict[:] = torch.tensor(_verdict([row.tolist() for row in said], choice))
         for peer, work in [(k, group.send(verdict, k, _AGREE)) for k in range(1, size)]:
-            crossing.wait(work, -1, peer, "the way")
-    return _told(crossing, choice, *verdict.tolist())
+            connection.wait(work, -1, peer, "the way")
+    return _told(connection, choice, *verdict.tolist())
 
 
-def _verdict(said: Sequence[Sequence[int]], choice: Choice) -> tuple[int, int, int]:
+def _verdict(said: Sequence[Sequence[int]], choice: TransportChoice) -> tuple[int, int, int]:
     """The way by number, -1 for none; then the first rank that cannot go the last one that was tried, and why."""
-    wanted = WAYS if choice == "auto" else tuple(way for way in WAYS if way == choice)
+    wanted = MEMORY_KINDS if choice == "auto" else tuple(way for way in MEMORY_KINDS if way == choice)
     culprit, reason = 0, 0
     for way in wanted:
         found = _refusal(said, way)
         if found is None:
-            return WAYS.index(way), 0, 0
+            return MEMORY_KINDS.index(way), 0, 0
         culprit, reason = found
     return -1, culprit, reason
 
 
-def _refusal(said: Sequence[Sequence[int]], way: Way) -> tuple[int, int] | None:
+def _refusal(said: Sequence[Sequence[int]], way: MemoryKind) -> tuple[int, int] | None:
     """The first rank that cannot go a way, and the number of the reason."""
     for place, row in enumerate(said):
         if row[_HOST] != said[0][_HOST]:
             return place, 0
-        if not row[_CAN] >> WAYS.index(way) & 1:
+        if not row[_CAN] >> MEMORY_KINDS.index(way) & 1:
             return place, 2
         if way == "cuda_ipc" and row[_DEVICES] != said[0][_DEVICES]:
             return place, 1
     return None
 
 
-def _told(crossing: Crossing, choice: Choice, way: int, culprit: int, reason: int) -> Way | None:
+def _told(
+    connection: PeerConnection, choice: TransportChoice, way: int, culprit: int, reason: int
+) -> MemoryKind | None:
     if way >= 0 or choice in ("auto", "messages"):
-        return WAYS[way] if way >= 0 else None
-    ends = crossing.ends
+        return MEMORY_KINDS[way] if way >= 0 else None
+    ends = connection.ends
     lacks = _LACKS[choice][culprit < ends.sources]
     why = f"{ends.name(culprit)} {_REASONS[reason].format(first=ends.name(0), lacks=lacks)}"
-    raise TransportError(f"{ends.channel}: given the way {choice}, needed auto or messages: {why}")
+    raise TransportError(f"{ends.channel}: given the transport {choice}, needed auto or messages: {why}")
 
 
 def _host() -> int:
@@ -130,7 +136,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @dataclass(frozen=True)
-class Bridge:
+class ReplicaLink:
     """Where two replicas meet: at `store`, which all ranks of both share, and which no other group has used. `address`
     is where this rank's host is reached by the others: it listens there.
 
@@ -147,7 +153,7 @@ class Bridge:
     backend: Backend = "gloo"
     address: str = LOOPBACK
     delta: int = 0
-    way: Choice = "auto"
+    transport: TransportChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -155,18 +161,18 @@ class Bridge:
         if self.delta < 0 or (self.delta and self.backend != "gloo"):
             needed = "0 or more" if self.delta < 0 else "0, or gloo"
             raise ValueError(f"{self.channel}: given delta={self.delta} over {self.backend}, needed {needed}")
-        needed_ways = CHOICES if self.backend == "gloo" else ("auto", "messages")
-        if self.way not in needed_ways:
-            given = f"way {self.way!r} over {self.backend}"
-            raise ValueError(f"{self.channel}: given {given}, needed one of {', '.join(needed_ways)}")
+        choices = TRANSPORTS if self.backend == "gloo" else ("auto", "messages")
+        if self.transport not in choices:
+            given = f"transport {self.transport!r} over {self.backend}"
+            raise ValueError(f"{self.channel}: given {given}, needed one of {', '.join(choices)}")
 
     def open(
-        self, side: Side, rank: int = 0, memory: Exported | None = None, device: torch.device | str = "cpu"
+        self, side: Side, rank: int = 0, memory: WritableMemory | None = None, device: torch.device | str = "cpu"
     ) -> Transport:
         """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
         lies, which must be there already; a source gives none, but the `device` of its weights.
         """
-        ends = Ends(self.channel, self.sources, self.destinations)
+        ends = LinkEnds(self.channel, self.sources, self.destinations)
         started = time.monotonic()
         try:
             group = open_group(
@@ -184,10 +190,12 @@ class Bridge:
             absent = [*map(ends.name, error.ranks)] if isinstance(error, AbsentError) else []
             why = f"not there: {', '.join(absent)}" if absent else first_line(error)
             raise TransportError(f"{text}: {why}") from error
-        crossing = Crossing(ends, side, group)
+        connection = PeerConnection(ends, side, group)
         if self.backend == "gloo":
-            way = agree(crossing, group, ends.place(side, rank), can_go(side, memory, device), self.way)
+            way = agree_on_transport(
+                connection, group, ends.place(side, rank), writable_kinds(side, memory, device), self.transport
+            )
             if way is not None:
                 mapped = OpenedMemory(self.timeout) if way == "cuda_ipc" else MappedMemory()
-                return PutTransport(crossing, memory, mapped)
-        return DeltaTransport(crossing, self.delta) if self.delta else MessageTransport(crossing)
+                return OneSidedTransport(connection, memory, mapped)
+        return DeltaTransport(connection, self.delta) if self.delta else MessageTransport(connection)

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from penstock.runtime.packable import Packable
 
 
-class Handle(Packable, frozen=True):
+class ObjectRef(Packable, frozen=True):
     """One block of shared memory: `nbytes` at `offset` in a segment of the store of `owner`.
 
     `meta` is JSON that the store wrote for its readers; whoever passes a handle on passes it unread. `host` is the
@@ -37,11 +37,11 @@ def owner_of(replica: str, rank: int) -> str:
     return f"{replica.replace('/', '.')}.{rank}"
 
 
-class HandleError(RuntimeError):
+class ObjectRefError(RuntimeError):
     """A handle that names no value: never made, freed already, damaged on its way, out of reach. The peer's fault."""
 
 
-class Blocks:
+class FreeList:
     """Offsets into `size` bytes. Both calls are linear in the number of free pieces."""
 
     def __init__(self, size: int) -> None:

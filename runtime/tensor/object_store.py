@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
-from penstock.runtime.tensor.object_ref import Blocks, Handle, HandleError
-from penstock.runtime.tensor.shm import SHM, Segment, SegmentError, create_segment, open_segment, room, segment_name
+from penstock.runtime.tensor.object_ref import FreeList, ObjectRef, ObjectRefError
+from penstock.runtime.tensor.shm import SHM, SegmentError, ShmSegment, create_segment, open_segment, room, segment_name
 
 _PREFIX = struct.Struct("<4sIQQ")  # magic, bytes of JSON, serial number, bytes in all
 _MAGIC = b"PSTK"
@@ -43,7 +43,7 @@ _META = msgspec.json.Decoder(_Meta)
 
 
 class Usage(NamedTuple):
-    """Blocks and bytes now in use, segments and their bytes in all, and puts so far."""
+    """FreeList and bytes now in use, segments and their bytes in all, and puts so far."""
 
     blocks: int
     block_bytes: int
@@ -56,12 +56,12 @@ class Usage(NamedTuple):
 class _Home:
     """A segment of ours, the address of its first byte, and what of it is in use."""
 
-    segment: Segment
+    segment: ShmSegment
     address: int
-    blocks: Blocks
+    blocks: FreeList
 
 
-class Store:
+class ObjectStore:
     """The values that one process offers to others, until it frees them or closes.
 
     Memory is taken a segment at a time, each at least as large as the one before, and never given back before
@@ -86,13 +86,13 @@ class Store:
         self._warn = warn
         self._fallen_back = False
         self._homes: dict[str, _Home] = {}
-        self._live: dict[tuple[str, int], Handle] = {}
+        self._live: dict[tuple[str, int], ObjectRef] = {}
         self._puts = 0
         self._first_serial = secrets.randbits(48)  # so that a store of the same name, made anew, repeats none
         self._next_bytes = segment_bytes
         self._grow(segment_bytes)
 
-    def put(self, value: object) -> Handle:
+    def put(self, value: object) -> ObjectRef:
         """Copy `value` (see `codec`) into a block."""
         tensors, facts = encode(value)
         header = _JSON.encode(facts).encode()
@@ -105,14 +105,14 @@ class Store:
         for offset, tensor in zip(offsets, tensors, strict=True):
             ctypes.memmove(home.address + start + offset, tensor.data_ptr(), tensor.nbytes)
         meta = f'{{"serial":{serial}}}'
-        handle = Handle(home.segment.name, start, nbytes, meta, self.owner, self.host, self.endpoint)
+        handle = ObjectRef(home.segment.name, start, nbytes, meta, self.owner, self.host, self.endpoint)
         self._live[handle.segment, start] = handle
         return handle
 
-    def free(self, handle: Handle) -> None:
+    def free(self, handle: ObjectRef) -> None:
         """Take the block back; a reader that comes late gets an error, not another value."""
         if self._live.get((handle.segment, handle.offset)) != handle:
-            raise HandleError(f"free: {handle} is not in use in the store of {self.owner} (freed twice?)")
+            raise ObjectRefError(f"free: {handle} is not in use in the store of {self.owner} (freed twice?)")
         del self._live[handle.segment, handle.offset]
         home = self._homes[handle.segment]
         home.segment.view[handle.offset : handle.offset + _PREFIX.size] = bytes(_PREFIX.size)
@@ -150,12 +150,12 @@ class Store:
             lacks = f"no room for {size} bytes of samples in {self._folders[0]} ({room(self._folders[0])})"
             self._warn(f"{self.owner}: {lacks}; they lie in {segment.path.parent} where it is full, which is slower")
         self._next_bytes = min(2 * size, _LARGEST_STEP)
-        home = _Home(segment, _address(segment), Blocks(size))
+        home = _Home(segment, _address(segment), FreeList(size))
         self._homes[segment.name] = home
         return home
 
 
-class Reader:
+class ObjectReader:
     """Copies values out of the stores of one run; maps each segment of this host once.
 
     `far` gets the block of a handle whose host is not `host`.
@@ -166,34 +166,36 @@ class Reader:
         run: str,
         *,
         host: str = "",
-        far: Callable[[Handle], bytearray] | None = None,
+        far: Callable[[ObjectRef], bytearray] | None = None,
         folders: Sequence[Path] = (SHM,),
     ) -> None:
         self._prefix = segment_name(run, "", 0).removesuffix("-0")
         self._host, self._far = host, far
         self._folders = tuple(folders)
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, ShmSegment] = {}
 
-    def get(self, handle: Handle, cls: type[T]) -> T:
+    def get(self, handle: ObjectRef, cls: type[T]) -> T:
         """A copy of the value as an instance of `cls`, the edge's type: the block may be freed at once."""
         block = self._block(handle)
         try:
             meta = json.loads(bytes(block[_PREFIX.size : _header_end(block)]))
             return decode(cls, _tensors(block, meta), meta)
         except CodecError as error:
-            raise HandleError(f"{handle}: {error}") from error
+            raise ObjectRefError(f"{handle}: {error}") from error
         # All that bytes of another host can do to the decoders of JSON (RecursionError) and of tensors.
         except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
-            raise HandleError(f"{handle}: the block is damaged ({error!r:.200})") from error
+            raise ObjectRefError(f"{handle}: the block is damaged ({error!r:.200})") from error
 
-    def part(self, handle: Handle, start: int, length: int) -> bytearray:
+    def part(self, handle: ObjectRef, start: int, length: int) -> bytearray:
         """A copy of so many bytes of a block of this host, beginning with byte `start` of it."""
         segment = self._segment(handle)
         first, end = handle.offset, handle.offset + handle.nbytes
         if not (0 <= first <= end - _PREFIX.size and end <= segment.size):
-            raise HandleError(f"{handle}: outside its segment of {segment.size} bytes")
+            raise ObjectRefError(f"{handle}: outside its segment of {segment.size} bytes")
         if not 0 <= start < start + length <= handle.nbytes:
-            raise HandleError(f"{handle}: given bytes {start} to {start + length}, needed some of its {handle.nbytes}")
+            raise ObjectRefError(
+                f"{handle}: given bytes {start} to {start + length}, needed some of its {handle.nbytes}"
+            )
         copied = bytearray(segment.view[first + start : first + start + length])
         # Looked at after copying: a block that was freed meanwhile, whatever is in it now, has lost its number.
         _check_prefix(handle, segment.view, first)
@@ -204,24 +206,24 @@ class Reader:
             segment.close()
         self._segments.clear()
 
-    def _block(self, handle: Handle) -> bytearray:
+    def _block(self, handle: ObjectRef) -> bytearray:
         if handle.host == self._host:
             return self.part(handle, 0, handle.nbytes)
         if self._far is None:
-            raise HandleError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
+            raise ObjectRefError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
         block = self._far(handle)
         _check_prefix(handle, block, 0)
         return block
 
-    def _segment(self, handle: Handle) -> Segment:
+    def _segment(self, handle: ObjectRef) -> ShmSegment:
         segment = self._segments.get(handle.segment)
         if segment is None:
             if not handle.segment.startswith(self._prefix):
-                raise HandleError(f"{handle}: not a segment of this run ({self._prefix}…)")
+                raise ObjectRefError(f"{handle}: not a segment of this run ({self._prefix}…)")
             try:
                 segment = open_segment(handle.segment, self._folders)
             except (SegmentError, OSError) as error:
-                raise HandleError(f"{handle}: {error}") from error
+                raise ObjectRefError(f"{handle}: {error}") from error
             self._segments[handle.segment] = segment
         return segment
 
@@ -235,12 +237,12 @@ def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _check_prefix(handle: Handle, memory: bytearray | memoryview, start: int) -> None:
+def _check_prefix(handle: ObjectRef, memory: bytearray | memoryview, start: int) -> None:
     if len(memory) < start + _PREFIX.size:
-        raise HandleError(f"{handle}: given {len(memory)} bytes, needed at least {_PREFIX.size}")
+        raise ObjectRefError(f"{handle}: given {len(memory)} bytes, needed at least {_PREFIX.size}")
     magic, _, serial, nbytes = _PREFIX.unpack_from(memory, start)
     if (magic, serial, nbytes) != (_MAGIC, _serial(handle), handle.nbytes):
-        raise HandleError(f"{handle}: the block is not in use for this value (freed?)")
+        raise ObjectRefError(f"{handle}: the block is not in use for this value (freed?)")
 
 
 def _header_end(block: bytearray) -> int:
@@ -272,12 +274,12 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def _serial(handle: Handle) -> int:
+def _serial(handle: ObjectRef) -> int:
     try:
         return _META.decode(handle.meta).serial
     except msgspec.MsgspecError as error:
-        raise HandleError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
+        raise ObjectRefError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
 
 
-def _address(segment: Segment) -> int:
+def _address(segment: ShmSegment) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(segment.view))

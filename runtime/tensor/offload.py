@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.buffers import held_bytes, in_background, parts_of, touched
+from penstock.runtime.tensor.buffers import held_bytes, in_background, shards_of, touched
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.layout import Layout
 
@@ -133,7 +133,7 @@ class Offload:
             nbytes, on_gpu = held_bytes(layout, 0), self._stream is not None
             self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
             self._layout = layout
-        views = parts_of(layout, 0, self._host)
+        views = shards_of(layout, 0, self._host)
         return {key: views[key].tensor if key in views else torch.empty_like(t) for key, t in self._tensors.items()}
 
     @contextmanager

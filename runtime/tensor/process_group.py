@@ -32,15 +32,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from penstock.runtime.cluster.endpoints import LOOPBACK
-from penstock.runtime.tensor.buffers import Parts
-from penstock.runtime.tensor.digest import ProofError
+from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy
 
-Meet = Callable[[str], Store]
+OpenStore = Callable[[str], Store]
 """Where the ranks of a group meet, by the group's name."""
 
 
-class Group:
+class PeerGroup:
     """Point-to-point messages between numbered ranks. `device` is where buffers must lie.
 
     Messages to one peer are told apart by `tag` (gloo) and by their order (NCCL, which has no tags).
@@ -88,7 +88,7 @@ class AbsentError(RuntimeError):
 
 def open_group(
     store: Store, rank: int, size: int, *, timeout: float, backend: str = "gloo", address: str = LOOPBACK
-) -> Group:
+) -> PeerGroup:
     """Join as `rank` of `size`; blocks until all have. `store` is where they meet: no other group has used it.
 
     Gloo listens at `address`, and the others must reach it there. Raises AbsentError past `timeout`, and RuntimeError
@@ -103,7 +103,7 @@ def open_group(
         return _open_nccl(meeting, rank, size, timeout)
     # For connecting: all have come, and what is left of the time has to do.
     left = max(timeout / 4, timeout - (time.monotonic() - began))
-    return Group(_connect_gloo(meeting, rank, size, left, address), torch.device("cpu"), timeout)
+    return PeerGroup(_connect_gloo(meeting, rank, size, left, address), torch.device("cpu"), timeout)
 
 
 def call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
@@ -136,7 +136,7 @@ def _connect_gloo(meeting: PrefixStore, rank: int, size: int, seconds: float, ad
         raise RuntimeError(f"{text}: {error}") from error
 
 
-def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> Group:
+def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> PeerGroup:
     """Ranks on different GPUs, each with its GPU as the current device. NCCL_SOCKET_IFNAME names the interface.
     The tests do not run this: it needs two GPUs.
     """
@@ -145,7 +145,7 @@ def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> Gr
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     nccl = ProcessGroupNCCL(meeting, rank, size, options)
-    return Group(nccl, torch.device("cuda", torch.cuda.current_device()), timeout)
+    return PeerGroup(nccl, torch.device("cuda", torch.cuda.current_device()), timeout)
 
 
 class TransportError(RuntimeError):
@@ -155,14 +155,14 @@ class TransportError(RuntimeError):
 class Receiving(Protocol):
     """The side of a channel that receives. Used by one thread at a time; every wait has a deadline."""
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         """Write `copies` into `parts`; the bytes received. After an error what is written is undefined."""
 
 
 class Transport(Receiving, Protocol):
     """One side of a channel to one replica, either of them."""
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         """Send `copies` out of `parts`, which must not change meanwhile; the bytes sent."""
 
     def close(self) -> None:
@@ -174,22 +174,22 @@ class LocalTransport:
     """Both sides in one process, taking turns: `send` names its parts, `receive` copies out of them."""
 
     channel: str
-    _sent: list[tuple[int, tuple[Copy, ...], Parts]] = field(default_factory=list)
+    _sent: list[tuple[int, tuple[Copy, ...], Shards]] = field(default_factory=list)
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         self._sent.append((version, tuple(copies), parts))
-        return sum(parts[c.tensor].cut(c.box).nbytes for c in copies)
+        return sum(parts[c.tensor].cut(c.region).nbytes for c in copies)
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         sent = [entry for entry in self._sent if entry[0] == version]
         self._sent.clear()
         origin = {copy: source for _, sent_copies, source in sent for copy in sent_copies}
         total = 0
         for copy in copies:
             if copy not in origin:
-                raise TransportError(f"{self.channel}: version {version}: {copy.tensor} {copy.box} was not sent")
-            piece = origin[copy][copy.tensor].cut(copy.box)
-            parts[copy.tensor].cut(copy.box).copy_(piece)
+                raise TransportError(f"{self.channel}: version {version}: {copy.tensor} {copy.region} was not sent")
+            piece = origin[copy][copy.tensor].cut(copy.region)
+            parts[copy.tensor].cut(copy.region).copy_(piece)
             total += piece.nbytes
         return total
 
@@ -202,7 +202,7 @@ HEADER = "the header"
 
 
 @dataclass(frozen=True)
-class Ends:
+class LinkEnds:
     """Who is on a bridge: source ranks come first in its group."""
 
     channel: str
@@ -217,16 +217,16 @@ class Ends:
         return f"source rank {place}" if place < self.sources else f"destination rank {place - self.sources}"
 
 
-class Crossing:
+class PeerConnection:
     """The group of a bridge as one rank of one side sees it. After a fault it stays broken: make a new bridge."""
 
-    def __init__(self, ends: Ends, side: Side, group: Group) -> None:
+    def __init__(self, ends: LinkEnds, side: Side, group: PeerGroup) -> None:
         self.ends = ends
         self._side = side
-        self._group: Group | None = group
+        self._group: PeerGroup | None = group
         self._fault = ""
 
-    def group(self, version: int) -> Group:
+    def group(self, version: int) -> PeerGroup:
         """The group, for one sync."""
         if self._group is None or self._fault:
             reason = self._fault or "closed"
@@ -256,7 +256,7 @@ class Crossing:
         if given.tolist() != needed.tolist():
             facts = [dict(zip(names, header.tolist(), strict=True)) for header in (given, needed)]
             self._fault = f"{self.ends.name(peer)} sent {facts[0]}, needed {facts[1]}"
-            raise ProofError(f"{self.ends.channel}: {self._fault}")
+            raise ChecksumError(f"{self.ends.channel}: {self._fault}")
 
     @contextmanager
     def naming(self, version: int, peer: int, what: str) -> Iterator[None]:
@@ -276,7 +276,7 @@ class Crossing:
 def named(copies: Sequence[Copy]) -> str:
     """The copies of a message, in short."""
     more = f" and {len(copies) - 1} more tensors" if len(copies) > 1 else ""
-    return f"{copies[0].tensor} {copies[0].box}{more}"
+    return f"{copies[0].tensor} {copies[0].region}{more}"
 
 
 def first_line(error: BaseException) -> str:
@@ -317,7 +317,7 @@ class Pace(Protocol):
         """Those of the orders in `waiting` to carry out before the next step, removed from it."""
 
 
-class Free:
+class AtOnce:
     """A rank alone, or one whose nodes keep step by themselves: at once."""
 
     busy = False
@@ -355,7 +355,7 @@ class Lockstep:
 Fold = Callable[[Tensor, Tensor], Tensor]
 
 
-class Adder:
+class AllReduce:
     """Adds over ranks of one host that meet at `store`, which no other group has used; each makes the same calls.
 
     `adder` is a proof's `Add`, and `adder.maximum` is what quantising ranks agree by. Opened by the first call. Rank 0
@@ -370,7 +370,7 @@ class Adder:
         self._ranks = ranks
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._group: Group | None = None
+        self._group: PeerGroup | None = None
         self._calls = 0
 
     def __call__(self, sums: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ class Adder:
             total = self._lead(self._group, own, fold) if self._rank == 0 else self._follow(self._group, own)
             return total[1:].view(numbers.shape)
 
-    def _lead(self, group: Group, own: Tensor, fold: Fold) -> Tensor:
+    def _lead(self, group: PeerGroup, own: Tensor, fold: Fold) -> Tensor:
         answers = [torch.empty_like(own) for _ in range(1, self._ranks)]
         works = [group.receive(answer, peer, 0) for peer, answer in enumerate(answers, 1)]
         total = own.clone()
@@ -410,20 +410,20 @@ class Adder:
             self._wait(group, work, peer)
         return total
 
-    def _follow(self, group: Group, own: Tensor) -> Tensor:
+    def _follow(self, group: PeerGroup, own: Tensor) -> Tensor:
         total = torch.empty_like(own)
         self._wait(group, group.send(own, 0, 0), 0)
         self._wait(group, group.receive(total, 0, 1), 0)
         return total
 
-    def _wait(self, group: Group, work: Work, peer: int) -> None:
+    def _wait(self, group: PeerGroup, work: Work, peer: int) -> None:
         try:
             group.wait(work)
         except RuntimeError as error:
             text = f"{self._name}: rank {self._rank}: no sum from rank {peer} within {self._timeout} s"
             raise TransportError(f"{text}: {first_line(error)}") from error
 
-    def _open(self) -> Group:
+    def _open(self) -> PeerGroup:
         try:
             return open_group(self._store, self._rank, self._ranks, timeout=self._timeout)
         except RuntimeError as error:

@@ -2,8 +2,8 @@
 
 A scale is the largest magnitude of its row or block over the format's limit, and an element its quotient by the scale,
 rounded to the nearest, ties to even. So an element depends on its value and its scale alone: once the ranks that share
-a row or a block have agreed on its largest magnitude, what each makes of its box is, bit for bit, what one rank would
-make of the whole. Work goes strip by strip, each small enough for a core's cache.
+a row or a block have agreed on its largest magnitude, what each makes of its region is, bit for bit, what one rank
+would make of the whole. Work goes strip by strip, each small enough for a core's cache.
 
 What travelled turned back into the dtypes that its readers compute in, on the receiver.
 
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.buffers import Arena, Device, Parts
+from penstock.runtime.tensor.buffers import Device, DoubleBuffer, Shards
 from penstock.runtime.tensor.codec import DTYPES
-from penstock.runtime.tensor.layout import Box, Layout, TensorLayout
+from penstock.runtime.tensor.layout import Layout, Region, TensorLayout
 from penstock.runtime.tensor.wire_format import FORMATS, SCALE, Format, cut_through
 
 _STRIP = 1 << 19  # elements: 2 MiB as float32
@@ -55,8 +55,8 @@ class Converter:
                     cut[index] = cut_through(t.held, t.shape, self._formats[t.name])
                 self._agreed += [t] if cut[index] else []
 
-    def convert(self, tensors: Mapping[str, Tensor], out: Parts, agree: Agree | None = None) -> None:
-        """Write the rank's boxes of all tensors into `out`, allocated for the wire layout.
+    def convert(self, tensors: Mapping[str, Tensor], out: Shards, agree: Agree | None = None) -> None:
+        """Write the rank's regions of all tensors into `out`, allocated for the wire layout.
 
         `agree` is called once, and by every rank of the layout, if any row or block is cut; it may be None if none is.
         Raises `ConversionError`; where ranks have agreed, on all of them that share what is at fault.
@@ -71,13 +71,13 @@ class Converter:
                 raise ValueError(f"given no `agree`, needed one: ranks share scales of {self._agreed[0].name}")
             self._agree(maxima, agree)
         for t in self._tensors:
-            box = t.held_by(self._rank)[0]
+            region = t.held_by(self._rank)[0]
             if t.name not in maxima:
-                cast(t.name, tensors[t.name], out[t.name].tensor, box)
+                cast(t.name, tensors[t.name], out[t.name].tensor, region)
                 continue
             format, scale = self._formats[t.name], out[t.name + SCALE].tensor
-            scale.copy_(scales(t.name, maxima[t.name], box, format))
-            quantise(tensors[t.name], box, scale, format, out[t.name].tensor)
+            scale.copy_(scales(t.name, maxima[t.name], region, format))
+            quantise(tensors[t.name], region, scale, format, out[t.name].tensor)
 
     def _agree(self, maxima: dict[str, Tensor], agree: Agree) -> None:
         """One call for all tensors; a rank without part in one has zeros there, which change no maximum."""
@@ -93,18 +93,18 @@ class Converter:
         """What this rank has of each agreed tensor, with its place among the maxima of all of them."""
         end = 0
         for t in self._agreed:
-            whole = Box.whole(self._formats[t.name].scale_shape(t.shape))
+            whole = Region.whole(self._formats[t.name].scale_shape(t.shape))
             start, end = end, end + whole.size
             if t.name in maxima:
                 yield maxima[t.name], flat[start:end].view(whole.shape)[_scales_of(t, self._rank, self._formats)]
 
 
-def absmax(matrix: Tensor, box: Box, format: Format) -> Tensor:
-    """The largest magnitude in each row or block of the whole that `box`, held by `matrix`, touches; inf if any is not
-    finite. float32, of the shape of `format.scales(box)`.
+def absmax(matrix: Tensor, region: Region, format: Format) -> Tensor:
+    """The largest magnitude in each row or block of the whole that `region`, held by `matrix`, touches; inf if any is
+    not finite. float32, of the shape of `format.scales(region)`.
     """
     rows, columns = matrix.shape
-    shape = format.scales(box).shape
+    shape = format.scales(region).shape
     if not matrix.numel():
         return torch.zeros(shape, device=matrix.device)
     # Without their sign, floats are ordered as the integers of the same bits, with NaN above all. Comparing integers
@@ -115,20 +115,20 @@ def absmax(matrix: Tensor, box: Box, format: Format) -> Tensor:
         step = max(1, _STRIP // columns)
         found = torch.cat([(matrix[r : r + step].view(kind) & mask).amax(1) for r in range(0, rows, step)])
     else:
-        lead = box.start[1] % format.block
+        lead = region.start[1] % format.block
         by_column = torch.zeros(shape[0], shape[1] * format.block, dtype=kind, device=matrix.device)
-        for index, span in enumerate(_block_rows(box, format.block)):
+        for index, span in enumerate(_block_rows(region, format.block)):
             by_column[index, lead : lead + columns] = (matrix[span].view(kind) & mask).amax(0)
         found = by_column.view(*shape, format.block).amax(2)
     return found.view(matrix.dtype).float().nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
-def scales(name: str, maxima: Tensor, box: Box, format: Format) -> Tensor:
-    """The scales of a box from the agreed largest magnitudes. Raises `ConversionError` where one is not finite."""
+def scales(name: str, maxima: Tensor, region: Region, format: Format) -> Tensor:
+    """The scales of a region from the agreed largest magnitudes. Raises `ConversionError` where one is not finite."""
     bad = (~torch.isfinite(maxima)).nonzero().tolist()
     if bad:
         block = format.block or 1
-        first = [(index + start) * block for index, start in zip(bad[0], format.scales(box).start, strict=True)]
+        first = [(index + start) * block for index, start in zip(bad[0], format.scales(region).start, strict=True)]
         where = f"row {first[0]}" if not format.block else "the {0} × {0} block at row {1}, column {2}"
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         where = where.format(block, *first)
@@ -136,10 +136,10 @@ def scales(name: str, maxima: Tensor, box: Box, format: Format) -> Tensor:
     return (maxima / format.limit).clamp_(min=_TINY)
 
 
-def quantise(matrix: Tensor, box: Box, scale: Tensor, format: Format, out: Tensor | None = None) -> Tensor:
-    """The elements of `box`, held by `matrix`, by their scales; beyond the format's limit they saturate."""
+def quantise(matrix: Tensor, region: Region, scale: Tensor, format: Format, out: Tensor | None = None) -> Tensor:
+    """The elements of `region`, held by `matrix`, by their scales; beyond the format's limit they saturate."""
     out = torch.empty(matrix.shape, dtype=DTYPES[format.dtype], device=matrix.device) if out is None else out
-    for span, factor in _strips(matrix, box, scale, format):
+    for span, factor in _strips(matrix, region, scale, format):
         quotient = torch.div(matrix[span], factor)
         if not out.is_floating_point():
             quotient.round_()
@@ -147,14 +147,14 @@ def quantise(matrix: Tensor, box: Box, scale: Tensor, format: Format, out: Tenso
     return out
 
 
-def dequantise(elements: Tensor, box: Box, scale: Tensor, format: Format, out: Tensor) -> Tensor:
-    """The elements of `box` times their scales, into floats: for a receiver that computes in these."""
-    for span, factor in _strips(elements, box, scale, format):
+def dequantise(elements: Tensor, region: Region, scale: Tensor, format: Format, out: Tensor) -> Tensor:
+    """The elements of `region` times their scales, into floats: for a receiver that computes in these."""
+    for span, factor in _strips(elements, region, scale, format):
         out[span] = elements[span].float().mul_(factor)
     return out
 
 
-def cast(name: str, tensor: Tensor, out: Tensor, box: Box) -> None:
+def cast(name: str, tensor: Tensor, out: Tensor, region: Region) -> None:
     """Copy into another dtype. Raises `ConversionError` if a finite number is too large for it."""
     out.copy_(tensor)
     if out.dtype == tensor.dtype or not out.is_floating_point() or not tensor.is_floating_point():
@@ -162,24 +162,24 @@ def cast(name: str, tensor: Tensor, out: Tensor, box: Box) -> None:
     if torch.finfo(out.dtype).max < torch.finfo(tensor.dtype).max:
         bad = (torch.isinf(out) & torch.isfinite(tensor)).nonzero()
         if len(bad):
-            where = f"row {bad[0][0].item() + box.start[0]}" if tensor.dim() else "its value"
+            where = f"row {bad[0][0].item() + region.start[0]}" if tensor.dim() else "its value"
             largest = torch.finfo(out.dtype).max
             raise ConversionError(f"{name}: {where} has a number beyond {largest:g}, the largest of {out.dtype}")
 
 
 def _scales_of(t: TensorLayout, rank: int, formats: Mapping[str, Format]) -> tuple[slice, ...]:
     format = formats[t.name]
-    return format.scales(t.held_by(rank)[0]).slices(Box.whole(format.scale_shape(t.shape)))
+    return format.scales(t.held_by(rank)[0]).slices(Region.whole(format.scale_shape(t.shape)))
 
 
-def _strips(matrix: Tensor, box: Box, scale: Tensor, format: Format) -> Iterator[tuple[slice, Tensor]]:
+def _strips(matrix: Tensor, region: Region, scale: Tensor, format: Format) -> Iterator[tuple[slice, Tensor]]:
     """Spans of rows, each with its scales, to be broadcast over it."""
     rows, columns = matrix.shape
     if not matrix.numel():
         return
     if format.block:
-        lead = box.start[1] % format.block
-        for index, span in enumerate(_block_rows(box, format.block)):
+        lead = region.start[1] % format.block
+        for index, span in enumerate(_block_rows(region, format.block)):
             yield span, scale[index].repeat_interleave(format.block)[lead : lead + columns]
     else:
         step = max(1, _STRIP // columns)
@@ -187,9 +187,9 @@ def _strips(matrix: Tensor, box: Box, scale: Tensor, format: Format) -> Iterator
             yield slice(row, row + step), scale[row : row + step, None]
 
 
-def _block_rows(box: Box, block: int) -> Iterator[slice]:
-    """The rows of a box, counted from its first, that lie in one row of blocks."""
-    start, stop = box.start[0], box.stop[0]
+def _block_rows(region: Region, block: int) -> Iterator[slice]:
+    """The rows of a region, counted from its first, that lie in one row of blocks."""
+    start, stop = region.start[0], region.stop[0]
     for first in range(start // block * block, stop, block):
         yield slice(max(first, start) - start, min(first + block, stop) - start)
 
@@ -201,18 +201,18 @@ class Restorer:
         changed = [t for t in layout.tensors if wired.by_name[t.name].dtype != t.dtype]
         self._format = FORMATS.get(wire)
         self._names = [t.name for t in layout.tensors if t.held_by(rank)]
-        self._arena = Arena(Layout(tuple(changed)), rank, device)
+        self._arena = DoubleBuffer(Layout(tuple(changed)), rank, device)
 
-    def fill(self, arrived: Parts) -> None:
+    def fill(self, arrived: Shards) -> None:
         """Make the floats of a shadow; those of the live version stay as they are."""
         for name, part in self._arena.shadow.items():
             if self._format is None:
                 part.tensor.copy_(arrived[name].tensor)
             else:
                 scale = arrived[name + SCALE].tensor
-                dequantise(arrived[name].tensor, part.box, scale, self._format, part.tensor)
+                dequantise(arrived[name].tensor, part.region, scale, self._format, part.tensor)
 
-    def swap(self, live: Parts) -> Mapping[str, Tensor]:
+    def swap(self, live: Shards) -> Mapping[str, Tensor]:
         """The tensors that readers see, once `live` is what was filled from."""
         self._arena.swap()
         floats = self._arena.live

@@ -2,15 +2,15 @@
 
 Who sends: holders on the receiver's host if there are any; among these the one with the least to send. What only one
 rank holds is counted first, then large copies before small ones, so that the small ones level out what is left. A
-large box whose copies cannot be shared out evenly is cut.
+large region whose copies cannot be shared out evenly is cut.
 
-Which ranks of a source can give which parts of a destination's boxes, for all tensors of one signature. Pure.
+Which ranks of a source can give which parts of a destination's regions, for all tensors of one signature. Pure.
 
 Sharing equal copies out among the ranks that could send them: the least loaded sends next. Pure.
 
 The copies that turn one layout into another, as a small value from which each rank takes its own. Pure, no torch.
 
-Tensors of one signature (shape, dtype and holdings on both sides) have equal copies. A *lane* is a box of each of
+Tensors of one signature (shape, dtype and holdings on both sides) have equal copies. A *lane* is a region of each of
 them, the ranks that hold it, the ranks that need it, and how many of the copies each holder sends; `reshard` makes
 them. A rank expands its own lanes only.
 
@@ -24,7 +24,7 @@ All replicas have one layout. If the trainers sent to each of n replicas, the bu
 part of one replica, while a replica's rank receives its own part only. So the trainers feed as many *heads* as keep
 them no busier than a receiver, and each head starts a chain of replicas. A rank forwards to the same rank of the next
 replica, one message while the one after it arrives: with chains of d replicas the last one is complete after the time
-of its own bytes and of d - 1 messages more, or tensors where several trainers' ranks send parts of one (`parcel` makes
+of its own bytes and of d - 1 messages more, or tensors where several trainers' ranks send parts of one (`bucket` makes
 the messages, `relay` moves them).
 """
 
@@ -39,20 +39,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.runtime.tensor.layout import ITEMSIZE, Box, Copy, Holding, IntArray, Layout, LayoutError, TensorLayout
+from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Holding, IntArray, Layout, LayoutError, Region, TensorLayout
 
-_BLOCK = 1 << 20  # pairs of boxes compared by one call
+_BLOCK = 1 << 20  # pairs of regions compared by one call
 
 
-class Regions(NamedTuple):
-    """The distinct non-empty boxes of a holding, sorted, and the ranks that hold each: start and stop are [N, D]."""
+class DistinctRegions(NamedTuple):
+    """The distinct non-empty regions of a holding, sorted, and the ranks that hold each: start and stop are [N, D]."""
 
     start: IntArray
     stop: IntArray
     ranks: Sequence[tuple[int, ...]]
 
-    def box(self, index: int) -> Box:
-        return Box(tuple(self.start[index].tolist()), tuple(self.stop[index].tolist()))
+    def region(self, index: int) -> Region:
+        return Region(tuple(self.start[index].tolist()), tuple(self.stop[index].tolist()))
 
     @property
     def sizes(self) -> IntArray:
@@ -64,7 +64,7 @@ class Regions(NamedTuple):
 class Piece(NamedTuple):
     """Elements that all of `sources` hold and all of `destinations` need."""
 
-    box: Box
+    region: Region
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
 
@@ -72,23 +72,23 @@ class Piece(NamedTuple):
 class Missing(NamedTuple):
     """Elements that all of `destinations` need and no source rank holds."""
 
-    boxes: tuple[Box, ...]
+    regions: tuple[Region, ...]
     destinations: tuple[int, ...]
 
 
 def cover(src: Holding, dst: Holding, shape: tuple[int, ...]) -> tuple[list[Piece], list[Missing]]:
-    """The pieces that fill each box of `dst` exactly once, by destination box and then by place; what is missing."""
-    held, wanted = atoms(src, shape), regions(dst, shape)
+    """The pieces that fill each region of `dst` exactly once, by destination and then by place; what is missing."""
+    held, wanted = disjoint_regions(src, shape), distinct_regions(dst, shape)
     to, by, start, stop = _overlaps(wanted, held)
     found = np.zeros(len(wanted.ranks), np.int64)
     np.add.at(found, to, (stop - start).prod(1))
     rows = zip(to.tolist(), by.tolist(), start.tolist(), stop.tolist(), strict=True)
-    pieces = [Piece(Box(tuple(a), tuple(b)), held.ranks[s], wanted.ranks[d]) for d, s, a, b in rows]
+    pieces = [Piece(Region(tuple(a), tuple(b)), held.ranks[s], wanted.ranks[d]) for d, s, a, b in rows]
     gaps = np.flatnonzero(found < wanted.sizes).tolist()
-    return pieces, [Missing(_gaps(wanted.box(index), held), wanted.ranks[index]) for index in gaps]
+    return pieces, [Missing(_gaps(wanted.region(index), held), wanted.ranks[index]) for index in gaps]
 
 
-def regions(holding: Holding, shape: tuple[int, ...]) -> Regions:
+def distinct_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegions:
     edges = holding.edges(shape)
     some = (edges.start < edges.stop).all(1)
     ranks, rows = edges.ranks[some], np.concatenate((edges.start, edges.stop), 1)[some]
@@ -99,17 +99,17 @@ def regions(holding: Holding, shape: tuple[int, ...]) -> Regions:
     bounds = [*np.flatnonzero(first).tolist(), len(rows)]
     listed = ranks.tolist()
     holders = [tuple(dict.fromkeys(listed[a:b])) for a, b in itertools.pairwise(bounds)]
-    return Regions(rows[first, : len(shape)], rows[first, len(shape) :], holders)
+    return DistinctRegions(rows[first, : len(shape)], rows[first, len(shape) :], holders)
 
 
-def atoms(holding: Holding, shape: tuple[int, ...]) -> Regions:
-    """The same elements as `regions`, no two of which have any in common: each with all ranks that hold it."""
-    held = regions(holding, shape)
+def disjoint_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegions:
+    """The same elements as `distinct_regions`, no two of which have any in common: each with all ranks that hold it."""
+    held = distinct_regions(holding, shape)
     return held if holding.disjoint else _made_disjoint(held)
 
 
-def _overlaps(a: Regions, b: Regions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Every pair of boxes with common elements: its indices in `a` and `b`, sorted, and the common start and stop."""
+def _overlaps(a: DistinctRegions, b: DistinctRegions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Every pair of regions with common elements: its indices in `a` and `b`, sorted, and the common start and stop."""
     found = []
     step = max(1, _BLOCK // max(1, len(b.ranks)))
     for base in range(0, max(1, len(a.ranks)), step):
@@ -121,31 +121,31 @@ def _overlaps(a: Regions, b: Regions) -> tuple[IntArray, IntArray, IntArray, Int
     return i, j, start, stop
 
 
-def _made_disjoint(held: Regions) -> Regions:
-    """The same elements as boxes without common ones, each with all ranks that hold it."""
+def _made_disjoint(held: DistinctRegions) -> DistinctRegions:
+    """The same elements as regions without common ones, each with all ranks that hold it."""
     if len(_overlaps(held, held)[0]) == len(held.ranks):
         return held
-    found: list[tuple[Box, tuple[int, ...]]] = []
+    found: list[tuple[Region, tuple[int, ...]]] = []
     for index, ranks in enumerate(held.ranks):
-        new, refined = [held.box(index)], []
+        new, refined = [held.region(index)], []
         for atom, holders in found:
-            common = atom & held.box(index)
+            common = atom & held.region(index)
             if common.size:
                 refined.append((common, tuple(sorted({*holders, *ranks}))))
-                new = [part for box in new for part in box.minus(common)]
+                new = [part for region in new for part in region.minus(common)]
             refined += [(part, holders) for part in atom.minus(common)]
-        found = refined + [(box, ranks) for box in new]
+        found = refined + [(region, ranks) for region in new]
     found.sort(key=lambda atom: (atom[0].start, atom[0].stop))
     shape = held.start.shape[1]
-    start = np.array([box.start for box, _ in found], np.int64).reshape(len(found), shape)
-    stop = np.array([box.stop for box, _ in found], np.int64).reshape(len(found), shape)
-    return Regions(start, stop, [ranks for _, ranks in found])
+    start = np.array([region.start for region, _ in found], np.int64).reshape(len(found), shape)
+    stop = np.array([region.stop for region, _ in found], np.int64).reshape(len(found), shape)
+    return DistinctRegions(start, stop, [ranks for _, ranks in found])
 
 
-def _gaps(box: Box, held: Regions) -> tuple[Box, ...]:
-    rest = [box]
+def _gaps(region: Region, held: DistinctRegions) -> tuple[Region, ...]:
+    rest = [region]
     for index in range(len(held.ranks)):
-        rest = [part for piece in rest for part in piece.minus(held.box(index))]
+        rest = [part for piece in rest for part in piece.minus(held.region(index))]
     return tuple(rest)
 
 
@@ -153,30 +153,30 @@ LARGE = 1 << 20  # bytes from which a piece travels by itself: below it a messag
 BUCKET = 4 << 20  # bytes at which a bucket is full
 
 
-class Lane(NamedTuple):
-    """A box of every tensor of a group, from those that hold it to those that need it.
+class CopySet(NamedTuple):
+    """A region of every tensor of a group, from those that hold it to those that need it.
 
     The copies count through the tensors for the first receiver, then for the second, …: ends[k] is where those end
     that sources[k] sends.
     """
 
-    box: Box
+    region: Region
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
     ends: tuple[int, ...]
 
 
-class Group(NamedTuple):
+class SignatureGroup(NamedTuple):
     """The tensors of one signature, with their places in the destination layout, and their lanes."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]
     itemsize: int
-    lanes: tuple[Lane, ...]
+    lanes: tuple[CopySet, ...]
 
 
 class Route(NamedTuple):
-    """Box `box` of the tensors first to last (exclusive) of a group, from one rank to another."""
+    """Region `region` of the tensors first to last (exclusive) of a group, from one rank to another."""
 
     source: int
     destination: int
@@ -184,14 +184,14 @@ class Route(NamedTuple):
     lane: int
     first: int
     last: int
-    box: Box
+    region: Region
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReshardPlan:
     """Every copy of one sync between `sources` and `destinations` ranks."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[SignatureGroup, ...]
     sources: int
     destinations: int
 
@@ -244,7 +244,7 @@ class Plan:
         alike: dict[tuple[int, ...], int] = defaultdict(int)  # many lanes have the same receivers
         for group in self.groups:
             for lane in group.lanes:
-                nbytes, start = lane.box.size * group.itemsize, 0
+                nbytes, start = lane.region.size * group.itemsize, 0
                 alike[lane.destinations] += nbytes * len(group.names)
                 for source, end in zip(lane.sources, lane.ends, strict=True):
                     out[source] += (end - start) * nbytes
@@ -256,19 +256,19 @@ class Plan:
 
     def _expanded(self, routes: tuple[Route, ...]) -> tuple[Copy, ...]:
         """The copies of one rank's routes: by peer as they come, then by tensor."""
-        by_pair: dict[tuple[int, int], list[tuple[int, int, str, Box]]] = defaultdict(list)
-        for source, destination, index, lane, first, last, box in routes:
+        by_pair: dict[tuple[int, int], list[tuple[int, int, str, Region]]] = defaultdict(list)
+        for source, destination, index, lane, first, last, region in routes:
             names, places, _, _ = self.groups[index]
-            by_pair[source, destination] += [(places[k], lane, names[k], box) for k in range(first, last)]
+            by_pair[source, destination] += [(places[k], lane, names[k], region) for k in range(first, last)]
         return tuple(
-            Copy(name, source, destination, box)
+            Copy(name, source, destination, region)
             for (source, destination), entries in by_pair.items()
-            for _, _, name, box in sorted(entries)  # a lane has each tensor once: ties are impossible
+            for _, _, name, region in sorted(entries)  # a lane has each tensor once: ties are impossible
         )
 
 
 def _routes(
-    groups: tuple[Group, ...], index: int, number: int, source: int | None, destination: int | None
+    groups: tuple[SignatureGroup, ...], index: int, number: int, source: int | None, destination: int | None
 ) -> Iterator[Route]:
     """The routes of one lane: those of one source or destination rank, if given."""
     group, lane = groups[index], groups[index].lanes[number]
@@ -279,7 +279,7 @@ def _routes(
         sent = range(start // tensors, -(-end // tensors))
         for k in sent if place is None else (place,) if place in sent else ():
             first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
-            yield Route(sender, lane.destinations[k], index, number, first, last, lane.box)
+            yield Route(sender, lane.destinations[k], index, number, first, last, lane.region)
 
 
 def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
@@ -321,8 +321,8 @@ class _Draft(NamedTuple):
     pieces: list[Piece]
 
 
-def reshard(src: Layout, dst: Layout) -> Plan:
-    """The copies that fill every box of `dst` from the boxes of `src`: each element of each destination box is
+def reshard(src: Layout, dst: Layout) -> ReshardPlan:
+    """The copies that fill every region of `dst` from the regions of `src`: each element of each destination region is
     written exactly once. A pure function of its arguments, so that each rank makes the same plan by itself.
 
     Raises `LayoutError` with every tensor that is missing on a side, differs in shape or dtype, or is not covered.
@@ -332,7 +332,7 @@ def reshard(src: Layout, dst: Layout) -> Plan:
     if faults:
         lines = [f"  {name}: {fault}" for name in sorted(faults) for fault in faults[name]]
         raise LayoutError("\n".join(["no plan from source to destination:", *lines]))
-    return Plan(tuple(_settled(drafts, src, dst)), src.ranks, dst.ranks)
+    return ReshardPlan(tuple(_settled(drafts, src, dst)), src.ranks, dst.ranks)
 
 
 def _drafts(src: Layout, dst: Layout, faults: Faults) -> Iterator[_Draft]:
@@ -354,42 +354,42 @@ def _drafts(src: Layout, dst: Layout, faults: Faults) -> Iterator[_Draft]:
         yield _Draft(tensors, tuple(own), pieces)
 
 
-def _settled(drafts: list[_Draft], src: Layout, dst: Layout) -> Iterator[Group]:
+def _settled(drafts: list[_Draft], src: Layout, dst: Layout) -> Iterator[SignatureGroup]:
     loads = [0] * src.ranks
-    lanes: list[list[Lane]] = []
+    lanes: list[list[CopySet]] = []
     open_lanes: list[tuple[int, int, int]] = []  # (- bytes of a copy, draft, lane)
     for index, draft in enumerate(drafts):
         itemsize, tensors = ITEMSIZE[draft.tensors[0].dtype], len(draft.tensors)
         lanes.append([])
         for piece in draft.pieces:
             for part in (piece,) if len(piece.sources) == 1 else _parts(piece, tensors, itemsize, src, dst):
-                nbytes, copies = part.box.size * itemsize, len(part.destinations) * tensors
+                nbytes, copies = part.region.size * itemsize, len(part.destinations) * tensors
                 if len(part.sources) == 1:
                     loads[part.sources[0]] += nbytes * copies
                 else:
                     open_lanes.append((-nbytes, index, len(lanes[-1])))
-                lanes[-1].append(Lane(*part, (copies,)))
+                lanes[-1].append(CopySet(*part, (copies,)))
     for nbytes, index, number in sorted(open_lanes):
         lane = lanes[index][number]
         counts = share([loads[source] for source in lane.sources], lane.ends[0], -nbytes)
         for source, count in zip(lane.sources, counts, strict=True):
             loads[source] -= nbytes * count
-        lanes[index][number] = Lane(lane.box, lane.sources, lane.destinations, tuple(accumulate(counts)))
+        lanes[index][number] = CopySet(lane.region, lane.sources, lane.destinations, tuple(accumulate(counts)))
     for draft, own in zip(drafts, lanes, strict=True):
         names = tuple(t.name for t in draft.tensors)
-        yield Group(names, draft.places, ITEMSIZE[draft.tensors[0].dtype], tuple(own))
+        yield SignatureGroup(names, draft.places, ITEMSIZE[draft.tensors[0].dtype], tuple(own))
 
 
 def _parts(piece: Piece, tensors: int, itemsize: int, src: Layout, dst: Layout) -> Iterator[Piece]:
     """A piece that several ranks hold: by the holders that may send it to each receiver, cut where that helps."""
     for sources, destinations in _near(piece, src, dst).items():
         uneven = tensors * len(destinations) % len(sources)
-        worth_it = uneven and piece.box.size * itemsize >= len(sources) * LARGE
-        for box in piece.box.cut(len(sources)) if worth_it else (piece.box,):
+        worth_it = uneven and piece.region.size * itemsize >= len(sources) * LARGE
+        for region in piece.region.cut(len(sources)) if worth_it else (piece.region,):
             # Dealt out like cards: where both sides have the same inner axes, replicated tensors then travel between
             # ranks that have other business with each other anyway.
             dealt = [d for first in range(len(sources)) for d in destinations[first :: len(sources)]]
-            yield Piece(box, sources, tuple(dealt))
+            yield Piece(region, sources, tuple(dealt))
 
 
 def _near(piece: Piece, src: Layout, dst: Layout) -> dict[tuple[int, ...], list[int]]:
@@ -434,9 +434,9 @@ def _own_faults(layout: Layout, side: str, faults: Faults) -> None:
 
 
 def _uncovered(missing: Missing, limit: int = 3) -> str:
-    boxes = _listed([str(box) for box in missing.boxes], limit)
+    regions = _listed([str(region) for region in missing.regions], limit)
     ranks = _listed([str(rank) for rank in missing.destinations], limit)
-    return f"{boxes} for rank{'s' if len(missing.destinations) > 1 else ''} {ranks} is held by no source rank"
+    return f"{regions} for rank{'s' if len(missing.destinations) > 1 else ''} {ranks} is held by no source rank"
 
 
 def _listed(texts: list[str], limit: int) -> str:
@@ -448,14 +448,14 @@ SLACK = 1.05
 """How much more than a receiver a trainer may have to do, before another hop is the better way."""
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """From whom a replica receives: another replica, or the trainers if `source` is None."""
 
     source: int | None
     destination: int
 
 
-def chain(plan: Plan, replicas: int) -> tuple[Link, ...]:
+def chain(plan: ReshardPlan, replicas: int) -> tuple[ChainLink, ...]:
     """The links that bring one version to all replicas, by destination; `plan` is that from the trainers to one of
     them. A replica forwards to one other at most, and its source has a smaller number.
     """
@@ -463,7 +463,7 @@ def chain(plan: Plan, replicas: int) -> tuple[Link, ...]:
         raise ValueError(f"given {replicas} replicas, needed at least 1")
     out, into = max(plan.bytes_out, default=0), max(plan.bytes_in, default=0)
     heads = num_heads(out, into, replicas)
-    return tuple(Link(None if k < heads else k - heads, k) for k in range(replicas))
+    return tuple(ChainLink(None if k < heads else k - heads, k) for k in range(replicas))
 
 
 def num_heads(out: int, into: int, replicas: int) -> int:
@@ -473,8 +473,8 @@ def num_heads(out: int, into: int, replicas: int) -> int:
     return max(1, min(replicas, int(SLACK * into / out))) if out else replicas
 
 
-def forwards(held: Mapping[str, Box], rank: int) -> tuple[Copy, ...]:
+def forwards(held: Mapping[str, Region], rank: int) -> tuple[Copy, ...]:
     """What a rank sends to the same rank of the next replica: all that it holds, in the order in which it holds it.
     That one receives just this.
     """
-    return tuple(Copy(name, rank, rank, box) for name, box in held.items() if box.size)
+    return tuple(Copy(name, rank, rank, region) for name, region in held.items() if region.size)

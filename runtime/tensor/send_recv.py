@@ -1,6 +1,6 @@
 """Weights as messages over a bridge: gloo or NCCL, point to point.
 
-A sync to one peer is a header (version, messages, bytes), then the messages of `parcel`, which are made once for each
+A sync to one peer is a header (version, messages, bytes), then the messages of `bucket`, which are made once for each
 buffer that takes part and used again at each sync. Those that are packed take turns in `SLOTS` staging buffers. Peers
 take turns, too, on both sides in one order: a rank that waits for a message has begun all that come before it, so that
 ranks cannot wait for each other in a circle, and what comes from several peers comes in about the order of the plan.
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.process_group import HEADER, Crossing, Group, named
+from penstock.runtime.tensor.process_group import HEADER, PeerConnection, PeerGroup, named
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
 
 
-class Parcel(NamedTuple):
+class Bucket(NamedTuple):
     """One message: its copies, their places in memory, and the bytes that travel: in place, or in staging buffer `slot`
     of its peer.
     """
@@ -65,22 +65,22 @@ class Staging:
 _KEPT = 8  # sets of messages: more than the buffers that take turns on one side of a channel
 
 
-class Post:
+class BucketCache:
     """The messages of a plan for each buffer that takes part in syncs: made once, in staging buffers that they share,
     since a bridge has one sync at a time. `limit` bounds the staging buffers of each peer.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._made: list[tuple[Sequence[Copy], Parts, dict[int, list[Parcel]]]] = []
+        self._made: list[tuple[Sequence[Copy], Shards, dict[int, list[Bucket]]]] = []
         self._staging: dict[int, Staging] = {}
 
     def once(
         self,
         copies: Sequence[Copy],
-        parts: Parts,
-        make: Callable[[Callable[[int], Staging]], dict[int, list[Parcel]]],
-    ) -> dict[int, list[Parcel]]:
+        parts: Shards,
+        make: Callable[[Callable[[int], Staging]], dict[int, list[Bucket]]],
+    ) -> dict[int, list[Bucket]]:
         """What was made for these two objects, or is made now."""
         for known_copies, known_parts, own in self._made:
             if known_copies is copies and known_parts is parts:
@@ -94,11 +94,11 @@ class Post:
         self._staging.clear()
 
 
-def parcels(copies: Sequence[Copy], parts: Parts, device: torch.device, staging: Staging) -> list[Parcel]:
+def buckets_of(copies: Sequence[Copy], parts: Shards, device: torch.device, staging: Staging) -> list[Bucket]:
     """The messages to or from one peer, through a group whose buffers lie on `device`."""
     slabs = [slab for copy in copies for slab in _slabs(copy, parts[copy.tensor].tensor.dtype.itemsize)]
-    pieces = [parts[slab.tensor].cut(slab.box) for slab in slabs]
-    made: list[Parcel] = []
+    pieces = [parts[slab.tensor].cut(slab.region) for slab in slabs]
+    made: list[Bucket] = []
     staged = 0
     for span in bundle([piece.nbytes for piece in pieces]):
         made.append(_parcel(tuple(slabs[span]), pieces[span], device, staging, staged))
@@ -108,20 +108,20 @@ def parcels(copies: Sequence[Copy], parts: Parts, device: torch.device, staging:
 
 def _slabs(copy: Copy, itemsize: int) -> list[Copy]:
     """A copy as copies of about a bucket at most, where it can be cut."""
-    parts = -(-copy.box.size * itemsize // BUCKET)
-    return [copy] if parts < 2 else [replace(copy, box=box) for box in copy.box.cut(parts)]
+    parts = -(-copy.region.size * itemsize // BUCKET)
+    return [copy] if parts < 2 else [replace(copy, region=region) for region in copy.region.cut(parts)]
 
 
 def _parcel(
     copies: tuple[Copy, ...], pieces: Sequence[Tensor], device: torch.device, staging: Staging, number: int
-) -> Parcel:
+) -> Bucket:
     """A single contiguous piece travels from and to where it lies, if the group can read it there."""
     first = pieces[0]
     if len(pieces) == 1 and first.is_contiguous() and first.device.type == device.type:
-        return Parcel(copies, pieces, first.view(-1).view(torch.uint8), None)
+        return Bucket(copies, pieces, first.view(-1).view(torch.uint8), None)
     slot, nbytes = staging.slot(number), sum(piece.nbytes for piece in pieces)
     pinned = first.is_cuda and device.type == "cpu"
-    return Parcel(copies, pieces, staging.buffer(slot, nbytes, device, pinned), slot)
+    return Bucket(copies, pieces, staging.buffer(slot, nbytes, device, pinned), slot)
 
 
 def bundle(sizes: Sequence[int]) -> list[slice]:
@@ -141,22 +141,22 @@ def bundle(sizes: Sequence[int]) -> list[slice]:
     return [*spans, slice(start, len(sizes))] if filled else spans
 
 
-def pack(parcel: Parcel) -> None:
-    for piece, place in _places(parcel):
+def pack(bucket: Bucket) -> None:
+    for piece, place in _places(bucket):
         place.copy_(piece)
 
 
-def unpack(parcel: Parcel) -> None:
-    for piece, place in _places(parcel):
+def unpack(bucket: Bucket) -> None:
+    for piece, place in _places(bucket):
         piece.copy_(place)
 
 
-def _places(parcel: Parcel) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of each piece of a staged parcel, with their place in the buffer, in one shape."""
+def _places(bucket: Bucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bytes of each piece of a staged bucket, with their place in the buffer, in one shape."""
     start = 0
-    for piece in parcel.pieces:
+    for piece in bucket.pieces:
         as_bytes = _bytes(piece)
-        yield as_bytes, parcel.buffer[start : start + piece.nbytes].view(as_bytes.shape)
+        yield as_bytes, bucket.buffer[start : start + piece.nbytes].view(as_bytes.shape)
         start += piece.nbytes
 
 
@@ -176,20 +176,22 @@ Tell = Callable[[Sequence[Copy]], None]
 class _Underway:
     """The messages of one sync that have been begun, and end in that order; of those in one staging buffer, one."""
 
-    def __init__(self, crossing: Crossing, version: int, finish: Callable[[Parcel], None] | None = None) -> None:
-        self._crossing = crossing
+    def __init__(
+        self, connection: PeerConnection, version: int, finish: Callable[[Bucket], None] | None = None
+    ) -> None:
+        self._connection = connection
         self._version = version
         self._finish = finish
-        self._begun: dict[tuple[int, int], tuple[Work, int, Parcel]] = {}
+        self._begun: dict[tuple[int, int], tuple[Work, int, Bucket]] = {}
         self._numbers = count()
 
-    def begin(self, peer: int, parcel: Parcel, start: Callable[[], Work]) -> None:
+    def begin(self, peer: int, bucket: Bucket, start: Callable[[], Work]) -> None:
         """`start` the message when its staging buffer is free."""
-        slot = peer, next(self._numbers) if parcel.slot is None else -1 - parcel.slot
+        slot = peer, next(self._numbers) if bucket.slot is None else -1 - bucket.slot
         while slot in self._begun:
             self._end_oldest()
-        with self._crossing.naming(self._version, peer, named(parcel.copies)):
-            self._begun[slot] = start(), peer, parcel
+        with self._connection.naming(self._version, peer, named(bucket.copies)):
+            self._begun[slot] = start(), peer, bucket
 
     def end(self) -> None:
         """Wait for all."""
@@ -197,74 +199,74 @@ class _Underway:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        work, peer, parcel = self._begun.pop(next(iter(self._begun)))
-        self._crossing.wait(work, self._version, peer, named(parcel.copies))
+        work, peer, bucket = self._begun.pop(next(iter(self._begun)))
+        self._connection.wait(work, self._version, peer, named(bucket.copies))
         if self._finish is not None:
-            self._finish(parcel)
+            self._finish(bucket)
 
 
 class MessageTransport:
     """One rank of a bridge. See the module for what is on the wire."""
 
-    def __init__(self, crossing: Crossing) -> None:
-        self._crossing = crossing
-        self._post = Post(SLOTS)
+    def __init__(self, connection: PeerConnection) -> None:
+        self._connection = connection
+        self._post = BucketCache(SLOTS)
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts, ready: Tell | None = None) -> int:
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards, ready: Tell | None = None) -> int:
         """`ready` waits until the copies of a message may be read; each is asked for just before it is sent."""
-        crossing, group = self._crossing, self._crossing.group(version)
-        by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
-        underway, headers = _Underway(crossing, version), []
+        connection, group = self._connection, self._connection.group(version)
+        by_peer = buckets_by_peer(self._post, connection, copies, parts, group.device)
+        underway, headers = _Underway(connection, version), []
         for peer, own in by_peer.items():
-            with crossing.naming(version, peer, HEADER):
+            with connection.naming(version, peer, HEADER):
                 header = _header(version, own, group.device)
                 headers.append((group.send(header, peer, 0), peer, header))
-        for tag, peer, parcel in _in_turn(by_peer):
+        for tag, peer, bucket in _in_turn(by_peer):
             if ready is not None:
-                ready(parcel.copies)
-            underway.begin(peer, parcel, partial(_packed_and_sent, group, parcel, peer, tag))
+                ready(bucket.copies)
+            underway.begin(peer, bucket, partial(_packed_and_sent, group, bucket, peer, tag))
         for work, peer, _ in headers:
-            crossing.wait(work, version, peer, HEADER)
+            connection.wait(work, version, peer, HEADER)
         underway.end()
         return _nbytes(by_peer.values())
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts, arrived: Tell | None = None) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards, arrived: Tell | None = None) -> int:
         """`arrived` is told when the copies of a message are in their places."""
-        crossing, group = self._crossing, self._crossing.group(version)
-        by_peer = parcels_by_peer(self._post, crossing, copies, parts, group.device)
+        connection, group = self._connection, self._connection.group(version)
+        by_peer = buckets_by_peer(self._post, connection, copies, parts, group.device)
         headers: list[tuple[int, Tensor, Work]] = []
         for peer in by_peer:
             header = torch.empty(3, dtype=torch.int64, device=group.device)
-            with crossing.naming(version, peer, HEADER):
+            with connection.naming(version, peer, HEADER):
                 headers.append((peer, header, group.receive(header, peer, 0)))
         for peer, header, work in headers:
-            crossing.wait(work, version, peer, HEADER)
-            crossing.match(header, _header(version, by_peer[peer], group.device), _FIELDS, peer)
-        underway = _Underway(crossing, version, partial(_unpacked, arrived))
-        for tag, peer, parcel in _in_turn(by_peer):
-            underway.begin(peer, parcel, partial(group.receive, parcel.buffer, peer, tag))
+            connection.wait(work, version, peer, HEADER)
+            connection.match(header, _header(version, by_peer[peer], group.device), _FIELDS, peer)
+        underway = _Underway(connection, version, partial(_unpacked, arrived))
+        for tag, peer, bucket in _in_turn(by_peer):
+            underway.begin(peer, bucket, partial(group.receive, bucket.buffer, peer, tag))
         underway.end()
         return _nbytes(by_peer.values())
 
     def close(self) -> None:
-        self._crossing.close()
+        self._connection.close()
         self._post.clear()
 
 
-def parcels_by_peer(
-    post: Post, crossing: Crossing, copies: Sequence[Copy], parts: Parts, device: torch.device
-) -> dict[int, list[Parcel]]:
+def buckets_by_peer(
+    post: BucketCache, connection: PeerConnection, copies: Sequence[Copy], parts: Shards, device: torch.device
+) -> dict[int, list[Bucket]]:
     """Each peer's messages, the same on both sides of a pair."""
     return post.once(
         copies,
         parts,
         lambda staging: {
-            peer: parcels(own, parts, device, staging(peer)) for peer, own in crossing.by_peer(copies).items()
+            peer: buckets_of(own, parts, device, staging(peer)) for peer, own in connection.by_peer(copies).items()
         },
     )
 
 
-def _in_turn(by_peer: Mapping[int, Sequence[Parcel]]) -> Iterator[tuple[int, int, Parcel]]:
+def _in_turn(by_peer: Mapping[int, Sequence[Bucket]]) -> Iterator[tuple[int, int, Bucket]]:
     """(tag, peer, message): the first message of each peer, then the second of each, …"""
     for tag in range(1, 1 + max(map(len, by_peer.values()), default=0)):
         for peer, own in by_peer.items():
@@ -272,22 +274,22 @@ def _in_turn(by_peer: Mapping[int, Sequence[Parcel]]) -> Iterator[tuple[int, int
                 yield tag, peer, own[tag - 1]
 
 
-def _packed_and_sent(group: Group, parcel: Parcel, peer: int, tag: int) -> Work:
-    if parcel.staged:
-        pack(parcel)
-    return group.send(parcel.buffer, peer, tag)
+def _packed_and_sent(group: PeerGroup, bucket: Bucket, peer: int, tag: int) -> Work:
+    if bucket.staged:
+        pack(bucket)
+    return group.send(bucket.buffer, peer, tag)
 
 
-def _unpacked(arrived: Tell | None, parcel: Parcel) -> None:
-    if parcel.staged:
-        unpack(parcel)
+def _unpacked(arrived: Tell | None, bucket: Bucket) -> None:
+    if bucket.staged:
+        unpack(bucket)
     if arrived is not None:
-        arrived(parcel.copies)
+        arrived(bucket.copies)
 
 
-def _header(version: int, own: Sequence[Parcel], device: torch.device) -> Tensor:
+def _header(version: int, own: Sequence[Bucket], device: torch.device) -> Tensor:
     return torch.tensor([version, len(own), _nbytes([own])], dtype=torch.int64, device=device)
 
 
 def _nbytes(parcels_of_peers: object) -> int:
-    return sum(parcel.buffer.nbytes for own in parcels_of_peers for parcel in own)  # type: ignore[attr-defined]
+    return sum(bucket.buffer.nbytes for own in parcels_of_peers for bucket in own)  # type: ignore[attr-defined]

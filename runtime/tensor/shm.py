@@ -33,7 +33,7 @@ def segment_name(run: str, owner: str, number: int) -> str:
     return f"{_PREFIX}{run}-{quote(owner, safe='')}-{number}"
 
 
-class Segment:
+class ShmSegment:
     """One mapped segment: `view` is shared with every process that maps it; `size` in bytes never changes."""
 
     def __init__(self, path: Path, descriptor: int, size: int, prot: int) -> None:
@@ -56,7 +56,7 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
 
-def create_segment(name: str, size: int, folders: Sequence[Path]) -> Segment:
+def create_segment(name: str, size: int, folders: Sequence[Path]) -> ShmSegment:
     """A new locked segment of `size` bytes, all of them allocated, in the first folder with room for it."""
     refusals = []
     for folder in folders:
@@ -71,7 +71,7 @@ def create_segment(name: str, size: int, folders: Sequence[Path]) -> Segment:
     raise SegmentError(f"no room for segment {name} of {size} bytes ({'; '.join(refusals)})")
 
 
-def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> Segment:
+def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> ShmSegment:
     """Map an existing segment, to be read or also written. It must be this user's alone."""
     if not _NAME.fullmatch(name):
         raise SegmentError(f"given {name!r}, needed a segment's name ({_PREFIX}<run>-<owner>-<k>)")
@@ -87,7 +87,7 @@ def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> 
             given = f"user {facts.st_uid}, mode {facts.st_mode & 0o777:o}, {facts.st_size} bytes"
             raise SegmentError(f"segment {name}: given {given}; needed this user's alone, and not empty")
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        return Segment(folder / name, descriptor, facts.st_size, prot)
+        return ShmSegment(folder / name, descriptor, facts.st_size, prot)
     raise SegmentError(f"segment {name} is in none of {', '.join(map(str, folders))}: its owner has closed it")
 
 
@@ -134,7 +134,7 @@ def _remove_unless_alive(paths: Sequence[Path]) -> list[str]:
             os.close(descriptor)
 
 
-def _create(path: Path, size: int) -> Segment:
+def _create(path: Path, size: int) -> ShmSegment:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -144,7 +144,7 @@ def _create(path: Path, size: int) -> Segment:
     try:
         # Without this, a full file system shows as SIGBUS at the first write instead of as an error here.
         os.posix_fallocate(descriptor, 0, size)
-        return Segment(path, descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        return ShmSegment(path, descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:
         path.unlink(missing_ok=True)
         os.close(descriptor)

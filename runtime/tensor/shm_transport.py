@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.shm import SHM, Segment, SegmentError, create_segment, open_segment, segment_name
+from penstock.runtime.tensor.shm import SHM, SegmentError, ShmSegment, create_segment, open_segment, segment_name
 
 Allocate = Callable[[int], Tensor]
 """Zeroed memory of this many bytes, as a uint8 tensor, all of it touched."""
 
-Way = Literal["shm", "cuda_ipc"]
+MemoryKind = Literal["shm", "cuda_ipc"]
 """How one process writes another's memory: segments of shared memory, or blocks of a GPU's."""
 
 _log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class Place(NamedTuple):
     offset: int
 
 
-class Exported(Protocol):
+class WritableMemory(Protocol):
     """A receiver's memory, which senders' processes write: what `Allocate` gives, and where a tensor of it lies."""
 
     @property
-    def way(self) -> Way: ...
+    def kind(self) -> MemoryKind: ...
 
     @property
     def shared(self) -> bool:
@@ -55,7 +55,7 @@ class Exported(Protocol):
     def close(self) -> None: ...
 
 
-class Mapped(Protocol):
+class PeerMemory(Protocol):
     """A sender's view of receivers' memory."""
 
     def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
@@ -74,7 +74,7 @@ class SharedMemory:
     `shared` is false: weights must then come as messages.
     """
 
-    way: Literal["shm"] = "shm"
+    kind: Literal["shm"] = "shm"
 
     def __init__(
         self, run: str, owner: str, folders: Sequence[Path] = (SHM,), warn: Callable[[str], object] = _log.warning
@@ -83,7 +83,7 @@ class SharedMemory:
         self._owner = owner
         self._folders = tuple(folders)
         self._warn = warn
-        self._segments: list[tuple[Segment, Tensor]] = []
+        self._segments: list[tuple[ShmSegment, Tensor]] = []
         self.refused = ""
 
     @property
@@ -121,7 +121,7 @@ class MappedMemory:
 
     def __init__(self, folders: Sequence[Path] = (SHM,)) -> None:
         self._folders = tuple(folders)
-        self._mapped: dict[str, tuple[Segment, Tensor]] = {}
+        self._mapped: dict[str, tuple[ShmSegment, Tensor]] = {}
 
     def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
         if place.segment not in self._mapped:
@@ -151,7 +151,7 @@ def place_among(owned: Iterable[tuple[str, Tensor]], tensor: Tensor, owner: str)
 
 
 def view_at(buffer: Tensor, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
-    """What `Mapped.view` gives, in the buffer that `place` names."""
+    """What `PeerMemory.view` gives, in the buffer that `place` names."""
     last = sum((n - 1) * stride for n, stride in zip(like.shape, strides, strict=True))
     end = place.offset + (last + 1) * like.dtype.itemsize
     if min(strides, default=0) < 0 or place.offset < 0 or end > buffer.nbytes:

@@ -1,11 +1,12 @@
 """One sync of weights, from both sides: publish, send, receive, prove, swap.
 
-The sending rank's `Publisher` copies the carried value's weights aside (`publish`) and sends that copy to any number
-of replicas, while the optimizer goes on. Replicas may have several ranks, on each of which one of these runs: weights
+The sending rank's `WeightPublisher` copies the carried value's weights aside (`publish`) and sends that copy to any
+number of replicas, while the optimizer goes on.
+Replicas may have several ranks, on each of which one of these runs: weights
 go from shard to shard. Two things travel by the control plane, both equal on all ranks of the sender: once, the
 `description` of the weights, from which both sides make the same plan; and the digests of each version, which
-`publish` returns. The receiving rank's `Receiver` fills its shadow while its nodes read the live weights, proves what
-arrived, and swaps when it is told to, between two steps.
+`publish` returns. The receiving rank's `WeightReceiver` fills its shadow while its nodes read the live weights, proves
+what arrived, and swaps when it is told to, between two steps.
 
     digests = publisher.publish(7)                              # sender, on Publish → Published
     publisher.start(7, transport, ranks, done, mesh)            # sender, on Send
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded, Sharding
 from penstock.graph.types import Weights
-from penstock.runtime.tensor.buffers import Arena, Device, Done, Snapshot, in_background
-from penstock.runtime.tensor.digest import MODES, Add, Mode, ProofError, Prover, alone, chosen
+from penstock.runtime.tensor.buffers import Device, Done, DoubleBuffer, WeightSnapshot, in_background
+from penstock.runtime.tensor.digest import MODES, Add, ChecksumError, Checksums, Mode, alone, hashed_tensors
 from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
 from penstock.runtime.tensor.process_group import LocalTransport, Receiving, Transport
 from penstock.runtime.tensor.quantise import Agree, Converter, Restorer
@@ -110,7 +111,7 @@ class Moved(NamedTuple):
     prove_s: float
 
 
-class Publisher:
+class WeightPublisher:
     """One rank's copies of a carried value's weights, as of the last `keep` versions published.
 
     The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
@@ -149,11 +150,11 @@ class Publisher:
         self._device = device
         self._proof = proof
         # Without a sum over the ranks each has everything, and proves it by itself.
-        self._prover = Prover(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
+        self._prover = Checksums(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
         self._names = tuple(t.name for t in self.layout.tensors)
         wanted = rules_to_json(self._wanted)
         self.description = {"layout": self._source.to_json(), "wire": wire, "wanted": wanted, "proof": proof}
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[WeightSnapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
         self._copies: dict[Mesh, tuple[Copy, ...]] = {}
@@ -164,7 +165,7 @@ class Publisher:
         another object than it was given. Raises `ConversionError` for what the format cannot hold.
         """
         self._carried = self._carried if carried is None else carried
-        names = chosen(self._proof, version, self._names)
+        names = hashed_tensors(self._proof, version, self._names)
         snapshot = self._free_snapshot(version)
         hashed = partial(self._prover.digests, snapshot.parts, names)
         return snapshot.take(version, self._carried.weights(), hashed, self._convert)
@@ -182,7 +183,7 @@ class Publisher:
         snapshot, target = self._hold(version), mesh_of(mesh, ranks)
         in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
 
-    def _send(self, snapshot: Snapshot, transport: Transport, mesh: Mesh) -> Moved:
+    def _send(self, snapshot: WeightSnapshot, transport: Transport, mesh: Mesh) -> Moved:
         try:
             copies = self._planned(mesh)
             started = time.perf_counter()
@@ -200,7 +201,7 @@ class Publisher:
                 self._copies[mesh] = reshard(self.layout, target).sends(self._rank)
             return self._copies[mesh]
 
-    def _hold(self, version: int) -> Snapshot:
+    def _hold(self, version: int) -> WeightSnapshot:
         with self._lock:
             for snapshot in self._snapshots:
                 if snapshot.version == version:
@@ -209,7 +210,7 @@ class Publisher:
             held = sorted(s.version for s in self._snapshots)
             raise SyncError(f"{self.channel}: send version {version}: only {held} are held (keep={self._keep})")
 
-    def _free_snapshot(self, version: int) -> Snapshot:
+    def _free_snapshot(self, version: int) -> WeightSnapshot:
         """The oldest copy that is neither among the last `keep` (with the new one) nor being sent; else a new one."""
         with self._lock:
             by_age = sorted(self._snapshots, key=lambda s: s.version)
@@ -220,11 +221,11 @@ class Publisher:
                     del self._sending[snapshot.version]
                     snapshot.version = -1
                     return snapshot
-            self._snapshots.append(Snapshot(self._source, self.layout, self._rank, self._device))
+            self._snapshots.append(WeightSnapshot(self._source, self.layout, self._rank, self._device))
             return self._snapshots[-1]
 
 
-class Receiver:
+class WeightReceiver:
     """One rank's part of a channel's weights: on a `mesh` (axis, size), what its axis "tp" leaves to it of each
     tensor, by the rules of the sender; without a mesh, all of it on each of `ranks` ranks.
 
@@ -258,8 +259,8 @@ class Receiver:
         self._allocate = allocate
         self._restore = restore
         self._restorer: Restorer | None = None
-        self._arena: Arena | None = None
-        self._prover: Prover | None = None
+        self._arena: DoubleBuffer | None = None
+        self._prover: Checksums | None = None
         self._copies: tuple[Copy, ...] = ()
         self.description: Description = {}
         self._arrived: int | None = None
@@ -316,7 +317,7 @@ class Receiver:
         finally:
             self._busy = False
 
-    def _prepared(self) -> tuple[Arena, Prover]:
+    def _prepared(self) -> tuple[DoubleBuffer, Checksums]:
         """The arena, and what checks it; made for the first version."""
         if self._arena is None or self._prover is None:
             source, wire = Layout.from_json(self.description["layout"]), self.description["wire"]
@@ -325,18 +326,18 @@ class Receiver:
             self._copies = reshard(converted(source, wire), target).receives(self._rank)
             if wire and self._restore:
                 self._restorer = Restorer(read, target, wire, self._rank, self._device)
-            self._arena = Arena(target, self._rank, self._device, self._allocate)
+            self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate)
             own = target if self._add else target.replicated(1)
-            self._prover = Prover(own, self._rank if self._add else 0, self._add or alone)
+            self._prover = Checksums(own, self._rank if self._add else 0, self._add or alone)
         return self._arena, self._prover
 
     def _require_digests(self, version: int, digests: Mapping[str, int], layout: Layout) -> None:
-        """Raises ProofError for other tensors' digests than the mode of the proof asks for in this version."""
+        """Raises ChecksumError for other tensors' digests than the mode of the proof asks for in this version."""
         mode = self.description["proof"]
-        needed = chosen(mode, version, [t.name for t in layout.tensors])
+        needed = hashed_tensors(mode, version, [t.name for t in layout.tensors])
         if digests.keys() != set(needed):
             names = ", ".join(sorted(digests.keys() ^ set(needed)))
-            raise ProofError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
+            raise ChecksumError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
 
     def _sides(self) -> str:
         sources = sorted({copy.source for copy in self._copies})
@@ -350,7 +351,9 @@ class Receiver:
         return f"live: {self.weights.version}, {doing}"
 
 
-def hand_over(publisher: Publisher, receiver: Receiver, version: int, digests: Mapping[str, int]) -> Moved:
+def sync_in_process(
+    publisher: WeightPublisher, receiver: WeightReceiver, version: int, digests: Mapping[str, int]
+) -> Moved:
     """Send and receive in one process and one thread: the same plan, the same proof, one copy."""
     transport = LocalTransport(receiver.channel)
     publisher.send(version, transport, mesh=receiver.mesh.axes)

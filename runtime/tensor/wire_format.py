@@ -2,7 +2,7 @@
 
 A format is a dtype of floats, or quantises: a matrix [out, in] then travels as two logical tensors like any others,
 NAME in eight bits and NAME.scale in float32, with a scale per row, [out], or per block, [out / 128, in / 128] rounded
-up. A rank holds the scales of the rows or blocks that its box touches, so plan and proof need to know nothing of it.
+up. A rank holds the scales of the rows or blocks that its region touches, so plan and proof need to know nothing of it.
 
 A receiving replica's side of a channel: its mesh, its layout, the plan that brings it there. Pure, without torch.
 
@@ -18,18 +18,18 @@ import numpy as np
 
 from penstock.graph.protocols import TENSOR, Axes, Rule
 from penstock.runtime.tensor.layout import (
-    Box,
-    Boxes,
-    Edges,
     Holding,
     Layout,
     LayoutError,
+    ListedRegions,
     Mesh,
     Placement,
+    RankRegions,
+    Region,
     TensorLayout,
     sharded,
 )
-from penstock.runtime.tensor.reshard import Plan, regions, reshard
+from penstock.runtime.tensor.reshard import ReshardPlan, distinct_regions, reshard
 
 SCALE = ".scale"
 """What the name of a matrix's scales ends with."""
@@ -50,17 +50,17 @@ class Format:
     limit: float
     block: int = 0
 
-    def scales(self, box: Box) -> Box:
-        """The scales of the rows or blocks that a box of the matrix touches; none for an empty box."""
+    def scales(self, region: Region) -> Region:
+        """The scales of the rows or blocks that a region of the matrix touches; none for an empty region."""
         dims, tile = (2, self.block) if self.block else (1, 1)
-        if not box.size:
-            return Box((0,) * dims, (0,) * dims)
-        start, stop = box.start[:dims], box.stop[:dims]
-        return Box(tuple(a // tile for a in start), tuple(-(-b // tile) for b in stop))
+        if not region.size:
+            return Region((0,) * dims, (0,) * dims)
+        start, stop = region.start[:dims], region.stop[:dims]
+        return Region(tuple(a // tile for a in start), tuple(-(-b // tile) for b in stop))
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of all scales of a matrix."""
-        return self.scales(Box.whole(shape)).shape
+        return self.scales(Region.whole(shape)).shape
 
 
 FORMATS = {
@@ -109,19 +109,21 @@ def quantises(t: TensorLayout, kept: Sequence[str] = KEPT) -> bool:
 
 
 def cut_through(held: Holding, shape: tuple[int, ...], format: Format) -> bool:
-    """Whether some row or block lies in several boxes of this holding, so that their holders have to agree on its
+    """Whether some row or block lies in several regions of this holding, so that their holders have to agree on its
     scale. The same answer on every rank.
     """
-    distinct = regions(held, shape)
-    touched = sum(format.scales(distinct.box(index)).size for index in range(len(distinct.ranks)))
-    return touched > Box.whole(format.scale_shape(shape)).size
+    distinct = distinct_regions(held, shape)
+    touched = sum(format.scales(distinct.region(index)).size for index in range(len(distinct.ranks)))
+    return touched > Region.whole(format.scale_shape(shape)).size
 
 
 def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> Holding:
-    """Who holds which scales: as a placement on the same mesh if one gives just these boxes, else listed."""
+    """Who holds which scales: as a placement on the same mesh if one gives just these regions, else listed."""
     edges = held.edges(shape)
     rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
-    listed = Boxes(tuple(dict.fromkeys((rank, format.scales(Box(tuple(a), tuple(b)))) for rank, a, b in rows)))
+    listed = ListedRegions(
+        tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows))
+    )
     if not isinstance(held, Placement):
         return listed
     scales = format.scale_shape(shape)
@@ -133,8 +135,8 @@ def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> Hold
     return listed
 
 
-def _equal(a: Edges, b: Edges) -> bool:
-    """Whether two lists of boxes are the same, all empty ones being equal."""
+def _equal(a: RankRegions, b: RankRegions) -> bool:
+    """Whether two lists of regions are the same, all empty ones being equal."""
     if not np.array_equal(a.ranks, b.ranks):
         return False
     empty = (a.start >= a.stop).any(1)
@@ -154,7 +156,7 @@ def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Lay
     return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
 
 
-def plan_of(description: Mapping[str, Any], mesh: Mesh) -> Plan:
+def plan_of(description: Mapping[str, Any], mesh: Mesh) -> ReshardPlan:
     """The plan from a sender, whose description of its weights this is (`sync`), to a replica on `mesh`."""
     source, wire = Layout.from_json(description["layout"]), description["wire"]
     target = target_layout(source, rules_from_json(description["wanted"]), mesh)

@@ -7,15 +7,15 @@ import torch
 from penstock.graph import broadcast, node, program
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 
-_receive = PutTransport.receive
+_receive = OneSidedTransport.receive
 """How weights come to a receiver on the sender's host."""
 
 
-def _receive_badly(self: PutTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+def _receive_badly(self: OneSidedTransport, version: int, copies: Sequence[Copy], parts: Shards) -> int:
     received = _receive(self, version, copies, parts)
     if version == 2:
         parts["values"].tensor.view(torch.int32)[7] ^= 1
@@ -23,7 +23,7 @@ def _receive_badly(self: PutTransport, version: int, copies: Sequence[Copy], par
 
 
 def _spoil(context: Context, *, samples: int) -> FakeEngine:
-    PutTransport.receive = _receive_badly  # type: ignore[method-assign]
+    OneSidedTransport.receive = _receive_badly  # type: ignore[method-assign]
     return FakeEngine(samples, 1.0)
 
 

@@ -21,11 +21,11 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor import link, shm_transport
-from penstock.runtime.tensor.process_group import Group
+from penstock.runtime.tensor.process_group import PeerGroup
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
 PATIENCE_S = 60.0
-COPY, SEND = shm_transport.copy_elements, Group.send
+COPY, SEND = shm_transport.copy_elements, PeerGroup.send
 
 
 class LargePolicy(FakePolicy):
@@ -65,7 +65,7 @@ class Halfway:
         self(source.nbytes)
         COPY(target, source)
 
-    def send(self, group: Group, buffer: Tensor, peer: int, tag: int) -> Work:
+    def send(self, group: PeerGroup, buffer: Tensor, peer: int, tag: int) -> Work:
         self(buffer.nbytes)
         work = SEND(group, buffer, peer, tag)
         if buffer.nbytes == PART_BYTES and self.count > self.last - PARTS // 2:
@@ -79,7 +79,7 @@ def make_large_policy(context: Context) -> Carried:
     if options["mark"]:
         halfway = Halfway(Path(options["mark"]), options["at"])
         shm_transport.copy_elements = halfway.copy
-        Group.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
+        PeerGroup.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
     return LargePolicy(context)
 
 

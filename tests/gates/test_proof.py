@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import LocalTransport
 
@@ -57,7 +57,7 @@ def test_a_damaged_sync_stops_a_run_and_names_the_tensors(
     before: Tensors = {}
     receive = LocalTransport.receive
 
-    def damaged(self: LocalTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def damaged(self: LocalTransport, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         received = receive(self, version, copies, parts)
         tensors = {name: part.tensor for name, part in parts.items()}
         if version == 2:

@@ -59,7 +59,7 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_run_with_its_traceback(tm
     assert (status, summary(folder)["status"], summary(folder)["updates"]) == ("failed", "failed", 1)
     assert lines[-1]["kind"] == "error"
     for error in (summary(folder)["error"], lines[-1]["text"]):
-        assert "in write_part" in error
+        assert "in write_shard" in error
         assert "AttributeError: 'str' object" in error
     assert list((folder / "checkpoints").iterdir()) == []
 
@@ -73,7 +73,7 @@ def test_a_full_disk_at_a_checkpoint_is_said_with_its_traceback_by_the_rank(tmp_
         assert running.wait() == 1
     log = (folder / "logs" / "trainer-0-0.err").read_text()
     for error in (running.errors, summary(folder)["error"], log):
-        assert "in write_part" in error
+        assert "in write_shard" in error
         assert "StateError: " in error
         assert "File too large" in error
     assert "trainer/0 rank 0 failed at Save:" in running.errors

@@ -16,15 +16,15 @@ from penstock.runtime.control.routes import Routes
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.control.weight_channels import Bridges, Ground, Span
 from penstock.runtime.schedule.compile import Channel
-from penstock.runtime.tensor.buffers import Parts
+from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.delta import DeltaTransport
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import Side, Transport, TransportError
-from penstock.runtime.tensor.send_recv import MessageTransport, Parcel
+from penstock.runtime.tensor.send_recv import Bucket, MessageTransport
 from penstock.runtime.tensor.shm import sweep
 from penstock.runtime.tensor.shm_transport import SharedMemory
-from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 from tests.runtime.tensor.peer import Policy
 
 from .sockets import until
@@ -84,7 +84,7 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("host", "kind", "address"), [("a", PutTransport, "127.0.0.1"), ("b", MessageTransport, ADDRESS)]
+    ("host", "kind", "address"), [("a", OneSidedTransport, "127.0.0.1"), ("b", MessageTransport, ADDRESS)]
 )
 def test_hosts_of_other_names_get_messages_at_their_address_whatever_they_share(
     memory: SharedMemory, host: str, kind: type, address: str
@@ -108,7 +108,7 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
     replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(names, "bcd", strict=True))
     channel = Channel(CHANNEL, "policy", Replica(TRAINER, (Rank("a"),)), "broadcast", "generator", replicas)
     routes = Routes(channel, "auto", 0)
-    routes.settle(Publisher(CHANNEL, Policy(4), proof="off").description)
+    routes.settle(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     meet = partial(PrefixStore, store=HashStore())
     ground = Ground(RUN, meet, ADDRESS, 0.2, RunOptions(), lambda: None, print)
     bridges = Bridges({CHANNEL: channel}, 0, "cpu", ground, {CHANNEL: routes}, {})
@@ -137,12 +137,12 @@ def test_a_version_goes_out_when_its_sender_is_through_with_the_one_before(
     """The receiver has version 0, and asks for the next one, while the sender still takes down what it has sent."""
     began, taken_down, send, keep = Event(), Event(), DeltaTransport.send, DeltaTransport._keep
 
-    def send_and_say(transport: DeltaTransport, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def send_and_say(transport: DeltaTransport, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         if version:
             began.set()
         return send(transport, version, copies, parts)
 
-    def keep_later(transport: DeltaTransport, version: int, peer: int, own: Sequence[Parcel]) -> None:
+    def keep_later(transport: DeltaTransport, version: int, peer: int, own: Sequence[Bucket]) -> None:
         assert version or taken_down.wait(20)
         keep(transport, version, peer, own)
 
@@ -150,7 +150,7 @@ def test_a_version_goes_out_when_its_sender_is_through_with_the_one_before(
     monkeypatch.setattr(DeltaTransport, "_keep", keep_later)
     sides, sent, policy = both_sides("b", memory, delta=9), SimpleQueue[Moved | Exception](), Policy(1000)
     ways = {side: sides[side].lazy(Span(CHANNEL, TRAINER, GENERATOR, side)) for side in SIDES}
-    publisher, receiver = Publisher(CHANNEL, policy), Receiver(CHANNEL)
+    publisher, receiver = WeightPublisher(CHANNEL, policy), WeightReceiver(CHANNEL)
     receiver.describe(publisher.description)
     for version in range(2):
         policy.advance(version)

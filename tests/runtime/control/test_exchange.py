@@ -36,8 +36,8 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.control.sockets import WireError
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer, reply
-from penstock.runtime.tensor.object_ref import Handle, HandleError
-from penstock.runtime.tensor.object_store import Reader, Store
+from penstock.runtime.tensor.object_ref import ObjectRef, ObjectRefError
+from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from tests.halt import halt
 
 from .sockets import mutated, stranger, until
@@ -58,9 +58,11 @@ class Hosts:
     def __post_init__(self) -> None:
         self.run = self.keys.door.run
         self.died: list[str] = []
-        self.server = self.new_server(Reader(self.run, host="a"))
+        self.server = self.new_server(ObjectReader(self.run, host="a"))
         self.stack.callback(self.server.close)
-        self.store = Store(self.run, "generator.0", host="a", endpoint=self.server.endpoint, segment_bytes=1 << 16)
+        self.store = ObjectStore(
+            self.run, "generator.0", host="a", endpoint=self.server.endpoint, segment_bytes=1 << 16
+        )
         self.stack.callback(self.store.close)
         self.client = self.new_client()
         self.reader = self.new_reader("b", self.client.block)
@@ -68,7 +70,7 @@ class Hosts:
     def join(self, host: str) -> Join:
         return self.keys.join(host, TCP, self.folder)
 
-    def new_server(self, reader: Reader, owner: str = "generator.0") -> ExchangeServer:
+    def new_server(self, reader: ObjectReader, owner: str = "generator.0") -> ExchangeServer:
         return ExchangeServer(self.join("a"), owner, reader, self.died.append)
 
     def new_client(self, patience: float = PATIENCE_S) -> ExchangeClient:
@@ -76,8 +78,8 @@ class Hosts:
         self.stack.callback(client.close)
         return client
 
-    def new_reader(self, host: str, far: Callable[[Handle], bytearray] | None = None) -> Reader:
-        reader = Reader(self.run, host=host, far=far)
+    def new_reader(self, host: str, far: Callable[[ObjectRef], bytearray] | None = None) -> ObjectReader:
+        reader = ObjectReader(self.run, host=host, far=far)
         self.stack.callback(reader.close)
         return reader
 
@@ -128,11 +130,11 @@ def test_a_reader_on_the_owners_host_asks_nobody(hosts: Hosts) -> None:
 def test_a_value_that_was_freed_or_replaced_is_an_error_on_every_host(hosts: Hosts) -> None:
     handle = hosts.store.put(rewards(3))
     hosts.store.free(handle)
-    with pytest.raises(HandleError, match=r"of generator\.0 on host a .*freed"):
+    with pytest.raises(ObjectRefError, match=r"of generator\.0 on host a .*freed"):
         hosts.reader.get(handle, Rewards)
     again = hosts.store.put(rewards(3, seed=1))
     assert again.offset == handle.offset
-    with pytest.raises(HandleError, match="freed"):
+    with pytest.raises(ObjectRefError, match="freed"):
         hosts.reader.get(handle, Rewards)
     assert torch.equal(hosts.reader.get(again, Rewards).values_N, rewards(3, seed=1).values_N)
 
@@ -160,13 +162,13 @@ def test_a_value_that_was_freed_or_replaced_is_an_error_on_every_host(hosts: Hos
 )
 def test_a_wrong_handle_is_an_error_and_the_next_one_is_answered(hosts: Hosts, change: dict[str, Any]) -> None:
     handle = hosts.store.put(rewards(3))
-    with pytest.raises(HandleError, match=r"penstock-|etc"):
+    with pytest.raises(ObjectRefError, match=r"penstock-|etc"):
         hosts.reader.get(structs.replace(handle, **change), Rewards)
     assert torch.equal(hosts.reader.get(handle, Rewards).values_N, rewards(3).values_N)
 
 
 def test_a_reader_that_cannot_ask_says_where_the_value_is(hosts: Hosts) -> None:
-    with pytest.raises(HandleError, match=r"on host a .*a reader on host 'c' that cannot ask other hosts"):
+    with pytest.raises(ObjectRefError, match=r"on host a .*a reader on host 'c' that cannot ask other hosts"):
         hosts.new_reader("c").get(hosts.store.put(rewards(3)), Rewards)
 
 
@@ -190,16 +192,16 @@ def test_a_value_that_is_freed_while_it_is_read_is_whole_or_an_error(hosts: Host
     """The owner frees and puts in the same place while another thread reads: no reader ever sees a mixture."""
     wrong: list[int] = []
     read = [0]
-    shown: list[Handle] = []
+    shown: list[ObjectRef] = []
     over = threading.Event()
     client = hosts.new_client()
 
     def look() -> None:
-        reader = Reader(hosts.run, host="b", far=client.block)
+        reader = ObjectReader(hosts.run, host="b", far=client.block)
         while not over.is_set():
             try:
                 values_N = reader.get(shown[-1], Rewards).values_N
-            except HandleError:
+            except ObjectRefError:
                 continue
             read[0] += 1
             if not bool((values_N == values_N[0]).all()):
@@ -262,7 +264,7 @@ CRUEL: list[dict[str, Any]] = [
 ]
 
 
-def cruel(handle: Handle, run: str) -> list[Handle]:
+def cruel(handle: ObjectRef, run: str) -> list[ObjectRef]:
     changes = [{k: v.replace("RUN", run) if isinstance(v, str) else v for k, v in one.items()} for one in CRUEL]
     return [structs.replace(handle, **change) for change in changes]
 
@@ -312,7 +314,7 @@ def test_whatever_another_host_gives_for_a_block_is_a_value_or_an_error_that_nam
             given[:] = block[:24] + mutated(chance, seeds)[24:]
             try:
                 reader.get(handle, type(value))
-            except HandleError as error:
+            except ObjectRefError as error:
                 wrong.append(str(error))
         assert wrong
         assert all(text.startswith(str(handle)) for text in wrong)
@@ -320,8 +322,8 @@ def test_whatever_another_host_gives_for_a_block_is_a_value_or_an_error_that_nam
 
 
 def test_a_server_whose_thread_ends_says_so_at_once(hosts: Hosts) -> None:
-    class Full(Reader):
-        def part(self, handle: Handle, start: int, length: int) -> bytearray:
+    class Full(ObjectReader):
+        def part(self, handle: ObjectRef, start: int, length: int) -> bytearray:
             raise MemoryError("no room for a part")
 
     server = hosts.new_server(Full(hosts.run, host="a"))
@@ -358,9 +360,9 @@ def test_an_owner_that_is_gone_is_named_with_its_host_and_the_value(hosts: Hosts
     hosts.server.close()
     hosts.stack.pop_all()  # closed here, in order
     client = ExchangeClient(hosts.join("b"), 0.5)
-    reader = Reader(hosts.run, host="b", far=client.block)
+    reader = ObjectReader(hosts.run, host="b", far=client.block)
     try:
-        with pytest.raises(HandleError) as caught:
+        with pytest.raises(ObjectRefError) as caught:
             reader.get(handle, Rewards)
     finally:
         client.close()
@@ -379,10 +381,10 @@ import torch
 from penstock.graph.types import Rewards
 from penstock.runtime.control.value_server import ExchangeServer
 from penstock.runtime.control.security import Join
-from penstock.runtime.tensor.object_store import Reader, Store
+from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 join = Join.read(Path(sys.argv[1]))
-server = ExchangeServer(join, "owner", Reader(join.run, host="a"), print)
-h = Store(join.run, "owner", host="a", endpoint=server.endpoint).put(Rewards(torch.ones(5)))
+server = ExchangeServer(join, "owner", ObjectReader(join.run, host="a"), print)
+h = ObjectStore(join.run, "owner", host="a", endpoint=server.endpoint).put(Rewards(torch.ones(5)))
 print("\\n".join((h.segment, str(h.offset), str(h.nbytes), h.meta, h.owner, h.host, h.endpoint)), flush=True)
 time.sleep(100)
 """
@@ -395,18 +397,18 @@ def test_an_owner_that_dies_while_a_reader_waits_is_named_and_one_that_comes_bac
     try:
         assert owner.stdout is not None
         segment, offset, nbytes, *rest = [owner.stdout.readline().strip() for _ in range(7)]
-        handle = Handle(segment, int(offset), int(nbytes), *rest)
+        handle = ObjectRef(segment, int(offset), int(nbytes), *rest)
         assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
         impatient = hosts.new_reader("b", hosts.new_client(0.5).block)
         halt(owner)
-        with pytest.raises(HandleError, match="owner on host a has not answered"):
+        with pytest.raises(ObjectRefError, match="owner on host a has not answered"):
             impatient.get(handle, Rewards)
         owner.send_signal(signal.SIGCONT)
         assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
         halt(owner)
         killer = threading.Timer(0.2, owner.kill)
         killer.start()
-        with pytest.raises(HandleError, match="owner on host a has not answered"):
+        with pytest.raises(ObjectRefError, match="owner on host a has not answered"):
             impatient.get(handle, Rewards)
         killer.join()
     finally:
@@ -420,7 +422,7 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
     """An owner of the right key that talks nonsense before it answers."""
     value = rewards(3)
     handle = hosts.store.put(value)
-    block = bytes(Reader(hosts.run, host="a").part(handle, 0, handle.nbytes))
+    block = bytes(ObjectReader(hosts.run, host="a").part(handle, 0, handle.nbytes))
     context = zmq.Context()
     hosts.stack.callback(context.destroy, linger=0)
     fake = context.socket(zmq.ROUTER)
@@ -450,13 +452,13 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
 def test_an_address_that_this_machine_lacks_is_named_with_its_host(hosts: Hosts) -> None:
     join = replace(hosts.join("a"), address="192.0.2.1")
     with pytest.raises(WireError, match=r"generator\.0: cannot listen on tcp://192.0.2.1:0 .*no such address.*host a"):
-        ExchangeServer(join, "generator.0", Reader(hosts.run, host="a"), print)
+        ExchangeServer(join, "generator.0", ObjectReader(hosts.run, host="a"), print)
 
 
 def test_a_closed_server_leaves_no_socket_and_no_thread(hosts: Hosts) -> None:
     """What a test before this one has left may end meanwhile."""
     files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
-    server = hosts.new_server(Reader(hosts.run, host="a"), "generator.1")
+    server = hosts.new_server(ObjectReader(hosts.run, host="a"), "generator.1")
     assert len(set(threading.enumerate()) - threads) == 2
     server.close()
     assert set(os.listdir("/proc/self/fd")) <= files

@@ -17,7 +17,7 @@ from penstock.runtime.control.messages import Question
 from penstock.runtime.control.rank import Meeting
 from penstock.runtime.control.rendezvous import MAX_KEPT, Board, Pulse
 from penstock.runtime.control.sockets import Server
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import AbsentError, TransportError, open_group
 
 from .sockets import bench
@@ -115,7 +115,7 @@ def test_a_group_is_made_and_carries_and_an_absent_rank_is_named(tmp_path: Path)
 
 def test_a_bridge_without_its_receivers_says_who_is_not_there(tmp_path: Path) -> None:
     with meetings(tmp_path, 1) as (store,):
-        bridge = Bridge("policy", store.of("bridge"), destinations=2, timeout=0.2)
+        bridge = ReplicaLink("policy", store.of("bridge"), destinations=2, timeout=0.2)
         with pytest.raises(TransportError, match="not there: destination rank 0, destination rank 1"):
             bridge.open("source")
 

@@ -6,7 +6,7 @@ import torch
 from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.control.routes import GRACE, Routes
 from penstock.runtime.schedule.compile import Channel
-from penstock.runtime.tensor.weight_sync import Description, Publisher
+from penstock.runtime.tensor.weight_sync import Description, WeightPublisher
 from tests.runtime.tensor.peer import Policy
 
 
@@ -21,7 +21,7 @@ def description(ranks: int = 1) -> Description:
     """Of six equal tensors, which each rank holds, so that each sends an equal share of them."""
     policy = Policy(1)
     policy.tensors = {f"t{k}": torch.zeros(100) for k in range(6)}
-    return Publisher("policy>generator", policy, ranks=ranks, proof="off").description
+    return WeightPublisher("policy>generator", policy, ranks=ranks, proof="off").description
 
 
 def settled(way: Channel, transport: str = "auto", delta: int = 0) -> Routes:

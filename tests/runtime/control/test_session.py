@@ -26,14 +26,14 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Done, Published
-from penstock.runtime.tensor.checkpoint import read_part
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.checkpoint import read_shard
+from penstock.runtime.tensor.object_ref import ObjectRef
 from penstock.runtime.tensor.quantise import ConversionError
-from penstock.runtime.tensor.weight_sync import Publisher
+from penstock.runtime.tensor.weight_sync import WeightPublisher
 
 UPDATES = 5
 VALUES = ("prompts", "fake_generate", "fake_score")
-HANDLE = Handle("segment", 0, 8, "{}", "worker/0")
+HANDLE = ObjectRef("segment", 0, 8, "{}", "worker/0")
 
 
 class Watched(Session):
@@ -147,7 +147,7 @@ def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 def last_policy(folder: RunFolder) -> list[float]:
     saved = latest_checkpoint(folder)
     assert saved is not None
-    tensors, facts = read_part(saved.folder, "trainer/0", 0).carried("policy")
+    tensors, facts = read_shard(saved.folder, "trainer/0", 0).carried("policy")
     return [facts["version"], *tensors["values"].tolist(), *tensors["momentum"].tolist()]
 
 
@@ -213,14 +213,14 @@ def test_the_layout_of_weights_crosses_once_and_digests_with_each_version(folder
 def test_a_publication_that_fails_ends_the_run_and_says_what_was_raised(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = Publisher.publish
+    publish = WeightPublisher.publish
 
-    def publish_one(publisher: Publisher, version: int, carried: Carried | None = None) -> dict[str, int]:
+    def publish_one(publisher: WeightPublisher, version: int, carried: Carried | None = None) -> dict[str, int]:
         if version:
             raise ConversionError("values: row 3 has inf or NaN")
         return publish(publisher, version, carried)
 
-    monkeypatch.setattr(Publisher, "publish", publish_one)
+    monkeypatch.setattr(WeightPublisher, "publish", publish_one)
     session = run(folder)
     assert session.status == "failed"
     assert session.error.startswith("policy>generator[1] on trainer/0 rank 0:\n")

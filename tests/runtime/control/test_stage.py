@@ -17,7 +17,7 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Arrived, Begin, Done, Published, Send
 from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.tensor.weight_sync import Publisher
+from penstock.runtime.tensor.weight_sync import WeightPublisher
 from tests.runtime.tensor.peer import Policy
 
 CHANNEL = "policy>generator"
@@ -39,7 +39,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     made.feed(Begin(), 0.0)
     while prompts := [what for kind, what, *_ in made.scheduler.awaited() if kind == "fire" and what.node == "prompts"]:
         made.answer(Result(Done(prompts[0], "generator/0")), 1.0)
-    layout = json.dumps(Publisher(CHANNEL, Policy(4), proof="off").description)
+    layout = json.dumps(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     published = Result(Published(CHANNEL, 0, "trainer/0"), manifest=Manifest(CHANNEL, 0, {}, layout))
     sends = [one for order in made.answer(published, 1.0).values() for one in order.commands if isinstance(one, Send)]
     assert {send.replica for send in sends} == {*GENERATORS}

@@ -15,11 +15,11 @@ from penstock.nodes.curriculum import Varied
 from penstock.runtime.control.rank_state import History, Values, join
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import CodecError, decode, encode, private
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_ref import ObjectRef
 
 from .nodes_for_tests import make_setup
 
-HANDLE = Handle("segment", 0, 8, "{}", "worker/0")
+HANDLE = ObjectRef("segment", 0, 8, "{}", "worker/0")
 
 
 def rewards(*values: float) -> Rewards:
@@ -98,7 +98,7 @@ def test_a_delayed_value_is_private_to_each_reader() -> None:
 
 
 def test_what_another_process_reads_is_exported_and_released_with_the_value(tmp_path: Path) -> None:
-    released: list[Handle] = []
+    released: list[ObjectRef] = []
     values = Values(make_setup(tmp_path, replicas=2), {}, export=lambda value: HANDLE, release=released.append)
     firing = Firing("basket", 0)
     assert values.keep(firing, {"out": rewards(1.0)}) == {"out": HANDLE}
@@ -111,9 +111,9 @@ def test_what_another_process_reads_is_exported_and_released_with_the_value(tmp_
 
 
 def test_a_value_of_another_rank_is_fetched_as_the_class_that_the_graph_declares(tmp_path: Path) -> None:
-    fetched: list[tuple[Handle, type]] = []
+    fetched: list[tuple[ObjectRef, type]] = []
 
-    def fetch(handle: Handle, cls: type) -> Rewards:
+    def fetch(handle: ObjectRef, cls: type) -> Rewards:
         fetched.append((handle, cls))
         return rewards(4.0)
 

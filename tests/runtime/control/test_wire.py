@@ -42,7 +42,7 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.sockets import MAX_DRAIN_BYTES, MAX_NOTES, Client, Server, WireError
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
-from penstock.runtime.tensor.object_ref import Handle
+from penstock.runtime.tensor.object_ref import ObjectRef
 from tests.halt import halt
 
 from .sockets import Raw, Role, bench, mutated, stranger, until
@@ -50,10 +50,10 @@ from .sockets import Raw, Role, bench, mutated, stranger, until
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 RESULTS = Results((Result(Done(Firing("generate", 3), "generator/0")),))
-AFAR = Handle("penstock-run-generator.7.0-0", 0, 64, '{"serial":1}', "generator.7.0", "local", "tcp://127.0.0.1:1")
+AFAR = ObjectRef("penstock-run-generator.7.0-0", 0, 64, '{"serial":1}', "generator.7.0", "local", "tcp://127.0.0.1:1")
 
 
-def replace_owner(handle: Handle) -> Handle:
+def replace_owner(handle: ObjectRef) -> ObjectRef:
     return structs.replace(handle, host="b", owner="trainer.0.0")
 
 

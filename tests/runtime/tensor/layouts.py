@@ -6,23 +6,23 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.layout import Box, Boxes, Holding, Layout, Mesh, Placement, Split, TensorLayout
+from penstock.runtime.tensor.layout import Holding, Layout, ListedRegions, Mesh, Placement, Region, Split, TensorLayout
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
 @st.composite
-def boxes(draw: Any, shape: tuple[int, ...]) -> Box:
+def regions(draw: Any, shape: tuple[int, ...]) -> Region:
     edges = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    return Box(tuple(a for a, _ in edges), tuple(b for _, b in edges))
+    return Region(tuple(a for a, _ in edges), tuple(b for _, b in edges))
 
 
 @st.composite
-def grids(draw: Any, shape: tuple[int, ...]) -> list[Box]:
+def grids(draw: Any, shape: tuple[int, ...]) -> list[Region]:
     """The cells of an uneven grid that covers the shape."""
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
     ranges = [list(itertools.pairwise(c)) or [(0, 0)] for c in cuts]
-    return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in itertools.product(*ranges)]
+    return [Region(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in itertools.product(*ranges)]
 
 
 meshes = st.lists(st.sampled_from(["pp", "dp_replicate", "fsdp", "tp"]), unique=True, max_size=3).flatmap(
@@ -52,7 +52,7 @@ def placements(draw: Any, mesh: Mesh, shape: tuple[int, ...]) -> Placement:
 
 @st.composite
 def layouts_of(draw: Any, tensors: Sequence[tuple[str, tuple[int, ...], str]], *, covering: bool) -> Layout:
-    """The tensors on a random mesh, or listed: as cells on one to three ranks if they must be covered, else a box for
+    """Tensors on a random mesh, or listed: as cells on one to three ranks if they must be covered, else a region for
     some ranks. Perhaps with hosts.
     """
     mesh = draw(meshes)
@@ -63,9 +63,13 @@ def layouts_of(draw: Any, tensors: Sequence[tuple[str, tuple[int, ...], str]], *
         elif covering:
             cells = draw(grids(shape))
             holders = [draw(st.sets(st.integers(0, 3), min_size=1, max_size=3)) for _ in cells]
-            held.append(Boxes(tuple((r, cell) for cell, own in zip(cells, holders, strict=True) for r in sorted(own))))
+            held.append(
+                ListedRegions(tuple((r, cell) for cell, own in zip(cells, holders, strict=True) for r in sorted(own)))
+            )
         else:
-            held.append(Boxes(tuple((r, draw(boxes(shape))) for r in draw(st.sets(st.integers(0, 5), max_size=3)))))
+            held.append(
+                ListedRegions(tuple((r, draw(regions(shape))) for r in draw(st.sets(st.integers(0, 5), max_size=3))))
+            )
     layout = Layout(tuple(TensorLayout(*tensor, own) for tensor, own in zip(tensors, held, strict=True)))
     hosts = draw(st.one_of(st.just(()), st.tuples(*[st.sampled_from("ab")] * layout.ranks)))
     return Layout(layout.tensors, hosts)

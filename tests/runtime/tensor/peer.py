@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Receiving
-from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 
 CHANNEL = "policy>generator"
 
@@ -60,7 +60,7 @@ def hurry(transport: Any, seconds: float) -> None:
     """From now on, each wait of a transport takes so long at most. What it is for has happened by then, however long it
     took: a machine may stand still for seconds.
     """
-    transport._crossing._group._timeout = seconds
+    transport._connection._group._timeout = seconds
 
 
 def answer(**facts: Any) -> None:
@@ -69,7 +69,7 @@ def answer(**facts: Any) -> None:
     sys.stdout.flush()
 
 
-def published(publisher: Publisher, version: int) -> dict[str, Any]:
+def published(publisher: WeightPublisher, version: int) -> dict[str, Any]:
     """Publish a version; the facts that its receivers need, as they travel."""
     digests = publisher.publish(version)
     facts = {"version": version, "digests": digests, "description": publisher.description}
@@ -77,7 +77,7 @@ def published(publisher: Publisher, version: int) -> dict[str, Any]:
     return read
 
 
-def receive(receiver: Receiver, facts: Mapping[str, Any], transport: Receiving) -> Moved:
+def receive(receiver: WeightReceiver, facts: Mapping[str, Any], transport: Receiving) -> Moved:
     """Receive the version of which these are the facts."""
     receiver.describe(facts["description"])
     return receiver.receive(facts["version"], facts["digests"], transport)
@@ -85,12 +85,12 @@ def receive(receiver: Receiver, facts: Mapping[str, Any], transport: Receiving) 
 
 def main(side: str, path: str, timeout: str) -> None:
     torch.set_num_threads(1)
-    bridge = Bridge(CHANNEL, FileStore(path), timeout=float(timeout))
+    bridge = ReplicaLink(CHANNEL, FileStore(path), timeout=float(timeout))
     answer(started=True)
     transport = bridge.open("source" if side == "source" else "destination")
     answer(open=True)
-    policy, receiver = Policy(), Receiver(CHANNEL)
-    publisher = Publisher(CHANNEL, policy)
+    policy, receiver = Policy(), WeightReceiver(CHANNEL)
+    publisher = WeightPublisher(CHANNEL, policy)
     for line in sys.stdin:
         order = json.loads(line)
         try:

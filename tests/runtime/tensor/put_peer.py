@@ -19,17 +19,19 @@ from torch._C._distributed_c10d import FileStore
 from penstock.runtime.tensor import shm_transport as memories
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Transport
-from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver
+from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 from tests.runtime.tensor.peer import CHANNEL, Policy, answer, published, receive
 
 
 class Opening:
     """A transport that is opened at its first use: a receiver's arena must be there."""
 
-    def __init__(self, bridge: Bridge, side: Any, memory: Exported | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, bridge: ReplicaLink, side: Any, memory: WritableMemory | None = None, device: str = "cpu"
+    ) -> None:
         self.bridge, self.side, self.memory, self.device = bridge, side, memory, device
         self.transport: Transport | None = None
 
@@ -53,7 +55,7 @@ def die_after_one_piece(target: Tensor, source: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def exported(run: str, device: str) -> Exported:
+def exported(run: str, device: str) -> WritableMemory:
     """A receiver's memory on a device, that others can write."""
     return SharedMemory(run, "destination") if device == "cpu" else DeviceMemory(device, "destination", 30.0)
 
@@ -61,9 +63,11 @@ def exported(run: str, device: str) -> Exported:
 def main(side: Any, folder: str, timeout: str, device: str) -> None:
     torch.set_num_threads(1)
     memory = exported(Path(folder).name, device) if side == "destination" else None
-    transport = Opening(Bridge(CHANNEL, FileStore(f"{folder}/bridge"), timeout=float(timeout)), side, memory, device)
-    policy, receiver = Policy(device=device), Receiver(CHANNEL, allocate=memory, device=device)
-    publisher = Publisher(CHANNEL, policy, keep=4, device=device)
+    transport = Opening(
+        ReplicaLink(CHANNEL, FileStore(f"{folder}/bridge"), timeout=float(timeout)), side, memory, device
+    )
+    policy, receiver = Policy(device=device), WeightReceiver(CHANNEL, allocate=memory, device=device)
+    publisher = WeightPublisher(CHANNEL, policy, keep=4, device=device)
     answer(started=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.broadcast_chain import Leg, Relay
+from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
 from penstock.runtime.tensor.digest import digest
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.send_recv import MessageTransport
-from penstock.runtime.tensor.weight_sync import Receiver
+from penstock.runtime.tensor.weight_sync import WeightReceiver
 
 from .peer import CHANNEL, answer, hurry, receive
 
 
-def link(folder: Path, source: int) -> Bridge:
+def link(folder: Path, source: int) -> ReplicaLink:
     """From a replica to the one after it; from the trainer to the first for -1."""
     label = f"{CHANNEL} from {'trainer' if source < 0 else f'generator/{source}'} to generator/{source + 1}"
-    return Bridge(label, FileStore(f"{folder}/link-{source}"), timeout=60.0, way="messages")
+    return ReplicaLink(label, FileStore(f"{folder}/link-{source}"), timeout=60.0, transport="messages")
 
 
 def main(folder: Path, index: int, replicas: int) -> None:
@@ -38,10 +38,10 @@ def main(folder: Path, index: int, replicas: int) -> None:
         assert isinstance(bridge, MessageTransport)
         return bridge
 
-    relay = Relay(CHANNEL, 0, lambda error: answer(failed=str(error)))
+    relay = ChainForwarder(CHANNEL, 0, lambda error: answer(failed=str(error)))
     last = index == replicas - 1
-    leg = Leg(relay, lambda: opened(index - 1), None if last else lambda: opened(index), linked=index > 0)
-    receiver = Receiver(CHANNEL)
+    leg = ChainHop(relay, lambda: opened(index - 1), None if last else lambda: opened(index), linked=index > 0)
+    receiver = WeightReceiver(CHANNEL)
     answer(started=True)
     for line in sys.stdin:
         facts = json.loads(line)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from penstock.graph.protocols import Axes, Rule, Sharding
-from penstock.runtime.tensor.buffers import Parts
-from penstock.runtime.tensor.layout import Box, Copy, Mesh, sharded
-from penstock.runtime.tensor.link import Bridge
-from penstock.runtime.tensor.process_group import Adder, Transport
+from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.layout import Copy, Mesh, Region, sharded
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.process_group import AllReduce, Transport
 from penstock.runtime.tensor.shm_transport import SharedMemory
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 from .peer import published, receive
 
@@ -57,13 +57,13 @@ class ShardedPolicy:
         self.stages = stages or {}
         named = [(name, shape, "bfloat16") for name, shape in SHAPES.items()]
         layout = sharded(named, Mesh(mesh), TRAINER, self.stages)
-        self.boxes = {t.name: t.held_by(rank)[0] for t in layout.tensors if t.held_by(rank)}
+        self.regions = {t.name: t.held_by(rank)[0] for t in layout.tensors if t.held_by(rank)}
         self.tensors: dict[str, Tensor] = {}
         self.advance(0)
 
     def advance(self, version: int) -> None:
         made = wholes(version)
-        self.tensors = {n: made[n][tuple(map(slice, b.start, b.stop))].clone() for n, b in self.boxes.items()}
+        self.tensors = {n: made[n][tuple(map(slice, b.start, b.stop))].clone() for n, b in self.regions.items()}
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.tensors
@@ -85,8 +85,8 @@ def size(mesh: Axes) -> int:
     return Mesh(mesh).size
 
 
-def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 60.0) -> Adder | None:
-    return Adder(name, FileStore(str(folder / name)), rank, size(mesh), timeout) if size(mesh) > 1 else None
+def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 60.0) -> AllReduce | None:
+    return AllReduce(name, FileStore(str(folder / name)), rank, size(mesh), timeout) if size(mesh) > 1 else None
 
 
 class SourceRank:
@@ -95,14 +95,16 @@ class SourceRank:
     def __init__(self, folder: Path, mesh: Axes, target: Axes, rank: int, **options: Any) -> None:
         stages, delta = options.pop("stages", None), options.pop("delta", 0)
         self.policy = ShardedPolicy(mesh, rank, stages)
-        self.bridge = Bridge(
+        self.bridge = ReplicaLink(
             CHANNEL, FileStore(str(folder / "bridge")), size(mesh), size(target), timeout=30, delta=delta
         )
         self.target, self.rank = target, rank
         self.transport: Transport | None = None
         add = adder(folder, "trainer", mesh, rank)
         agree = add.maximum if add else None
-        self.publisher = Publisher(CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, agree=agree, **options)
+        self.publisher = WeightPublisher(
+            CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, agree=agree, **options
+        )
 
     def publish(self, version: int) -> dict[str, Any]:
         self.policy.advance(version)
@@ -120,17 +122,17 @@ class DestinationRank:
     def __init__(
         self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, restore: bool = True, delta: int = 0
     ) -> None:
-        self.bridge = Bridge(
+        self.bridge = ReplicaLink(
             CHANNEL, FileStore(str(folder / "bridge")), size(source), size(mesh), timeout=30, delta=delta
         )
         self.rank, self.nbytes = rank, 0
         self.opened: Transport | None = None
         self.memory = SharedMemory(RUN, f"{folder.name}-{rank}") if shared else None
         add = adder(folder, "generator", mesh, rank)
-        self.receiver = Receiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory, restore=restore)
+        self.receiver = WeightReceiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory, restore=restore)
         self.damage: Callable[[Any], None] = lambda parts: None
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         if self.opened is None:
             self.opened = self.bridge.open("destination", self.rank, self.memory)
         moved = self.opened.receive(version, copies, parts)
@@ -197,7 +199,7 @@ class Both:
         mesh = Mesh(tuple((name if name == "tp" else "copies", n) for name, n in self.target))
         layout = sharded(named, mesh, RULES)
         return [
-            {t.name: tensors[t.name][t.held_by(rank)[0].slices(Box.whole(t.shape))] for t in layout.tensors}
+            {t.name: tensors[t.name][t.held_by(rank)[0].slices(Region.whole(t.shape))] for t in layout.tensors}
             for rank in range(mesh.size)
         ]
 

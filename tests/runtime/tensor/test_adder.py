@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.process_group import Adder, TransportError
+from penstock.runtime.tensor.process_group import AllReduce, TransportError
 
 from .replicas import sound, together
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:
-    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 3, timeout=30) for rank in range(3)]
+    adders = [AllReduce("trainer", FileStore(str(tmp_path / "sum")), rank, 3, timeout=30) for rank in range(3)]
     own = [torch.tensor([[2**62, rank], [rank, -rank]]) for rank in range(3)]
     for _ in range(3):
         for total in sound(together(*(partial(add, t) for add, t in zip(adders, own, strict=True)))):
@@ -25,7 +25,7 @@ def test_every_rank_has_the_sum_mod_two_to_the_64(tmp_path: Path) -> None:
 
 
 def test_every_rank_has_the_largest_of_the_magnitudes(tmp_path: Path) -> None:
-    adders = [Adder("trainer", FileStore(str(tmp_path / "sum")), rank, 2, timeout=30) for rank in range(2)]
+    adders = [AllReduce("trainer", FileStore(str(tmp_path / "sum")), rank, 2, timeout=30) for rank in range(2)]
     own = [torch.tensor([[0.0, 1e-45], [3.5, torch.inf]]), torch.tensor([[1.5, 0.0], [3.25, 1.0]])]
     for largest in sound(together(*(partial(add.maximum, t) for add, t in zip(adders, own, strict=True)))):
         assert torch.equal(largest, torch.maximum(*own))
@@ -35,12 +35,12 @@ def test_every_rank_has_the_largest_of_the_magnitudes(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"trainer: rank 0: not all of 2 ranks met within 1 s"):
-        Adder("trainer", FileStore(str(tmp_path / "sum")), 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))
+        AllReduce("trainer", FileStore(str(tmp_path / "sum")), 0, 2, timeout=1)(torch.zeros(1, dtype=torch.int64))
 
 
-def impatient(folder: Path, ranks: int) -> list[Adder]:
+def impatient(folder: Path, ranks: int) -> list[AllReduce]:
     """They have met, however long that took, and wait for two seconds from now on."""
-    adders = [Adder("trainer", FileStore(str(folder / "sum")), rank, ranks, timeout=30) for rank in range(ranks)]
+    adders = [AllReduce("trainer", FileStore(str(folder / "sum")), rank, ranks, timeout=30) for rank in range(ranks)]
     sound(together(*(partial(add, torch.zeros(2, dtype=torch.int64)) for add in adders)))
     for add in adders:
         assert add._group is not None

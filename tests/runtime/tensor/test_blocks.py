@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.object_ref import Blocks
+from penstock.runtime.tensor.object_ref import FreeList
 
 SIZE = 64
 
@@ -11,7 +11,7 @@ SIZE = 64
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 24)), max_size=60))
 def test_blocks_never_overlap_and_a_fitting_gap_is_always_found(steps: list[tuple[bool, int]]) -> None:
-    blocks, used, taken = Blocks(SIZE), [False] * SIZE, []
+    blocks, used, taken = FreeList(SIZE), [False] * SIZE, []
     for take, number in steps:
         if take:
             gaps = [i for i in range(SIZE - number + 1) if not any(used[i : i + number])]
@@ -28,7 +28,7 @@ def test_blocks_never_overlap_and_a_fitting_gap_is_always_found(steps: list[tupl
 
 
 def test_neighbours_become_one_in_any_order() -> None:
-    blocks = Blocks(30)
+    blocks = FreeList(30)
     offsets = [blocks.take(10) for _ in range(3)]
     assert offsets == [0, 10, 20]
     for offset in (0, 20, 10):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.digest import ChecksumError, digest
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Transport, TransportError
-from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 from tests.halt import halt
 
 from .peer import CHANNEL, Policy, hurry, published, receive
@@ -57,7 +57,7 @@ def peers(tmp_path: Path) -> Iterator[Any]:
         path = tmp_path / f"bridge-{len(others)}"
         others.append(Peer(side, path, timeout))
         assert others[-1].read() == {"started": True}
-        ours = Bridge(CHANNEL, FileStore(str(path)), timeout=timeout).open(
+        ours = ReplicaLink(CHANNEL, FileStore(str(path)), timeout=timeout).open(
             "destination" if side == "source" else "source"
         )
         transports.append(ours)
@@ -74,7 +74,7 @@ def peers(tmp_path: Path) -> Iterator[Any]:
 def test_each_version_arrives_equal_whatever_the_optimizer_does_meanwhile(peers: Any) -> None:
     peer, transport = peers("destination")
     policy = Policy()
-    publisher = Publisher(CHANNEL, policy, wire="bfloat16")
+    publisher = WeightPublisher(CHANNEL, policy, wire="bfloat16")
     for version in (0, 1, 2, 5):
         policy.advance(version)
         facts = published(publisher, version)
@@ -102,11 +102,11 @@ def test_nothing_listens_beyond_loopback(peers: Any) -> None:
 
 def test_the_main_thread_computes_while_a_version_arrives(peers: Any) -> None:
     peer, transport = peers("source")
-    receiver = Receiver(CHANNEL)
+    receiver = WeightReceiver(CHANNEL)
     results: queue.Queue[Moved | Exception] = queue.Queue()
     policy = Policy()
     policy.advance(3)
-    publisher = Publisher(CHANNEL, policy)
+    publisher = WeightPublisher(CHANNEL, policy)
     receiver.describe(publisher.description)
     receiver.start(3, publisher.publish(3), transport, results.put)
     assert sum(range(100_000)) == 4_999_950_000  # the source has not been told yet: a wait with the lock would hang
@@ -122,10 +122,10 @@ def test_a_stale_version_on_the_wire_is_named_and_breaks_the_bridge(peers: Any) 
     peer, transport = peers("source")
     policy = Policy()
     policy.advance(2)
-    facts = published(Publisher(CHANNEL, policy), 2)
+    facts = published(WeightPublisher(CHANNEL, policy), 2)
     peer.tell(version=1)
-    receiver = Receiver(CHANNEL)
-    with pytest.raises(ProofError, match=r"source rank 0 sent \{'version': 1, .*needed \{'version': 2"):
+    receiver = WeightReceiver(CHANNEL)
+    with pytest.raises(ChecksumError, match=r"source rank 0 sent \{'version': 1, .*needed \{'version': 2"):
         receive(receiver, facts, transport)
     with pytest.raises(TransportError, match="the bridge is broken: source rank 0 sent"):
         receive(receiver, facts, transport)
@@ -134,7 +134,7 @@ def test_a_stale_version_on_the_wire_is_named_and_breaks_the_bridge(peers: Any) 
 def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
     peer, transport = peers("destination")
     policy = Policy(large=40_000_000)
-    publisher = Publisher(CHANNEL, policy)
+    publisher = WeightPublisher(CHANNEL, policy)
     publisher.publish(0)
     results: queue.Queue[Moved | Exception] = queue.Queue()
     publisher.start(0, transport, 1, results.put)
@@ -149,7 +149,7 @@ def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
 
 def kill_after_the_header(monkeypatch: Any, transport: Any, peer: Peer) -> None:
     """The first wait is for that; then all is under way, and what is half way ends with the deadline alone."""
-    group = transport._crossing._group
+    group = transport._connection._group
     wait = group.wait
 
     def wait_then_kill(work: Any) -> None:
@@ -162,7 +162,7 @@ def kill_after_the_header(monkeypatch: Any, transport: Any, peer: Peer) -> None:
 
 def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monkeypatch: Any) -> None:
     peer, transport = peers("destination")
-    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    publisher = WeightPublisher(CHANNEL, Policy(large=40_000_000))
     peer.tell(**published(publisher, 0))
     kill_after_the_header(monkeypatch, transport, peer)
     with pytest.raises(TransportError, match=r"version 0: embed \[\d+:\d+\] to destination rank 0 failed"):
@@ -171,7 +171,7 @@ def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monk
 
 def test_a_sender_that_dies_fails_the_receive_and_the_live_version_stays(peers: Any) -> None:
     peer, transport = peers("source")
-    receiver = Receiver(CHANNEL)
+    receiver = WeightReceiver(CHANNEL)
     peer.tell(version=0)
     receive(receiver, peer.read()["facts"], transport)
     receiver.swap(0)
@@ -179,7 +179,7 @@ def test_a_sender_that_dies_fails_the_receive_and_the_live_version_stays(peers: 
     policy = Policy()
     policy.advance(1)
     results: queue.Queue[Moved | Exception] = queue.Queue()
-    receiver.start(1, published(Publisher(CHANNEL, policy), 1)["digests"], transport, results.put)
+    receiver.start(1, published(WeightPublisher(CHANNEL, policy), 1)["digests"], transport, results.put)
     peer.process.send_signal(signal.SIGKILL)
     error = results.get(timeout=60)
     assert isinstance(error, TransportError)
@@ -189,7 +189,7 @@ def test_a_sender_that_dies_fails_the_receive_and_the_live_version_stays(peers: 
 
 def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(peers: Any) -> None:
     peer, transport = peers("destination")
-    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    publisher = WeightPublisher(CHANNEL, Policy(large=40_000_000))
     publisher.publish(0)
     halt(peer.process)
     hurry(transport, 2)
@@ -202,7 +202,7 @@ def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on
     peers: Any, monkeypatch: Any
 ) -> None:
     (first, broken), (second, sound) = peers("destination"), peers("destination")
-    publisher = Publisher(CHANNEL, Policy(large=40_000_000))
+    publisher = WeightPublisher(CHANNEL, Policy(large=40_000_000))
     first.tell(**published(publisher, 0))
     publisher.send(0, broken)
     assert first.read()["version"] == 0
@@ -221,7 +221,7 @@ def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on
 
 
 def test_a_peer_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -> None:
-    bridge = Bridge(CHANNEL, FileStore(str(tmp_path / "bridge")), destinations=2, timeout=1)
+    bridge = ReplicaLink(CHANNEL, FileStore(str(tmp_path / "bridge")), destinations=2, timeout=1)
     absent = "not there: destination rank 0, destination rank 1"
     with pytest.raises(
         TransportError, match=rf"1 source and 2 destination ranks is not complete after \d+\.\d s of 1 s: {absent}"
@@ -231,10 +231,10 @@ def test_a_peer_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -
 
 def test_what_a_machine_lacks_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="given backend 'cuda_ipc', needed one of gloo, nccl"):
-        Bridge(CHANNEL, HashStore(), backend="cuda_ipc")  # type: ignore[arg-type]
-    lacks = {"192.0.2.1": Bridge(CHANNEL, HashStore(), destinations=0, address="192.0.2.1")}
+        ReplicaLink(CHANNEL, HashStore(), backend="cuda_ipc")  # type: ignore[arg-type]
+    lacks = {"192.0.2.1": ReplicaLink(CHANNEL, HashStore(), destinations=0, address="192.0.2.1")}
     if not torch.distributed.is_nccl_available():
-        lacks["given nccl, which torch .* needed gloo"] = Bridge(CHANNEL, HashStore(), backend="nccl")
+        lacks["given nccl, which torch .* needed gloo"] = ReplicaLink(CHANNEL, HashStore(), backend="nccl")
     for text, bridge in lacks.items():
         with pytest.raises(TransportError, match=rf"not complete after [0-5]?\d\.\d s of 60\.0 s: .*{text}"):
             bridge.open("source")

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.layout import Box, Copy, Mesh, sharded
-from penstock.runtime.tensor.reshard import SLACK, Plan, chain, forwards, reshard
+from penstock.runtime.tensor.layout import Copy, Mesh, Region, sharded
+from penstock.runtime.tensor.reshard import SLACK, ReshardPlan, chain, forwards, reshard
 
 
-def plan_of(trainers: int, generators: int) -> Plan:
+def plan_of(trainers: int, generators: int) -> ReshardPlan:
     tensors = [(f"t{i}", (240, 64), "bfloat16") for i in range(4)]
     rules = {f"t{i}": (0, 0) for i in range(4)}
     return reshard(sharded(tensors, Mesh((("fsdp", trainers),))), sharded(tensors, Mesh((("tp", generators),)), rules))
@@ -47,9 +47,9 @@ def test_no_replica_is_refused() -> None:
 
 
 def test_replicas_of_nothing_are_fed_directly() -> None:
-    assert all(link.source is None for link in chain(Plan((), 1, 1), 3))
+    assert all(link.source is None for link in chain(ReshardPlan((), 1, 1), 3))
 
 
 def test_a_rank_forwards_all_that_it_holds_to_the_same_rank() -> None:
-    held = {"b": Box((2, 0), (4, 2)), "a": Box((0,), (3,)), "nothing": Box((4,), (4,))}
+    held = {"b": Region((2, 0), (4, 2)), "a": Region((0,), (3,)), "nothing": Region((4,), (4,))}
     assert forwards(held, 1) == (Copy("b", 1, 1, held["b"]), Copy("a", 1, 1, held["a"]))

@@ -1,4 +1,4 @@
-"""What travels of each tensor, and who holds it, against a brute-force count of what each box touches."""
+"""What travels of each tensor, and who holds it, against a brute-force count of what each region touches."""
 
 import json
 from typing import Any
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
 from penstock.runtime.tensor.layout import (
-    Box,
     Layout,
     LayoutError,
     Mesh,
     Placement,
+    Region,
     Split,
     TensorLayout,
     sharded,
@@ -29,18 +29,18 @@ FORMATS_SMALL = [FORMATS["int8"], FORMATS["fp8"], Format("float8_e4m3fn", 448.0,
 MODEL = ModelConfig(512, 256, 640, 2, 4, 2, 64)
 
 
-def touched(box: Box, format: Format) -> set[tuple[int, ...]]:
+def touched(region: Region, format: Format) -> set[tuple[int, ...]]:
     tile = format.block
-    places = ((r, c) for r in range(box.start[0], box.stop[0]) for c in range(box.start[1], box.stop[1]))
+    places = ((r, c) for r in range(region.start[0], region.stop[0]) for c in range(region.start[1], region.stop[1]))
     return {(r // tile, c // tile) if tile else (r,) for r, c in places}
 
 
-def elements(box: Box) -> set[tuple[int, ...]]:
-    return {(r, *c) for r in range(box.start[0], box.stop[0]) for c in _columns(box)}
+def elements(region: Region) -> set[tuple[int, ...]]:
+    return {(r, *c) for r in range(region.start[0], region.stop[0]) for c in _columns(region)}
 
 
-def _columns(box: Box) -> list[tuple[int, ...]]:
-    return [(c,) for c in range(box.start[1], box.stop[1])] if len(box.start) == 2 else [()]
+def _columns(region: Region) -> list[tuple[int, ...]]:
+    return [(c,) for c in range(region.start[1], region.stop[1])] if len(region.start) == 2 else [()]
 
 
 @settings(max_examples=300, deadline=None)
@@ -53,18 +53,18 @@ def test_a_rank_holds_the_scales_that_its_boxes_touch_and_no_others(
     assert scales.faults() == []
     touches: list[set[tuple[int, ...]]] = []
     for rank in range(source.held.ranks):
-        boxes = source.held_by(rank)
-        needed = set[tuple[int, ...]]().union(*(touched(box, format) for box in boxes))
-        assert set[tuple[int, ...]]().union(*(elements(box) for box in scales.held_by(rank))) == needed
-        touches += [touched(box, format) for box in boxes]
-    distinct = {box for rank in range(source.held.ranks) for box in source.held_by(rank)}
-    counted = [scale for box in distinct for scale in touched(box, format)]
+        regions = source.held_by(rank)
+        needed = set[tuple[int, ...]]().union(*(touched(region, format) for region in regions))
+        assert set[tuple[int, ...]]().union(*(elements(region) for region in scales.held_by(rank))) == needed
+        touches += [touched(region, format) for region in regions]
+    distinct = {region for rank in range(source.held.ranks) for region in source.held_by(rank)}
+    counted = [scale for region in distinct for scale in touched(region, format)]
     if len(set(counted)) == scales_of(shape, format):
         assert cut_through(source.held, shape, format) == (len(counted) > len(set(counted)))
 
 
 def scales_of(shape: tuple[int, int], format: Format) -> int:
-    return len(touched(Box.whole(shape), format))
+    return len(touched(Region.whole(shape), format))
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,8 +75,8 @@ def test_quantised_layouts_are_resharded_like_any_others(data: Any, wire: str) -
     plan = reshard(src, dst)
     for rank in range(dst.ranks):
         for t in dst.tensors:
-            received = [c.box for c in plan.receives(rank) if c.tensor == t.name]
-            assert sum(box.size for box in received) == sum(box.size for box in set(t.held_by(rank)))
+            received = [c.region for c in plan.receives(rank) if c.tensor == t.name]
+            assert sum(region.size for region in received) == sum(region.size for region in set(t.held_by(rank)))
 
 
 @pytest.mark.parametrize("wire", sorted(FORMATS))

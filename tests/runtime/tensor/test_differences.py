@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import HashStore
 
 from penstock.graph.protocols import Axes
 from penstock.runtime.tensor.delta import NONE, DeltaTransport
-from penstock.runtime.tensor.link import Bridge
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.shm import sweep
 
@@ -48,7 +48,7 @@ class Slow(ShardedPolicy):
 
     def advance(self, version: int) -> None:
         made = moved_on(version)
-        self.tensors = {n: made[n][tuple(map(slice, b.start, b.stop))].clone() for n, b in self.boxes.items()}
+        self.tensors = {n: made[n][tuple(map(slice, b.start, b.stop))].clone() for n, b in self.regions.items()}
 
 
 def both_of(folder: Path, shared: bool = False, **options: Any) -> Both:
@@ -123,12 +123,12 @@ def test_a_receiver_that_awaits_another_version_fails_both_sides_by_name(tmp_pat
 def test_shared_memory_is_written_into_as_without_deltas(tmp_path: Path) -> None:
     both = both_of(tmp_path, shared=True, delta=8)
     assert sync(both, 0) == sync(both, 1)
-    assert all(isinstance(destination.opened, PutTransport) for destination in both.destinations)
+    assert all(isinstance(destination.opened, OneSidedTransport) for destination in both.destinations)
 
 
 def test_deltas_over_nccl_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="given delta=4 over nccl"):
-        Bridge(CHANNEL, HashStore(), backend="nccl", delta=4)
+        ReplicaLink(CHANNEL, HashStore(), backend="nccl", delta=4)
 
 
 def test_a_broken_bridge_stays_broken(tmp_path: Path) -> None:

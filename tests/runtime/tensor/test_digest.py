@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.runtime.tensor import digest as module
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.digest import _C, _E, _places, digest, finish, partial
-from penstock.runtime.tensor.layout import ITEMSIZE, Box
+from penstock.runtime.tensor.layout import ITEMSIZE, Region
 
 
 def random_tensor(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
@@ -23,14 +23,14 @@ def random_tensor(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
     return raw.view(DTYPES[dtype]).view(shape)
 
 
-def cut(box: Box, data: Any, depth: int = 3) -> list[Box]:
-    """Random disjoint boxes that cover `box`."""
-    if not depth or not box.shape or not data.draw(st.booleans()):
-        return [box]
-    dim = data.draw(st.integers(0, len(box.shape) - 1))
-    at = data.draw(st.integers(box.start[dim], box.stop[dim]))
-    left = Box(box.start, (*box.stop[:dim], at, *box.stop[dim + 1 :]))
-    right = Box((*box.start[:dim], at, *box.start[dim + 1 :]), box.stop)
+def cut(region: Region, data: Any, depth: int = 3) -> list[Region]:
+    """Random disjoint regions that cover `region`."""
+    if not depth or not region.shape or not data.draw(st.booleans()):
+        return [region]
+    dim = data.draw(st.integers(0, len(region.shape) - 1))
+    at = data.draw(st.integers(region.start[dim], region.stop[dim]))
+    left = Region(region.start, (*region.stop[:dim], at, *region.stop[dim + 1 :]))
+    right = Region((*region.start[:dim], at, *region.start[dim + 1 :]), region.stop)
     return cut(left, data, depth - 1) + cut(right, data, depth - 1)
 
 
@@ -40,9 +40,9 @@ def test_partial_sums_of_disjoint_boxes_add_up(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 40), max_size=3)))
     dtype = data.draw(st.sampled_from(sorted(ITEMSIZE)))
     tensor = random_tensor(shape, dtype)
-    whole = Box.whole(shape)
+    whole = Region.whole(shape)
     pieces = cut(whole, data)
-    total = sum(partial(tensor[box.slices(whole)].clone(), "t", shape, box) for box in pieces)
+    total = sum(partial(tensor[region.slices(whole)].clone(), "t", shape, region) for region in pieces)
     assert finish(total, "t", tensor.dtype, shape) == digest({"t": tensor})["t"]
 
 
@@ -50,8 +50,8 @@ def test_partial_sums_of_disjoint_boxes_add_up(data: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_partial_sums_add_up_across_chunks(shape: tuple[int, ...], dtype: str) -> None:
     tensor = random_tensor(shape, dtype)
-    whole = Box.whole(shape)
-    middle = Box(tuple(n // 3 for n in shape), tuple(n - n // 4 for n in shape))
+    whole = Region.whole(shape)
+    middle = Region(tuple(n // 3 for n in shape), tuple(n - n // 4 for n in shape))
     total = sum(partial(tensor[b.slices(whole)], "t", shape, b) for b in (middle, *whole.minus(middle)))
     assert finish(total, "t", tensor.dtype, shape) == digest({"t": tensor})["t"]
 
@@ -122,9 +122,9 @@ def test_products_of_other_devices_are_the_same(monkeypatch: pytest.MonkeyPatch,
 @given(st.data())
 def test_what_is_hashed_is_asked_for_first_and_once(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 2000), min_size=1, max_size=2)))
-    whole = Box.whole(shape)
-    box = data.draw(st.sampled_from(cut(whole, data)))
-    tensor = random_tensor(shape, "bfloat16")[box.slices(whole)].contiguous()
+    whole = Region.whole(shape)
+    region = data.draw(st.sampled_from(cut(whole, data)))
+    tensor = random_tensor(shape, "bfloat16")[region.slices(whole)].contiguous()
     filled = torch.zeros_like(tensor)
     rows: list[int] = []
 
@@ -132,7 +132,7 @@ def test_what_is_hashed_is_asked_for_first_and_once(data: Any) -> None:
         filled.view(count, -1)[first:last] = tensor.view(count, -1)[first:last]
         rows.extend(range(first, last))
 
-    assert partial(filled, "t", shape, box, fill) == partial(tensor, "t", shape, box)
+    assert partial(filled, "t", shape, region, fill) == partial(tensor, "t", shape, region)
     assert torch.equal(filled.view(torch.int16), tensor.view(torch.int16))
     assert rows == list(range(len(rows)))
 

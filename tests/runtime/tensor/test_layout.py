@@ -7,22 +7,22 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.layout import Box, Layout, Mesh, sharded
+from penstock.runtime.tensor.layout import Layout, Mesh, Region, sharded
 
-from .layouts import boxes, layouts_of, shapes
+from .layouts import layouts_of, regions, shapes
 
 Element = tuple[int, ...]
 
 
-def elements(box: Box) -> set[Element]:
-    return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
+def elements(region: Region) -> set[Element]:
+    return set(itertools.product(*(range(a, b) for a, b in zip(region.start, region.stop, strict=True))))
 
 
 @settings(deadline=None)
 @given(st.data())
 def test_intersection_and_difference_are_those_of_sets(data: Any) -> None:
     shape = data.draw(shapes)
-    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
+    a, b = data.draw(regions(shape)), data.draw(regions(shape))
     assert elements(a & b) == elements(a) & elements(b)
     rest = a.minus(b)
     assert set().union(*map(elements, rest)) == elements(a) - elements(b)
@@ -33,12 +33,12 @@ def test_intersection_and_difference_are_those_of_sets(data: Any) -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_slabs_are_the_box_once_and_nearly_equal(data: Any) -> None:
-    box, parts = data.draw(boxes(data.draw(shapes))), data.draw(st.integers(1, 9))
-    slabs = box.cut(parts)
-    assert len(slabs) == (parts if any(extent >= parts for extent in box.shape) else 1)
-    assert set().union(*map(elements, slabs)) == elements(box)
-    assert sum(slab.size for slab in slabs) == box.size
-    extents = [[slab.shape[d] for slab in slabs] for d in range(len(box.shape))]
+    region, parts = data.draw(regions(data.draw(shapes))), data.draw(st.integers(1, 9))
+    slabs = region.cut(parts)
+    assert len(slabs) == (parts if any(extent >= parts for extent in region.shape) else 1)
+    assert set().union(*map(elements, slabs)) == elements(region)
+    assert sum(slab.size for slab in slabs) == region.size
+    extents = [[slab.shape[d] for slab in slabs] for d in range(len(region.shape))]
     assert all(max(along) - min(along) <= 1 for along in extents)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from penstock.runtime.tensor.layout import Box, LayoutError, Mesh, Placement, Split, sharded
+from penstock.runtime.tensor.layout import LayoutError, Mesh, Placement, Region, Split, sharded
 
 from .layouts import meshes, placements, shapes
 
@@ -67,12 +67,12 @@ def test_fsdp2_over_tensor_parallelism_leaves_these_elements(fsdp: int, tp: int,
             parallelize_module(model, mesh["tp"], styles, src_data_rank=None)
             fully_shard(model, mesh=mesh["fsdp"])
             for name, parameter in model.named_parameters():
-                boxes = layout.by_name[name].held_by(rank)
+                regions = layout.by_name[name].held_by(rank)
                 found = local(parameter).detach()
-                if not boxes:
+                if not regions:
                     assert found.numel() == 0
                 else:
-                    assert torch.equal(found, whole[name][boxes[0].slices(Box.whole(whole[name].shape))])
+                    assert torch.equal(found, whole[name][regions[0].slices(Region.whole(whole[name].shape))])
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (7, 5), (3, 2), (1, 9)])
@@ -98,8 +98,8 @@ def test_boxes_of_a_placement_are_equal_or_disjoint_and_cover_the_tensor(data: A
     mesh, shape = data.draw(meshes), data.draw(shapes)
     placement = data.draw(placements(mesh, shape))
     assert placement.faults(shape) == []
-    held = {box for rank in range(mesh.size) for box in placement.of(rank, shape)}
-    assert sum(box.size for box in held) == Box.whole(shape).size
+    held = {region for rank in range(mesh.size) for region in placement.of(rank, shape)}
+    assert sum(region.size for region in held) == Region.whole(shape).size
     assert all(not (a & b).size for a, b in itertools.combinations(held, 2))
 
 
@@ -107,8 +107,8 @@ def test_heads_are_dealt_whole_and_replicated_where_there_are_fewer_than_ranks()
     mesh = Mesh((("tp", 8),))
 
     def rows(units: int, size: int) -> list[tuple[int, int]]:
-        boxes = [Placement(mesh, (Split("tp", 0, units),)).of(rank, (size,)) for rank in range(8)]
-        return [(own[0].start[0], own[0].stop[0]) if own else (0, 0) for own in boxes]
+        regions = [Placement(mesh, (Split("tp", 0, units),)).of(rank, (size,)) for rank in range(8)]
+        return [(own[0].start[0], own[0].stop[0]) if own else (0, 0) for own in regions]
 
     assert rows(8, 32) == [(4 * r, 4 * r + 4) for r in range(8)]
     assert rows(2, 32) == [(0, 16)] * 4 + [(16, 32)] * 4

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor.buffers import Part
-from penstock.runtime.tensor.layout import Box, Boxes, Layout, TensorLayout
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.buffers import Shard
+from penstock.runtime.tensor.layout import Layout, ListedRegions, Region, TensorLayout
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.reshard import BUCKET, reshard
 
 
@@ -27,14 +27,14 @@ def test_boxes_are_resharded_between_two_and_three_ranks(
     src = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 0, 2)) for n, s in shapes.items()))
     dst = Layout(tuple(TensorLayout(n, s, "float32", _split(s, 1, 3)) for n, s in shapes.items()))
     plan = reshard(src, dst)
-    bridge = Bridge("test", FileStore(str(tmp_path / "bridge")), sources=2, destinations=3, timeout=30)
-    got: list[dict[str, Part]] = [_parts(dst, rank) for rank in range(3)]
+    bridge = ReplicaLink("test", FileStore(str(tmp_path / "bridge")), sources=2, destinations=3, timeout=30)
+    got: list[dict[str, Shard]] = [_parts(dst, rank) for rank in range(3)]
     errors: queue.Queue[BaseException] = queue.Queue()
 
     def source(rank: int) -> None:
         parts = _parts(src, rank)
         for name, part in parts.items():
-            part.tensor.copy_(wholes[name][part.box.slices(Box.whole(shapes[name]))])
+            part.tensor.copy_(wholes[name][part.region.slices(Region.whole(shapes[name]))])
         transport = bridge.open("source", rank)
         for version in (0, 1):
             transport.send(version, plan.sends(rank), parts)
@@ -59,17 +59,17 @@ def test_boxes_are_resharded_between_two_and_three_ranks(
     assert errors.empty(), errors.get()
     for parts in got:
         for name, part in parts.items():
-            assert torch.equal(part.tensor, wholes[name][part.box.slices(Box.whole(shapes[name]))])
+            assert torch.equal(part.tensor, wholes[name][part.region.slices(Region.whole(shapes[name]))])
 
 
-def _split(shape: tuple[int, int], dim: int, ranks: int) -> Boxes:
-    whole = Box.whole(shape)
+def _split(shape: tuple[int, int], dim: int, ranks: int) -> ListedRegions:
+    whole = Region.whole(shape)
     edges = [shape[dim] * r // ranks for r in range(ranks + 1)]
-    return Boxes(
+    return ListedRegions(
         tuple(
             (
                 r,
-                Box(
+                Region(
                     (*whole.start[:dim], edges[r], *whole.start[dim + 1 :]),
                     (*whole.stop[:dim], edges[r + 1], *whole.stop[dim + 1 :]),
                 ),
@@ -79,6 +79,6 @@ def _split(shape: tuple[int, int], dim: int, ranks: int) -> Boxes:
     )
 
 
-def _parts(layout: Layout, rank: int) -> dict[str, Part]:
-    boxes = {t.name: t.held_by(rank) for t in layout.tensors}
-    return {name: Part(held[0], torch.zeros(held[0].shape)) for name, held in boxes.items() if held}
+def _parts(layout: Layout, rank: int) -> dict[str, Shard]:
+    regions = {t.name: t.held_by(rank) for t in layout.tensors}
+    return {name: Shard(held[0], torch.zeros(held[0].shape)) for name, held in regions.items() if held}

@@ -4,28 +4,28 @@ import pytest
 import torch
 
 from penstock.runtime.tensor.buffers import allocate
-from penstock.runtime.tensor.digest import ProofError, Prover, alone, chosen, digest
+from penstock.runtime.tensor.digest import ChecksumError, Checksums, alone, digest, hashed_tensors
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 
 NAMES = [f"model.layers.{k}.weight" for k in range(400)]
 
 
 def test_full_hashes_everything_and_off_nothing() -> None:
-    assert chosen("full", 3, NAMES) == tuple(NAMES)
-    assert chosen("off", 3, NAMES) == ()
+    assert hashed_tensors("full", 3, NAMES) == tuple(NAMES)
+    assert hashed_tensors("off", 3, NAMES) == ()
 
 
 def test_a_sample_follows_from_the_version_alone() -> None:
-    samples = [chosen("sampled", version, NAMES) for version in range(60)]
-    assert samples == [chosen("sampled", version, list(NAMES)) for version in range(60)]
+    samples = [hashed_tensors("sampled", version, NAMES) for version in range(60)]
+    assert samples == [hashed_tensors("sampled", version, list(NAMES)) for version in range(60)]
     assert len(set(samples)) == 60
     assert all(20 < len(sample) < 90 for sample in samples)
     assert {name for sample in samples for name in sample} == set(NAMES)
 
 
 def test_a_sample_is_never_empty() -> None:
-    assert all(len(chosen("sampled", version, NAMES[:2])) >= 1 for version in range(50))
-    assert chosen("sampled", 0, []) == ()
+    assert all(len(hashed_tensors("sampled", version, NAMES[:2])) >= 1 for version in range(50))
+    assert hashed_tensors("sampled", 0, []) == ()
 
 
 @pytest.mark.parametrize("axes", [(("tp", 4),), (("dp", 2), ("tp", 2)), (("dp", 4),)])
@@ -40,12 +40,12 @@ def test_each_distinct_box_is_counted_once(axes: tuple[tuple[str, int], ...]) ->
     for rank in range(mesh.size):
         held = allocate(layout, rank, "cpu")
         for name, part in held.items():
-            part.tensor.copy_(wholes[name][tuple(map(slice, part.box.start, part.box.stop))])
+            part.tensor.copy_(wholes[name][tuple(map(slice, part.region.start, part.region.stop))])
         parts.append(held)
     total = torch.zeros(len(shapes), 1, dtype=torch.int64)
     for rank, held in enumerate(parts):
-        Prover(layout, rank, total.add_).digests(held, list(shapes))
-    assert Prover(layout, 0, total.add).digests({}, list(shapes)) == digest(wholes)
+        Checksums(layout, rank, total.add_).digests(held, list(shapes))
+    assert Checksums(layout, 0, total.add).digests({}, list(shapes)) == digest(wholes)
 
 
 def sent() -> dict[str, torch.Tensor]:
@@ -63,16 +63,16 @@ def test_damage_is_named_with_version_and_sides(changed: dict[str, str], named: 
     parts = allocate(layout, 0, "cpu")
     for name, part in parts.items():
         part.tensor.copy_(tensors[name])
-    prover = Prover(layout, 0, alone)
+    prover = Checksums(layout, 0, alone)
     prover.check(parts, digest(sent()), 3, "here to there")
     for name, other in changed.items():
         parts[name].tensor.copy_(tensors[other])
-    with pytest.raises(ProofError, match=r"version 3 \(here to there\)") as caught:
+    with pytest.raises(ChecksumError, match=r"version 3 \(here to there\)") as caught:
         prover.check(parts, digest(sent()), 3, "here to there")
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == named
 
 
 def test_digests_of_unknown_tensors_are_refused() -> None:
     layout = Layout.whole([("a", (2,), "float32")])
-    with pytest.raises(ProofError, match="unknown tensors: d"):
-        Prover(layout, 0, alone).check({}, {"d": 1}, 3, "here to there")
+    with pytest.raises(ChecksumError, match="unknown tensors: d"):
+        Checksums(layout, 0, alone).check({}, {"d": 1}, 3, "here to there")

@@ -13,13 +13,13 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import shm_transport as memories
-from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.link import Bridge
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.digest import ChecksumError, digest
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.shm import SHM, SegmentError, sweep
 from penstock.runtime.tensor.shm_transport import MappedMemory, Place, SharedMemory, copy_elements
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver, SyncError
+from penstock.runtime.tensor.weight_sync import SyncError, WeightPublisher, WeightReceiver
 from tests.halt import halt
 
 from .peer import CHANNEL, Policy, hurry, published, receive
@@ -69,14 +69,14 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_A_GPU)])
 
 
-def source(run: Path, timeout: float = 60.0, device: str = "cpu") -> tuple[Policy, Publisher, Opening]:
-    policy, bridge = Policy(device=device), Bridge(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
-    return policy, Publisher(CHANNEL, policy, device=device), Opening(bridge, "source", None, device)
+def source(run: Path, timeout: float = 60.0, device: str = "cpu") -> tuple[Policy, WeightPublisher, Opening]:
+    policy, bridge = Policy(device=device), ReplicaLink(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
+    return policy, WeightPublisher(CHANNEL, policy, device=device), Opening(bridge, "source", None, device)
 
 
-def destination(run: Path, timeout: float = 60.0, device: str = "cpu") -> tuple[Receiver, Opening]:
-    memory, bridge = exported(run.name, device), Bridge(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
-    return Receiver(CHANNEL, allocate=memory, device=device), Opening(bridge, "destination", memory, device)
+def destination(run: Path, timeout: float = 60.0, device: str = "cpu") -> tuple[WeightReceiver, Opening]:
+    memory, bridge = exported(run.name, device), ReplicaLink(CHANNEL, FileStore(str(run / "bridge")), timeout=timeout)
+    return WeightReceiver(CHANNEL, allocate=memory, device=device), Opening(bridge, "destination", memory, device)
 
 
 @DEVICES
@@ -91,7 +91,7 @@ def test_each_version_arrives_equal_and_both_halves_are_used(run: Path, other: A
         policy.advance(99)
         publisher.send(version, transport)
         assert peer.read() == {"version": version, "digest": expected}
-    assert isinstance(transport.transport, PutTransport)
+    assert isinstance(transport.transport, OneSidedTransport)
     assert len(list(SHM.glob(f"penstock-{run.name}-*"))) == (device == "cpu")
 
 
@@ -102,7 +102,7 @@ def test_a_sender_that_dies_while_it_writes_leaves_the_live_version_as_it_was(ru
     peer.tell(send=0)
     receive(receiver, facts, transport)
     receiver.swap(0)
-    assert peer.read() == {"sent": 0, "way": "PutTransport"}
+    assert peer.read() == {"sent": 0, "way": "OneSidedTransport"}
     live = digest(receiver.weights.tensors)
     peer.tell(die=True)
     facts = peer.ask(publish=1)
@@ -155,10 +155,10 @@ def test_another_version_than_is_awaited_is_an_error_on_both_sides(run: Path, ot
     peer.ask(publish=0)
     facts = peer.ask(publish=1)
     peer.tell(send=0)
-    with pytest.raises(ProofError, match=r"source rank 0 sent \{'version': 0, .*needed \{'version': 1"):
+    with pytest.raises(ChecksumError, match=r"source rank 0 sent \{'version': 0, .*needed \{'version': 1"):
         receive(receiver, facts, transport)
     answer = peer.read()
-    assert answer["error"] == "ProofError"
+    assert answer["error"] == "ChecksumError"
     assert "destination rank 0 sent {'version': 1" in answer["text"]
     assert receiver.weights.version == -1
 

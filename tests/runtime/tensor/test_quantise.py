@@ -13,20 +13,20 @@ from torch import Tensor
 from penstock.runtime.tensor.buffers import allocate
 from penstock.runtime.tensor.codec import NAMES
 from penstock.runtime.tensor.digest import digest, finish, partial
-from penstock.runtime.tensor.layout import Box, Layout, Mesh, Placement, Split, TensorLayout
+from penstock.runtime.tensor.layout import Layout, Mesh, Placement, Region, Split, TensorLayout
 from penstock.runtime.tensor.quantise import ConversionError, Converter, absmax, cast, dequantise, quantise, scales
 from penstock.runtime.tensor.wire_format import FORMATS, Format, converted
 
 from .layouts import meshes, placements
 
-WHOLE = Box.whole((4, 6))
+WHOLE = Region.whole((4, 6))
 
 
 def quantised(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """The whole at once, as on one rank that has gathered it."""
-    box = Box.whole(matrix.shape)
-    scale = scales("w", absmax(matrix, box, format), box, format)
-    return quantise(matrix, box, scale, format), scale
+    region = Region.whole(matrix.shape)
+    scale = scales("w", absmax(matrix, region, format), region, format)
+    return quantise(matrix, region, scale, format), scale
 
 
 def by_hand(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -54,13 +54,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def convert_on_all(
     layout: Layout, wire: Layout, tensors: dict[str, Tensor], agree: Callable[[list[Tensor]], Tensor]
 ) -> list[Any]:
-    """What every rank makes of its boxes: each first says its maxima, then all go on with the agreed ones."""
+    """What every rank makes of its regions: each first says its maxima, then all go on with the agreed ones."""
 
     class Waiting(Exception):
         pass
 
     def attempt(rank: int, agreed: Tensor | None, said: list[Tensor]) -> Any:
-        own = {t.name: tensors[t.name][t.held_by(rank)[0].slices(Box.whole(t.shape))] for t in held(layout, rank)}
+        own = {t.name: tensors[t.name][t.held_by(rank)[0].slices(Region.whole(t.shape))] for t in held(layout, rank)}
         out = allocate(wire, rank, "cpu")
 
         def listen(maxima: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_boxes_with_agreed_scales_equal_the_whole_bit_for_bit(
     for rank, parts in enumerate(found):
         for t in held(travels, rank):
             part = parts[t.name]
-            assert same_bits(part.tensor, expected[t.name][part.box.slices(Box.whole(t.shape))])
+            assert same_bits(part.tensor, expected[t.name][part.region.slices(Region.whole(t.shape))])
 
 
 @pytest.mark.parametrize("wire", sorted(FORMATS))
@@ -136,7 +136,7 @@ def test_the_largest_number_of_a_row_is_the_limit_and_comes_back(wire: str) -> N
     elements, scale = quantised(matrix, format)
     assert elements.float()[0, 1] == -format.limit
     assert not elements.float()[1].any()
-    back = dequantise(elements, Box.whole(matrix.shape), scale, format, torch.empty(matrix.shape))
+    back = dequantise(elements, Region.whole(matrix.shape), scale, format, torch.empty(matrix.shape))
     assert torch.allclose(back[:, 1:], matrix[:, 1:], atol=1e-5)
 
 
@@ -146,12 +146,12 @@ def test_dequantised_numbers_are_as_near_as_the_format_allows(seed: int, wire: s
     format = FORMATS[wire]
     matrix = torch.randn(140, 150, generator=torch.Generator().manual_seed(seed))
     elements, scale = quantised(matrix, format)
-    box = Box.whole(matrix.shape)
-    back = dequantise(elements, box, scale, format, torch.empty_like(matrix))
+    region = Region.whole(matrix.shape)
+    back = dequantise(elements, region, scale, format, torch.empty_like(matrix))
     per_row = scale.max() if format.block else scale[:, None]
     step = per_row / 2 if wire == "int8" else torch.maximum(matrix.abs() / 16, per_row * 2.0**-10)
     assert ((back - matrix).abs() <= step * 1.001).all()
-    part = Box((3, 129), (137, 150))
+    part = Region((3, 129), (137, 150))
     own = scale[part.start[0] : part.stop[0]] if not format.block else scale[0:2, 1:2]
     cut = dequantise(elements[3:137, 129:150], part, own, format, torch.empty(134, 21))
     assert torch.equal(cut, back[3:137, 129:150])
@@ -168,7 +168,7 @@ def test_numbers_too_small_for_their_scale_are_zero_and_never_infinite() -> None
 def test_numbers_beyond_an_agreed_scale_saturate() -> None:
     matrix = torch.tensor([[1e30, -1e30, 1.0]])
     for format in (FORMATS["int8"], FORMATS["fp8"]):
-        found = quantise(matrix, Box.whole((1, 3)), torch.ones(1), format).float()
+        found = quantise(matrix, Region.whole((1, 3)), torch.ones(1), format).float()
         assert found.tolist() == [[format.limit, -format.limit, 1.0]]
 
 
@@ -176,11 +176,11 @@ def test_numbers_beyond_an_agreed_scale_saturate() -> None:
 def test_what_is_not_finite_is_named_by_tensor_and_row(bad: float) -> None:
     matrix = torch.ones(300, 6)
     matrix[131, 2] = matrix[170, 0] = bad
-    box = Box((1000, 50), (1300, 56))
+    region = Region((1000, 50), (1300, 56))
     with pytest.raises(ConversionError, match=r"layer\.w: row 1131 and 1 more has inf or NaN"):
-        scales("layer.w", absmax(matrix, box, FORMATS["int8"]), box, FORMATS["int8"])
+        scales("layer.w", absmax(matrix, region, FORMATS["int8"]), region, FORMATS["int8"])
     with pytest.raises(ConversionError, match=r"layer\.w: the 128 × 128 block at row 1024, column 0 "):
-        scales("layer.w", absmax(matrix, box, FORMATS["fp8_block"]), box, FORMATS["fp8_block"])
+        scales("layer.w", absmax(matrix, region, FORMATS["fp8_block"]), region, FORMATS["fp8_block"])
 
 
 def test_every_rank_that_shares_a_bad_row_learns_of_it() -> None:
@@ -191,8 +191,8 @@ def test_every_rank_that_shares_a_bad_row_learns_of_it() -> None:
     wire = converted(layout, "int8")
     maxima: list[Tensor] = []
     for rank in range(2):
-        box = layout.tensors[0].held_by(rank)[0]
-        maxima.append(absmax(matrix[box.slices(WHOLE)], box, FORMATS["int8"]))
+        region = layout.tensors[0].held_by(rank)[0]
+        maxima.append(absmax(matrix[region.slices(WHOLE)], region, FORMATS["int8"]))
     for rank in range(2):
         own = {"w": matrix[layout.tensors[0].held_by(rank)[0].slices(WHOLE)]}
         with pytest.raises(ConversionError, match="w: row 2 has inf or NaN"):
@@ -202,14 +202,14 @@ def test_every_rank_that_shares_a_bad_row_learns_of_it() -> None:
 
 
 def test_a_cast_beyond_the_dtype_is_an_error_and_infinities_may_travel() -> None:
-    tensor, box = torch.ones(3, 2), Box((10, 0), (13, 2))
+    tensor, region = torch.ones(3, 2), Region((10, 0), (13, 2))
     tensor[1, 1] = math.inf
     out = torch.empty(3, 2, dtype=torch.float16)
-    cast("mask", tensor, out, box)
+    cast("mask", tensor, out, region)
     assert out[1, 1] == math.inf
     tensor[2, 0] = 1e5
     with pytest.raises(ConversionError, match="w: row 12 has a number beyond 65504"):
-        cast("w", tensor, out, box)
+        cast("w", tensor, out, region)
 
 
 def test_the_proof_of_quantised_boxes_adds_up_to_that_of_the_whole() -> None:
@@ -220,8 +220,8 @@ def test_the_proof_of_quantised_boxes_adds_up_to_that_of_the_whole() -> None:
     wire = converted(layout, "int8")
     found = convert_on_all(layout, wire, {"w": matrix}, maximum)
     elements, scale = quantised(matrix, FORMATS["int8"])
-    total = sum(partial(parts["w"].tensor, "w", (200, 300), parts["w"].box) for parts in found)
+    total = sum(partial(parts["w"].tensor, "w", (200, 300), parts["w"].region) for parts in found)
     assert finish(total, "w", elements.dtype, (200, 300)) == digest({"w": elements})["w"]
-    own = {parts["w.scale"].box: parts["w.scale"].tensor for parts in found}
-    total = sum(partial(tensor, "w.scale", (200,), box) for box, tensor in own.items())
+    own = {parts["w.scale"].region: parts["w.scale"].tensor for parts in found}
+    total = sum(partial(tensor, "w.scale", (200,), region) for region, tensor in own.items())
     assert finish(total, "w.scale", scale.dtype, (200,)) == digest({"w.scale": scale})["w.scale"]

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from penstock.runtime.tensor.broadcast_chain import Arrivals, Leg, Open, Relay
-from penstock.runtime.tensor.buffers import Parts
-from penstock.runtime.tensor.digest import ProofError, digest
-from penstock.runtime.tensor.layout import Box, Copy
-from penstock.runtime.tensor.link import Bridge
+from penstock.runtime.tensor.broadcast_chain import Arrivals, ChainForwarder, ChainHop, Open
+from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.digest import ChecksumError, digest
+from penstock.runtime.tensor.layout import Copy, Region
+from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Side, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport, Tell
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 from tests.halt import halt
 
 from .peer import CHANNEL, Policy, hurry, published, receive
@@ -46,7 +46,7 @@ class Chain:
         self.replicas = [subprocess.Popen([*command, str(index), str(replicas)], **pipes) for index in range(replicas)]
         assert [self.read(index) for index in range(replicas)] == [{"started": True}] * replicas
         self.policy = Policy(large)
-        self.publisher = Publisher(CHANNEL, self.policy)
+        self.publisher = WeightPublisher(CHANNEL, self.policy)
         self.bridge = link(folder, -1)
         self.opened: MessageTransport | None = None
         self.events: dict[int, Callable[[], object]] = {}
@@ -71,7 +71,7 @@ class Chain:
         stdin.write(json.dumps(line) + "\n")
         stdin.flush()
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         """As the publisher's transport."""
         if self.opened is None:
             opened = self.bridge.open("source")
@@ -208,22 +208,26 @@ class Linked(DestinationRank):
         own.mkdir(exist_ok=True)
         super().__init__(own, source, mesh, rank, shared=False)
         ranks = size(source) if index == 0 else size(mesh)
-        before = Bridge(CHANNEL, FileStore(f"{folder}/link-{index - 1}"), ranks, size(mesh), 30, way="messages")
-        after = Bridge(CHANNEL, FileStore(f"{folder}/link-{index}"), size(mesh), size(mesh), 30, way="messages")
+        before = ReplicaLink(
+            CHANNEL, FileStore(f"{folder}/link-{index - 1}"), ranks, size(mesh), 30, transport="messages"
+        )
+        after = ReplicaLink(
+            CHANNEL, FileStore(f"{folder}/link-{index}"), size(mesh), size(mesh), 30, transport="messages"
+        )
         self.before, self.after = (partial(self.end, before, "destination"), partial(self.end, after, "source"))
         self.ends: dict[str, Any] = {}
         self.failures: list[Exception] = []
-        self.relay = Relay(CHANNEL, rank, self.failures.append)
+        self.relay = ChainForwarder(CHANNEL, rank, self.failures.append)
         self.index, self.last = index, index == replicas - 1
 
-    def end(self, bridge: Bridge, side: Any) -> MessageTransport:
+    def end(self, bridge: ReplicaLink, side: Any) -> MessageTransport:
         if side not in self.ends:
             self.ends[side] = bridge.open(side, self.rank)
         end: MessageTransport = self.ends[side]
         return end
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
-        leg = Leg(self.relay, self.before, None if self.last else self.after, linked=self.index > 0)
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        leg = ChainHop(self.relay, self.before, None if self.last else self.after, linked=self.index > 0)
         self.nbytes = leg.receive(version, copies, parts)
         self.damage(parts)
         return self.nbytes
@@ -236,7 +240,9 @@ class Several:
         makers = [partial(SourceRank, folder, source, mesh, rank) for rank in range(size(source))]
         self.sources: list[SourceRank] = sound(together(*makers))
         for rank in self.sources:
-            rank.bridge = Bridge(CHANNEL, FileStore(f"{folder}/link--1"), size(source), size(mesh), 30, way="messages")
+            rank.bridge = ReplicaLink(
+                CHANNEL, FileStore(f"{folder}/link--1"), size(source), size(mesh), 30, transport="messages"
+            )
         self.mesh = mesh
         self.chain = [
             [Linked(folder, source, mesh, rank, index, replicas) for rank in range(size(mesh))]
@@ -266,12 +272,12 @@ def test_replicas_of_several_ranks_have_the_parts_that_direct_ones_have(
         for replica in several.chain:
             for rank in replica:
                 weights = rank.receiver.weights
-                boxes = {c.tensor: c.box for c in rank.relay._own}
+                regions = {c.tensor: c.region for c in rank.relay._own}
                 assert weights.version == version
-                assert weights.tensors.keys() == expected.keys() == boxes.keys()
+                assert weights.tensors.keys() == expected.keys() == regions.keys()
                 for name, tensor in weights.tensors.items():
                     whole = expected[name]
-                    assert tensor.equal(whole[boxes[name].slices(Box.whole(whole.shape))])
+                    assert tensor.equal(whole[regions[name].slices(Region.whole(whole.shape))])
         assert not any(rank.failures for replica in several.chain for rank in replica)
 
 
@@ -287,7 +293,7 @@ def test_a_replica_passes_messages_on_before_the_last_one_has_come(
     assert isinstance(trainer, MessageTransport)
     send, receive, sent, came = trainer.send, last.receive, count(1), count(1)
 
-    def watched(version: int, copies: Sequence[Copy], parts: Parts, arrived: Tell) -> int:
+    def watched(version: int, copies: Sequence[Copy], parts: Shards, arrived: Tell) -> int:
         def told(message: Sequence[Copy]) -> None:
             arrived(message)
             if next(came) == 2:
@@ -295,7 +301,7 @@ def test_a_replica_passes_messages_on_before_the_last_one_has_come(
 
         return int(receive(version, copies, parts, told))
 
-    def held_back(version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def held_back(version: int, copies: Sequence[Copy], parts: Shards) -> int:
         def ready(message: Sequence[Copy]) -> None:
             if next(sent) == 5:
                 assert two_at_the_end.wait(30)
@@ -313,13 +319,13 @@ def test_what_is_damaged_on_the_way_is_caught_by_each_replica_that_has_it(tmp_pa
     several = Several(tmp_path, FSDP, TP, 2)
     sound(several.move(0))
 
-    def flip(parts: Parts) -> None:
+    def flip(parts: Shards) -> None:
         several.chain[0][0].relay._over.wait(30)
         parts["q.weight"].tensor.view(-1)[5] += 1
 
     several.chain[0][0].damage = flip
     results = several.move(1)
-    assert [type(result) for result in results[2:4]] == [ProofError, ProofError]
+    assert [type(result) for result in results[2:4]] == [ChecksumError, ChecksumError]
     assert all("q.weight" in str(result) for result in results[2:4])
     assert [rank.receiver.weights.version for rank in several.chain[1]] == [1, 1]
     assert [rank.receiver.weights.version for rank in several.chain[0]] == [0, 0]
@@ -329,7 +335,7 @@ def test_what_is_damaged_on_the_way_is_caught_by_each_replica_that_has_it(tmp_pa
 
 
 def row(start: int, stop: int, tensor: str = "t") -> Copy:
-    return Copy(tensor, 0, 0, Box((start,), (stop,)))
+    return Copy(tensor, 0, 0, Region((start,), (stop,)))
 
 
 def test_a_message_is_awaited_until_all_its_boxes_have_come_in_whatever_pieces() -> None:
@@ -364,19 +370,21 @@ def test_what_will_not_come_is_not_awaited_and_what_has_come_is_passed_on(failed
 
 def test_a_replica_that_does_not_get_a_version_itself_blames_nobody_after_it() -> None:
     blamed, store, policy = list[Exception](), HashStore(), Policy(1000)
-    relay, receiver = Relay(CHANNEL, 0, blamed.append), Receiver(CHANNEL)
+    relay, receiver = ChainForwarder(CHANNEL, 0, blamed.append), WeightReceiver(CHANNEL)
     with ThreadPoolExecutor(2) as threads:
         sides: tuple[Side, Side] = ("source", "destination")
-        onward, after = threads.map(lambda side: Bridge(CHANNEL, store, timeout=30, way="messages").open(side), sides)
+        onward, after = threads.map(
+            lambda side: ReplicaLink(CHANNEL, store, timeout=30, transport="messages").open(side), sides
+        )
     assert isinstance(onward, MessageTransport)
 
     def gone() -> MessageTransport:
         raise TransportError("the trainer is gone")
 
-    facts = published(Publisher(CHANNEL, policy), 0)
+    facts = published(WeightPublisher(CHANNEL, policy), 0)
     downstreams: tuple[Open | None, ...] = (lambda: onward, None)
     for downstream in downstreams:  # the second one begins when the first one is over, on both sides
         with pytest.raises(TransportError, match="the trainer is gone"):
-            receive(receiver, facts, Leg(relay, gone, downstream, linked=False))
+            receive(receiver, facts, ChainHop(relay, gone, downstream, linked=False))
     assert blamed == []
     after.close()

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from penstock.graph.protocols import Axes
-from penstock.runtime.tensor.digest import ProofError
+from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import LayoutError
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import LocalTransport
 from penstock.runtime.tensor.shm import sweep
 from penstock.runtime.tensor.shm_transport import SharedMemory
-from penstock.runtime.tensor.weight_sync import Publisher, Receiver
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 from tests.runtime.control.sockets import until
 
 from .peer import published, receive
@@ -48,7 +48,7 @@ def test_every_rank_gets_its_part_of_each_version(tmp_path: Path, source: Axes, 
     for version in (0, 1, 4):
         sound(both.move(version, both.publish(version)))
         both.check(version)
-    assert {isinstance(d.opened, PutTransport) for d in both.destinations} == {shared}
+    assert {isinstance(d.opened, OneSidedTransport) for d in both.destinations} == {shared}
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["messages", "shared memory"])
@@ -92,7 +92,7 @@ def test_damage_on_any_rank_is_caught_on_all_and_never_live(
     sound(both.move(0, both.publish(0)))
     both.destinations[rank].damage = damage
     results = both.move(1, both.publish(1))[2:]
-    assert [type(result) for result in results] == [ProofError, ProofError]
+    assert [type(result) for result in results] == [ChecksumError, ChecksumError]
     for own, error in enumerate(results):
         lines = str(error).splitlines()
         assert (
@@ -116,7 +116,7 @@ def test_swapped_shards_are_caught(tmp_path: Path) -> None:
     for rank, destination in enumerate(both.destinations):
         destination.damage = partial(exchange, rank)
     results = both.move(0, both.publish(0))[2:]
-    assert all(isinstance(result, ProofError) and "q.weight: sent" in str(result) for result in results)
+    assert all(isinstance(result, ChecksumError) and "q.weight: sent" in str(result) for result in results)
 
 
 def test_a_proof_that_leaves_tensors_out_is_refused(tmp_path: Path) -> None:
@@ -134,23 +134,23 @@ def test_layouts_that_do_not_fit_are_refused_before_anything_moves() -> None:
             return type(made)(made.mesh, made.shapes, made.rules, {**RULES, "q.weight": (0, 3)}, made.stages)
 
     policy = Other((("fsdp", 1),), 0)
-    publisher = Publisher(CHANNEL, policy)
+    publisher = WeightPublisher(CHANNEL, policy)
     facts = published(publisher, 0)
     transport = LocalTransport(CHANNEL)
     with pytest.raises(LayoutError, match=r"q.weight: 3 units"):
         publisher.send(0, transport, mesh=(("tp", 2),))
     with pytest.raises(LayoutError, match=r"q.weight: 3 units"):
-        receive(Receiver(CHANNEL, mesh=(("tp", 2),), add=lambda t: t), facts, transport)
+        receive(WeightReceiver(CHANNEL, mesh=(("tp", 2),), add=lambda t: t), facts, transport)
     assert not transport._sent
 
 
 def test_parts_without_a_sum_over_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 ranks, needed `add`"):
-        Publisher(CHANNEL, ShardedPolicy((("fsdp", 2),), 0), ranks=2)
+        WeightPublisher(CHANNEL, ShardedPolicy((("fsdp", 2),), 0), ranks=2)
     with pytest.raises(ValueError, match="tp 2, needed `add`"):
-        Receiver(CHANNEL, mesh=(("tp", 2),))
+        WeightReceiver(CHANNEL, mesh=(("tp", 2),))
     with pytest.raises(LayoutError, match="given 2 ranks, needed the replica's 1"):
-        Publisher(CHANNEL, ShardedPolicy((("fsdp", 2),), 0))
+        WeightPublisher(CHANNEL, ShardedPolicy((("fsdp", 2),), 0))
 
 
 def test_without_room_in_shared_memory_weights_come_as_messages(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_without_room_in_shared_memory_weights_come_as_messages(tmp_path: Path) 
     destination.receiver._allocate = destination.memory
     sound(both.move(0, both.publish(0)))
     both.check(0)
-    assert not any(isinstance(d.opened, PutTransport) for d in both.destinations)
+    assert not any(isinstance(d.opened, OneSidedTransport) for d in both.destinations)
     (text,) = warned
     assert f"{missing}: No such file or directory, no such folder" in text
     assert "bytes" in text

@@ -1,4 +1,4 @@
-"""Resharding against brute force: every element of every destination box comes once, from a rank that holds it."""
+"""Resharding against brute force: every element of every destination region comes once, from a rank that holds it."""
 
 import itertools
 import json
@@ -14,44 +14,44 @@ from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
 from penstock.runtime.tensor.layout import (
     ITEMSIZE,
-    Box,
-    Boxes,
     Copy,
     Layout,
     LayoutError,
+    ListedRegions,
     Mesh,
     Placement,
+    Region,
     TensorLayout,
     sharded,
 )
-from penstock.runtime.tensor.reshard import LARGE, Plan, reshard
+from penstock.runtime.tensor.reshard import LARGE, ReshardPlan, reshard
 
-from .layouts import boxes, grids, layouts_of, shapes
+from .layouts import grids, layouts_of, regions, shapes
 
 LLAMA_405B = ModelConfig(128256, 16384, 53248, 126, 128, 8, 128)
 
 
-def check(src: Layout, dst: Layout, plan: Plan) -> None:
-    """Brute force: a count per element of every destination box, and who holds what is sent."""
+def check(src: Layout, dst: Layout, plan: ReshardPlan) -> None:
+    """Brute force: a count per element of every destination region, and who holds what is sent."""
     for wanted in dst.tensors:
         held = src.by_name[wanted.name]
         for rank in range(dst.ranks):
             copies = [c for c in plan.receives(rank) if c.tensor == wanted.name]
             own = wanted.held_by(rank)
-            for box in own:
+            for region in own:
                 written = np.zeros(wanted.shape, int)
                 for c in copies:
-                    written[(c.box & box).slices(Box.whole(wanted.shape))] += 1
+                    written[(c.region & region).slices(Region.whole(wanted.shape))] += 1
                 inside = np.zeros(wanted.shape, int)
-                inside[box.slices(Box.whole(wanted.shape))] = 1
+                inside[region.slices(Region.whole(wanted.shape))] = 1
                 if len(own) == 1:
                     assert (written == inside).all()
                 else:
                     assert (written >= inside).all()
             for c in copies:
                 parts = held.held_by(c.source)
-                assert sum((c.box & part).size for part in parts) >= c.box.size
-                assert c.box.size
+                assert sum((c.region & part).size for part in parts) >= c.region.size
+                assert c.region.size
 
 
 def pairs(copies: tuple[Copy, ...]) -> dict[tuple[int, int], list[Copy]]:
@@ -70,12 +70,22 @@ def test_every_element_is_written_once_by_a_holder(data: Any) -> None:
     plan = reshard(src, dst)
     check(src, dst, plan)
     assert plan.bytes_out == tuple(
-        sum(c.box.size * ITEMSIZE[src.by_name[c.tensor].dtype] for c in plan.sends(r)) for r in range(src.ranks)
+        sum(c.region.size * ITEMSIZE[src.by_name[c.tensor].dtype] for c in plan.sends(r)) for r in range(src.ranks)
     )
     assert plan.bytes_in == tuple(
-        sum(c.box.size * ITEMSIZE[src.by_name[c.tensor].dtype] for c in plan.receives(r)) for r in range(dst.ranks)
+        sum(c.region.size * ITEMSIZE[src.by_name[c.tensor].dtype] for c in plan.receives(r)) for r in range(dst.ranks)
     )
     assert plan.nbytes == sum(plan.bytes_in)
+
+
+def test_what_overlapping_regions_hold_is_written_once() -> None:
+    """Rank 0 holds rows 0 to 3, rank 1 rows 2 to 5: rows 2 and 3 must come from one of them."""
+    shape = (6, 2)
+    held = ListedRegions(((0, Region((0, 0), (4, 2))), (1, Region((2, 0), (6, 2)))))
+    src = Layout((TensorLayout("t", shape, "int8", held),))
+    plan = reshard(src, src.replicated(1))
+    check(src, src.replicated(1), plan)
+    assert plan.nbytes == 12
 
 
 @settings(deadline=None, max_examples=60)
@@ -86,10 +96,10 @@ def test_overlapping_boxes_and_extra_holders_are_used_once(data: Any) -> None:
         shape = data.draw(shapes)
         cells = data.draw(grids(shape))
         held = [(rank, cell) for cell in cells for rank in data.draw(st.sets(st.integers(0, 3), min_size=1))]
-        extra = [(5, box) for box in data.draw(st.lists(boxes(shape), max_size=2))]
-        wanted = [(r, box) for r, box in enumerate(data.draw(st.lists(boxes(shape), max_size=3)))]
-        sources.append(TensorLayout(name, shape, "bfloat16", Boxes((*held, *extra))))
-        targets.append(TensorLayout(name, shape, "bfloat16", Boxes(tuple(wanted))))
+        extra = [(5, region) for region in data.draw(st.lists(regions(shape), max_size=2))]
+        wanted = [(r, region) for r, region in enumerate(data.draw(st.lists(regions(shape), max_size=3)))]
+        sources.append(TensorLayout(name, shape, "bfloat16", ListedRegions((*held, *extra))))
+        targets.append(TensorLayout(name, shape, "bfloat16", ListedRegions(tuple(wanted))))
     src, dst = Layout(tuple(sources)), Layout(tuple(targets))
     check(src, dst, reshard(src, dst))
 
@@ -123,7 +133,7 @@ def test_each_rank_s_own_part_is_its_part_of_the_whole_plan_and_both_ends_agree(
 def test_whole_to_whole_is_one_copy_per_tensor_in_order() -> None:
     src = Layout.whole([("b", (2, 3), "float32"), ("a", (), "int64"), ("empty", (0, 3), "int8")])
     plan = reshard(src, src.replicated(1))
-    assert [(c.tensor, c.box) for c in plan.copies] == [("b", Box((0, 0), (2, 3))), ("a", Box((), ()))]
+    assert [(c.tensor, c.region) for c in plan.copies] == [("b", Region((0, 0), (2, 3))), ("a", Region((), ()))]
 
 
 def test_replicas_share_the_sending() -> None:
@@ -136,9 +146,9 @@ def test_replicas_share_the_sending() -> None:
 def test_a_large_box_that_several_hold_is_cut_if_its_copies_cannot_be_shared_out() -> None:
     src = Layout.whole([("large", (3, LARGE), "float32"), ("small", (3, 5), "float32")], ranks=3)
     plan = reshard(src, src.replicated(1))
-    assert sorted(c.box.shape for c in plan.copies if c.tensor == "large") == [(1, LARGE)] * 3
-    assert [c.box.shape for c in plan.copies if c.tensor == "small"] == [(3, 5)]
-    assert [len(c.box.shape) for c in reshard(src, src.replicated(3)).copies if c.tensor == "large"] == [2] * 3
+    assert sorted(c.region.shape for c in plan.copies if c.tensor == "large") == [(1, LARGE)] * 3
+    assert [c.region.shape for c in plan.copies if c.tensor == "small"] == [(3, 5)]
+    assert [len(c.region.shape) for c in reshard(src, src.replicated(3)).copies if c.tensor == "large"] == [2] * 3
 
 
 def test_a_holder_on_the_receiver_s_host_sends() -> None:
@@ -154,18 +164,21 @@ def test_a_holder_on_the_receiver_s_host_sends() -> None:
 
 
 def test_what_one_rank_alone_holds_counts_before_replicas_choose() -> None:
-    alone = TensorLayout("alone", (100,), "int8", Boxes(((0, Box((0,), (100,))),)))
-    shared = [TensorLayout(f"s{i}", (10,), "int8", Boxes(tuple((r, Box((0,), (10,))) for r in (0, 1)))) for i in "abc"]
+    alone = TensorLayout("alone", (100,), "int8", ListedRegions(((0, Region((0,), (100,))),)))
+    shared = [
+        TensorLayout(f"s{i}", (10,), "int8", ListedRegions(tuple((r, Region((0,), (10,))) for r in (0, 1))))
+        for i in "abc"
+    ]
     src = Layout((*shared, alone))
     assert reshard(src, src.replicated(1)).bytes_out == (100, 30)
 
 
 def test_all_faults_are_listed_at_once() -> None:
-    def one(name: str, shape: tuple[int, ...], dtype: str = "float32", box: Box | None = None) -> TensorLayout:
-        return TensorLayout(name, shape, dtype, Boxes(((0, box or Box.whole(shape)),)))
+    def one(name: str, shape: tuple[int, ...], dtype: str = "float32", region: Region | None = None) -> TensorLayout:
+        return TensorLayout(name, shape, dtype, ListedRegions(((0, region or Region.whole(shape)),)))
 
-    half = Box((0,), (2,))
-    src = Layout((one("shape", (4,)), one("dtype", (4,)), one("part", (4,), box=half), one("unwanted", (1,))))
+    half = Region((0,), (2,))
+    src = Layout((one("shape", (4,)), one("dtype", (4,)), one("part", (4,), region=half), one("unwanted", (1,))))
     dst = Layout((one("shape", (5,)), one("dtype", (4,), "float16"), one("part", (4,)), one("unknown", (1,))))
     with pytest.raises(LayoutError) as caught:
         reshard(src, dst)
@@ -183,7 +196,7 @@ def test_what_no_source_holds_is_refused_with_every_tensor(data: Any) -> None:
     shape = data.draw(shapes.filter(lambda s: 0 not in s))
     cells = data.draw(grids(shape))
     gone = data.draw(st.sampled_from(cells))
-    held = Boxes(tuple((0, cell) for cell in cells if cell != gone))
+    held = ListedRegions(tuple((0, cell) for cell in cells if cell != gone))
     src = Layout(tuple(TensorLayout(n, shape, "int8", held) for n in "ab"))
     with pytest.raises(LayoutError) as caught:
         reshard(src, src.replicated(5))
@@ -195,11 +208,11 @@ def test_what_no_source_holds_is_refused_with_every_tensor(data: Any) -> None:
     ("tensor", "message"),
     [
         (
-            TensorLayout("t", (4,), "int8", Boxes(((0, Box((0,), (5,))),))),
-            r"box \[0:5\] of rank 0 outside shape \(4,\)",
+            TensorLayout("t", (4,), "int8", ListedRegions(((0, Region((0,), (5,))),))),
+            r"region \[0:5\] of rank 0 outside shape \(4,\)",
         ),
-        (TensorLayout("t", (4,), "int8", Boxes(((0, Box((0, 0), (4, 4))),))), "outside shape"),
-        (TensorLayout("t", (4,), "object", Boxes(((0, Box((0,), (4,))),))), "dtype 'object'"),
+        (TensorLayout("t", (4,), "int8", ListedRegions(((0, Region((0, 0), (4, 4))),))), "outside shape"),
+        (TensorLayout("t", (4,), "object", ListedRegions(((0, Region((0,), (4,))),))), "dtype 'object'"),
         (TensorLayout("t", (4,), "int8", Placement(Mesh((("pp", 2),)), only=(("pp", (2,)),))), "only at"),
     ],
 )
@@ -209,7 +222,7 @@ def test_a_layout_that_contradicts_itself_is_refused(tensor: TensorLayout, messa
 
 
 def test_a_name_twice_is_refused() -> None:
-    tensor = TensorLayout("t", (4,), "float32", Boxes(((0, Box((0,), (4,))),)))
+    tensor = TensorLayout("t", (4,), "float32", ListedRegions(((0, Region((0,), (4,))),)))
     with pytest.raises(LayoutError, match="t: 2 times in the source"):
         reshard(Layout((tensor, tensor)), Layout((tensor,)))
 
@@ -227,7 +240,7 @@ def llama_405b(*axes: tuple[str, int]) -> Layout:
     return sharded(tensors, mesh, tensor_parallel(LLAMA_405B), stages)
 
 
-def held(layout: Layout, rank: int) -> list[tuple[Box, ...]]:
+def held(layout: Layout, rank: int) -> list[tuple[Region, ...]]:
     return [t.held_by(rank) for t in layout.tensors]
 
 

@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 from penstock.graph.protocols import Carried
-from penstock.runtime.tensor.buffers import Parts
-from penstock.runtime.tensor.digest import ProofError
+from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy, LayoutError
 from penstock.runtime.tensor.process_group import LocalTransport, TransportError
-from penstock.runtime.tensor.weight_sync import Moved, Publisher, Receiver, SyncError, hand_over
+from penstock.runtime.tensor.weight_sync import Moved, SyncError, WeightPublisher, WeightReceiver, sync_in_process
 
 from .peer import CHANNEL, Policy
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def sides(**options: Any) -> tuple[Policy, Publisher, Receiver]:
+def sides(**options: Any) -> tuple[Policy, WeightPublisher, WeightReceiver]:
     policy = Policy(large=1000)
     assert isinstance(policy, Carried)
-    publisher, receiver = Publisher(CHANNEL, policy, **options), Receiver(CHANNEL)
+    publisher, receiver = WeightPublisher(CHANNEL, policy, **options), WeightReceiver(CHANNEL)
     receiver.describe(publisher.description)
     return policy, publisher, receiver
 
 
-def sync(policy: Policy, publisher: Publisher, receiver: Receiver, version: int) -> None:
+def sync(policy: Policy, publisher: WeightPublisher, receiver: WeightReceiver, version: int) -> None:
     policy.advance(version)
-    hand_over(publisher, receiver, version, publisher.publish(version))
+    sync_in_process(publisher, receiver, version, publisher.publish(version))
     receiver.swap(version)
 
 
-def live(receiver: Receiver) -> dict[str, Tensor]:
+def live(receiver: WeightReceiver) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in receiver.weights.tensors.items()}
 
 
@@ -55,7 +55,7 @@ def test_live_weights_do_not_change_while_the_next_version_arrives() -> None:
     sync(policy, publisher, receiver, 0)
     before = live(receiver)
     policy.advance(1)
-    hand_over(publisher, receiver, 1, publisher.publish(1))
+    sync_in_process(publisher, receiver, 1, publisher.publish(1))
     assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in before.items())
     receiver.swap(1)
     assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in policy.tensors.items())
@@ -68,7 +68,7 @@ def test_the_wire_dtype_converts_floating_point_only() -> None:
     assert got["matrix"].dtype == torch.float32
     assert torch.equal(got["matrix"], policy.tensors["matrix"].bfloat16().float())
     assert got["step"].dtype == torch.int64
-    as_sent = Receiver(CHANNEL, restore=False)
+    as_sent = WeightReceiver(CHANNEL, restore=False)
     as_sent.describe(publisher.description)
     sync(policy, publisher, as_sent, 1)
     assert torch.equal(as_sent.weights.tensors["matrix"], policy.tensors["matrix"].bfloat16())
@@ -79,14 +79,14 @@ def test_dtypes_that_do_not_travel_are_named_before_anything_moves() -> None:
     policy = Policy(large=10)
     policy.tensors["phase"] = torch.zeros(2, dtype=torch.complex64)
     with pytest.raises(LayoutError, match=r"phase \(complex64\); needed one of bool"):
-        Publisher(CHANNEL, policy)
+        WeightPublisher(CHANNEL, policy)
     with pytest.raises(LayoutError, match="given 'float99'"):
-        Publisher(CHANNEL, Policy(), wire="float99")
+        WeightPublisher(CHANNEL, Policy(), wire="float99")
 
 
 def test_bytes_and_seconds_are_reported() -> None:
     policy, publisher, receiver = sides()
-    moved = hand_over(publisher, receiver, 0, publisher.publish(0))
+    moved = sync_in_process(publisher, receiver, 0, publisher.publish(0))
     assert moved.nbytes == sum(t.nbytes for t in policy.tensors.values())
     assert min(moved.wire_s, moved.prove_s) >= 0
 
@@ -94,33 +94,33 @@ def test_bytes_and_seconds_are_reported() -> None:
 class Damaged(LocalTransport):
     """A transport that does one thing wrong on its way."""
 
-    def __init__(self, damage: Callable[[Parts], None], skip: str = "") -> None:
+    def __init__(self, damage: Callable[[Shards], None], skip: str = "") -> None:
         super().__init__(CHANNEL)
         self._damage = damage
         self._skip = skip
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         moved = super().receive(version, [c for c in copies if c.tensor != self._skip], parts)
         self._damage(parts)
         return moved
 
 
-def flip(parts: Parts) -> None:
+def flip(parts: Shards) -> None:
     parts["embed"].tensor.view(torch.int16)[500] ^= 4
 
 
-def swap_tensors(parts: Parts) -> None:
+def swap_tensors(parts: Shards) -> None:
     a, b = parts["norm"].tensor, parts["other"].tensor
     saved = a.clone()
     a.copy_(b)
     b.copy_(saved)
 
 
-def swap_elements(parts: Parts) -> None:
+def swap_elements(parts: Shards) -> None:
     parts["embed"].tensor[[3, 400]] = parts["embed"].tensor[[400, 3]]
 
 
-def nothing(parts: Parts) -> None:
+def nothing(parts: Shards) -> None:
     """No damage."""
 
 
@@ -135,11 +135,11 @@ def nothing(parts: Parts) -> None:
     ids=["flipped bit", "skipped tensor", "swapped tensors", "swapped elements"],
 )
 def test_what_goes_wrong_on_the_way_is_caught_and_never_live(
-    damage: Callable[[Parts], None], skip: str, named: list[str]
+    damage: Callable[[Shards], None], skip: str, named: list[str]
 ) -> None:
-    policy, receiver = Policy(large=1000), Receiver(CHANNEL)
+    policy, receiver = Policy(large=1000), WeightReceiver(CHANNEL)
     policy.tensors["other"] = torch.ones(7)
-    publisher = Publisher(CHANNEL, policy)
+    publisher = WeightPublisher(CHANNEL, policy)
     receiver.describe(publisher.description)
     sync(policy, publisher, receiver, 0)
     before = live(receiver)
@@ -147,13 +147,13 @@ def test_what_goes_wrong_on_the_way_is_caught_and_never_live(
     digests = publisher.publish(1)
     transport = Damaged(damage, skip)
     publisher.send(1, transport)
-    with pytest.raises(ProofError, match=rf"version 1 \({CHANNEL}, destination rank 0\)") as caught:
+    with pytest.raises(ChecksumError, match=rf"version 1 \({CHANNEL}, destination rank 0\)") as caught:
         receiver.receive(1, digests, transport)
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == named
     assert all(torch.equal(receiver.weights.tensors[n], t) for n, t in before.items())
     with pytest.raises(SyncError, match="swap to version 1: live: 0, arrived: None"):
         receiver.swap(1)
-    hand_over(publisher, receiver, 1, digests)
+    sync_in_process(publisher, receiver, 1, digests)
     receiver.swap(1)
 
 
@@ -167,7 +167,7 @@ def test_stale_weights_under_a_new_label_are_caught() -> None:
     transport = LocalTransport(CHANNEL)
     publisher.send(1, transport)
     transport._sent = [(1, copies, stale.parts) for _, copies, _ in transport._sent]
-    with pytest.raises(ProofError, match=r"version 1 .*5 of 5 tensors differ"):
+    with pytest.raises(ChecksumError, match=r"version 1 .*5 of 5 tensors differ"):
         receiver.receive(1, digests, transport)
 
 
@@ -177,8 +177,8 @@ def test_a_stale_version_or_proof_is_refused() -> None:
     old = publisher.publish(0)
     policy.advance(1)
     digests = publisher.publish(1)
-    with pytest.raises(ProofError, match=r"version 1 .*4 of 5 tensors differ"):  # the flags are true in both
-        hand_over(publisher, receiver, 1, old)
+    with pytest.raises(ChecksumError, match=r"version 1 .*4 of 5 tensors differ"):  # the flags are true in both
+        sync_in_process(publisher, receiver, 1, old)
     transport = LocalTransport(CHANNEL)
     publisher.send(0, transport)
     with pytest.raises(TransportError, match=r"version 1: embed \[0:1000\] was not sent"):
@@ -194,7 +194,7 @@ def test_only_the_version_that_arrived_goes_live_and_only_once() -> None:
     with pytest.raises(SyncError, match="swap to version 0: live: 0, arrived: None"):
         receiver.swap(0)
     policy.advance(2)
-    hand_over(publisher, receiver, 2, publisher.publish(2))
+    sync_in_process(publisher, receiver, 2, publisher.publish(2))
     for other in (1, 3):
         with pytest.raises(SyncError, match=f"swap to version {other}: live: 0, arrived: 2"):
             receiver.swap(other)
@@ -214,12 +214,12 @@ def test_versions_come_once_and_in_order() -> None:
     with pytest.raises(SyncError, match="publish version 3"):
         publisher.publish(3)
     digests = publisher.publish(4)
-    hand_over(publisher, receiver, 4, digests)
+    sync_in_process(publisher, receiver, 4, digests)
     with pytest.raises(SyncError, match="receive version 4: live: 3, arrived: 4"):
-        hand_over(publisher, receiver, 4, digests)
+        sync_in_process(publisher, receiver, 4, digests)
     receiver.swap(4)
     with pytest.raises(SyncError, match="receive version 4: live: 4"):
-        hand_over(publisher, receiver, 4, digests)
+        sync_in_process(publisher, receiver, 4, digests)
     with pytest.raises(SyncError, match="swap to version 5"):
         receiver.swap(5)
 
@@ -229,7 +229,7 @@ def test_old_versions_are_let_go_but_not_while_they_are_sent() -> None:
     blocked, go = threading.Event(), threading.Event()
 
     class Slow(LocalTransport):
-        def send(self, version: int, copies: Sequence[Copy], parts: Parts) -> int:
+        def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
             blocked.set()
             assert go.wait(30)
             return super().send(version, copies, parts)
@@ -271,7 +271,7 @@ def test_an_error_in_the_background_is_the_result() -> None:
     results: queue.Queue[Moved | Exception] = queue.Queue()
     receiver.start(0, digests, LocalTransport(CHANNEL), results.put)
     assert isinstance(results.get(timeout=30), TransportError)
-    hand_over(publisher, receiver, 0, digests)
+    sync_in_process(publisher, receiver, 0, digests)
 
 
 def test_weights_that_change_shape_or_name_are_refused() -> None:
@@ -282,26 +282,26 @@ def test_weights_that_change_shape_or_name_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"(?s)norm: given torch.Size\(\[8\]\), needed .*step: given nothing"):
         publisher.publish(1)
     with pytest.raises(LayoutError, match="changed during the run"):
-        receiver.describe(Publisher(CHANNEL, policy).description)
+        receiver.describe(WeightPublisher(CHANNEL, policy).description)
 
 
 def test_nothing_is_received_before_the_weights_are_described() -> None:
     _, publisher, _ = sides()
     with pytest.raises(SyncError, match="receive version 0: live: -1, the sender has not described its weights"):
-        hand_over(publisher, Receiver(CHANNEL), 0, publisher.publish(0))
+        sync_in_process(publisher, WeightReceiver(CHANNEL), 0, publisher.publish(0))
 
 
 def test_several_ranks_share_the_sending_and_each_receiver_has_all() -> None:
     policy = Policy(large=1000)
     policy.advance(0)
-    publishers = [Publisher(CHANNEL, policy, rank=rank, ranks=2) for rank in range(2)]
+    publishers = [WeightPublisher(CHANNEL, policy, rank=rank, ranks=2) for rank in range(2)]
     digests = [publisher.publish(0) for publisher in publishers]
     assert digests[0] == digests[1]
     for rank in range(3):
         transport = LocalTransport(CHANNEL)
         sent = [publisher.send(0, transport, 3).nbytes for publisher in publishers]
         assert all(sent)
-        receiver = Receiver(CHANNEL, rank=rank, ranks=3)
+        receiver = WeightReceiver(CHANNEL, rank=rank, ranks=3)
         receiver.describe(publishers[0].description)
         receiver.receive(0, digests[0], transport)
         receiver.swap(0)

@@ -11,12 +11,12 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import link
-from penstock.runtime.tensor.link import CHOICES, Bridge, Choice, can_go
-from penstock.runtime.tensor.one_sided import PutTransport
+from penstock.runtime.tensor.link import TRANSPORTS, ReplicaLink, TransportChoice, writable_kinds
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm import sweep
-from penstock.runtime.tensor.shm_transport import Exported, SharedMemory
+from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
 
 pytestmark = pytest.mark.timeout(300)
 RUN = f"testways{os.getpid()}"
@@ -32,9 +32,9 @@ def memory() -> Iterator[SharedMemory]:
     sweep(RUN)
 
 
-def opened(path: Path, choice: Choice, memory: Exported | None) -> list[Future[Transport]]:
+def opened(path: Path, choice: TransportChoice, memory: WritableMemory | None) -> list[Future[Transport]]:
     """Both sides of a bridge, each in its thread."""
-    bridge = Bridge("policy>generator", FileStore(str(path)), timeout=20, way=choice)
+    bridge = ReplicaLink("policy>generator", FileStore(str(path)), timeout=20, transport=choice)
     with ThreadPoolExecutor(2) as threads:
         return [
             threads.submit(bridge.open, "source"),
@@ -43,28 +43,34 @@ def opened(path: Path, choice: Choice, memory: Exported | None) -> list[Future[T
 
 
 @pytest.mark.parametrize(
-    ("choice", "kind"), [("auto", PutTransport), ("shm", PutTransport), ("messages", MessageTransport)]
+    ("choice", "kind"), [("auto", OneSidedTransport), ("shm", OneSidedTransport), ("messages", MessageTransport)]
 )
-def test_both_sides_go_the_way_that_is_asked_for(tmp_path: Path, memory: Any, choice: Choice, kind: type) -> None:
+def test_both_sides_go_the_way_that_is_asked_for(
+    tmp_path: Path, memory: Any, choice: TransportChoice, kind: type
+) -> None:
     assert {type(side.result()) for side in opened(tmp_path / "bridge", choice, memory)} == {kind}
 
 
 def test_a_way_that_a_rank_cannot_go_is_refused_on_both_sides_with_its_name(tmp_path: Path, memory: Any) -> None:
-    asked: list[tuple[Choice, Exported | None, str]] = [
+    asked: list[tuple[TransportChoice, WritableMemory | None, str]] = [
         ("cuda_ipc", memory, "source rank 0 has its weights on no GPU"),
         ("shm", None, "destination rank 0 has no arena in shared memory"),
     ]
     for number, (choice, own, why) in enumerate(asked):
         for side in opened(tmp_path / str(number), choice, own):
-            with pytest.raises(TransportError, match=f"given the way {choice}, needed auto or messages: {why}"):
+            with pytest.raises(TransportError, match=f"given the transport {choice}, needed auto or messages: {why}"):
                 side.result()
 
 
 def test_what_a_rank_can_do_follows_from_where_its_weights_lie(memory: SharedMemory) -> None:
-    assert can_go("destination", memory, "cpu") == ("shm",)
-    assert can_go("destination", None, "cuda:0") == can_go("destination", SharedMemory(RUN, "none"), "cpu") == ()
-    assert can_go("source", None, torch.device("cpu")) == ("shm",)
-    assert set(can_go("source", None, "cuda:1")) == {"shm", "cuda_ipc"}
+    assert writable_kinds("destination", memory, "cpu") == ("shm",)
+    assert (
+        writable_kinds("destination", None, "cuda:0")
+        == writable_kinds("destination", SharedMemory(RUN, "none"), "cpu")
+        == ()
+    )
+    assert writable_kinds("source", None, torch.device("cpu")) == ("shm",)
+    assert set(writable_kinds("source", None, "cuda:1")) == {"shm", "cuda_ipc"}
 
 
 HERE, BOTH = [5, 9], 0b11
@@ -90,8 +96,8 @@ def test_a_way_needs_all_ranks_on_one_host_and_for_a_gpu_the_same_gpus(said: Any
 
 
 def test_a_way_that_is_none_is_refused(tmp_path: Path) -> None:
-    make: Callable[..., Bridge] = Bridge
-    for given in ({"way": "gloo"}, {"way": "shm", "backend": "nccl"}):
-        with pytest.raises(ValueError, match=r"policy: given way .*needed one of auto, messages"):
+    make: Callable[..., ReplicaLink] = ReplicaLink
+    for given in ({"transport": "gloo"}, {"transport": "shm", "backend": "nccl"}):
+        with pytest.raises(ValueError, match=r"policy: given transport .*needed one of auto, messages"):
             make("policy", tmp_path / "bridge", **given)
-    assert CHOICES == ("auto", "messages", "shm", "cuda_ipc")
+    assert TRANSPORTS == ("auto", "messages", "shm", "cuda_ipc")

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from penstock.graph.protocols import Axes
 from penstock.runtime.tensor.buffers import allocate
-from penstock.runtime.tensor.digest import ProofError
-from penstock.runtime.tensor.layout import Box, Layout
+from penstock.runtime.tensor.digest import ChecksumError
+from penstock.runtime.tensor.layout import Layout, Region
 from penstock.runtime.tensor.quantise import ConversionError, Converter, dequantise
 from penstock.runtime.tensor.shm import sweep
-from penstock.runtime.tensor.weight_sync import Publisher
+from penstock.runtime.tensor.weight_sync import WeightPublisher
 from penstock.runtime.tensor.wire_format import FORMATS, SCALE, converted
 
 from .replicas import CHANNEL, RUN, SHAPES, Both, ShardedPolicy, sound, wholes
@@ -67,7 +67,7 @@ def test_what_arrives_is_the_quantised_gathered_tensor_to_the_bit(
             assert arena is not None
             assert destination.receiver.weights.tensors.keys() == whole.keys()
             for name, part in arena.live.items():
-                expected = whole[name][part.box.slices(Box.whole(whole[name].shape))]
+                expected = whole[name][part.region.slices(Region.whole(whole[name].shape))]
                 assert part.tensor.dtype == expected.dtype
                 assert torch.equal(bits(destination.receiver.weights.tensors[name]), bits(expected)), name
 
@@ -81,7 +81,7 @@ def test_readers_get_floats_within_the_bound_of_the_format(tmp_path: Path, wire:
         floats = dict(made)
         for name in QUANTISED:
             floats[name] = torch.empty(made[name].shape, dtype=torch.bfloat16)
-            dequantise(sent[name], Box.whole(made[name].shape), sent[name + SCALE], FORMATS[wire], floats[name])
+            dequantise(sent[name], Region.whole(made[name].shape), sent[name + SCALE], FORMATS[wire], floats[name])
             # Half a step of int8, or of three bits of a significand, and rounding to bfloat16 beside it.
             step = 0.5 / 127 if wire == "int8" else 2.0**-4
             largest = made[name].float().abs().max()
@@ -118,14 +118,14 @@ def test_a_flipped_scale_is_caught_on_all_ranks_and_never_live(tmp_path: Path, w
     sound(both.move(0, both.publish(0)))
     both.destinations[1].damage = flip
     results = both.move(1, both.publish(1))[2:]
-    assert [type(result) for result in results] == [ProofError, ProofError]
+    assert [type(result) for result in results] == [ChecksumError, ChecksumError]
     assert all("o.weight.scale: sent" in str(result) for result in results)
     assert {destination.receiver.weights.version for destination in both.destinations} == {0}
 
 
 def test_weights_that_the_format_cannot_hold_are_refused_by_name() -> None:
     policy = ShardedPolicy((("fsdp", 1),), 0)
-    publisher = Publisher(CHANNEL, policy, wire="int8")
+    publisher = WeightPublisher(CHANNEL, policy, wire="int8")
     policy.tensors["q.weight"][5, 6] = torch.inf
     with pytest.raises(ConversionError, match=r"q\.weight: row 5 has inf or NaN"):
         publisher.publish(0)
@@ -133,7 +133,7 @@ def test_weights_that_the_format_cannot_hold_are_refused_by_name() -> None:
 
 def test_the_bytes_of_int8_are_an_element_each_and_the_scales() -> None:
     policy = ShardedPolicy((("fsdp", 1),), 0)
-    layouts = [Publisher(CHANNEL, policy, wire=wire).layout for wire in ("", "int8")]
+    layouts = [WeightPublisher(CHANNEL, policy, wire=wire).layout for wire in ("", "int8")]
     nbytes = [sum(part.tensor.nbytes for part in allocate(layout, 0, "cpu").values()) for layout in layouts]
     matrices = sum(SHAPES[n][0] * SHAPES[n][1] for n in QUANTISED)
     assert nbytes[0] - nbytes[1] == matrices - 4 * sum(SHAPES[n][0] for n in QUANTISED)

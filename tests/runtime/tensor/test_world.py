@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from penstock.runtime.tensor.process_group import Free, Lockstep, WorldError, open_world
+from penstock.runtime.tensor.process_group import AtOnce, Lockstep, WorldError, open_world
 
 RANKS, ORDERS, STEPS_EACH = 3, 40, 6
 
 
 def test_a_rank_alone_takes_what_there_is() -> None:
     waiting = deque([1, 2, 3])
-    assert Free().take(waiting, busy=False) == [1, 2, 3]
+    assert AtOnce().take(waiting, busy=False) == [1, 2, 3]
     assert not waiting
 
 
