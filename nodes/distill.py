@@ -29,7 +29,7 @@ from penstock.graph.types import (
     TokenAdvantages,
 )
 from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_lengths, sampled_mask
-from penstock.nodes.learn.losses import reads, reinforce_loss, reverse_kl
+from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.model import Llama, ModelError, load_model
 from penstock.nodes.open_model import ModelSpec, directory_spec, run_spec
@@ -37,24 +37,6 @@ from penstock.nodes.option_checks import ADAMW
 from penstock.nodes.policy import LanguageModel, language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
 from penstock.nodes.trainable import Frozen, Step
-
-
-def distillation_advantages(logprobs_P: Tensor, teacher_P: Tensor) -> Tensor:
-    """−(log π − log π_T) of each token, without a gradient: the reward of reverse-KL distillation.
-
-    Thinking Machines Lab, "On-Policy Distillation" (2025); the policy gradient of MiniLLM (Gu et al. 2023,
-    arXiv 2306.08543), section 2.2, with discount 0: a token answers for its own divergence, not for later ones.
-    """
-    return (teacher_P - logprobs_P).detach()
-
-
-def distillation_loss(logprobs_P: Tensor, teacher_P: Tensor) -> Tensor:
-    """sg(log π − log π_T) · log π: its mean gradient over tokens sampled with π is that of `reverse_kl`.
-
-    Its value is no divergence; `kl_estimate` gives that. Without the stop gradient a term log π · ∇ log π would come in
-    that knows of no teacher. For tokens sampled with older weights, give `distillation_advantages` to `aipo_loss`.
-    """
-    return reinforce_loss(logprobs_P, distillation_advantages(logprobs_P, teacher_P))
 
 
 class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
@@ -106,7 +88,11 @@ def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
 @requires(reads("behaviour"))
 @node(pool="teacher")
 def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[TokenAdvantages, Metrics]:
-    """log π_T − log μ of each sampled token: what the teacher thinks of it (Thinking Machines Lab 2025).
+    """log π_T − log μ of each sampled token, the reward of reverse-KL distillation.
+
+    Thinking Machines Lab, "On-Policy Distillation" (2025); the policy gradient of MiniLLM (Gu et al. 2023,
+    arXiv 2306.08543), section 2.2, with discount 0: a token answers for its own divergence, not for later ones. With
+    the loss `reinforce` the mean gradient over tokens sampled with π is that of `reverse_kl`.
 
     `teacher` is at the temperature that was sampled at, as `reference_logprobs` gives it.
 
@@ -114,7 +100,7 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     ValueError for rollouts without μ.
     """
     mask_NT, behaviour_NT = sampled_mask(rollouts), behaviour_logprobs(rollouts, "distillation_advantage")
-    advantages_NT = distillation_advantages(behaviour_NT, teacher.logprobs_NT).masked_fill(~mask_NT, 0.0)
+    advantages_NT = (teacher.logprobs_NT - behaviour_NT).masked_fill(~mask_NT, 0.0)
     return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
 
 

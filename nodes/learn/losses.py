@@ -1,40 +1,20 @@
-"""Losses of single tokens, as free functions of log-probabilities. Nothing here averages; `gspo_loss` is per response.
-
-Shapes: P response tokens of N responses, one after the other; `sequence_P` (int64) says which response each belongs
-to. `logprobs_P` are those of the policy that learns (with a gradient), `behaviour_P` those of the policy that sampled,
-`old_P` those of the policy that a clip is centred on (nats, no gradient), `advantages_P` each token's advantage. The
-ratio of token t is r_t = π(y_t | x, y_<t) / μ(y_t | x, y_<t), μ the policy that sampled; sg is a stop gradient.
-
-What policies learn by: losses for `policy_update`, each a function of log π and of what was sampled.
+"""What policies learn by: losses of single tokens for `policy_update`, and what a loss is made of.
 
     policy_update(policy, rollouts, advantage, loss=partial(gspo, clip_low=3e-4, clip_high=4e-4))
 
-One of your own is such a function in your own file. What it cannot do without, `@requires(reads(…))` says, so that it
-is told before a run starts. The maths is in `losses`, `corrections` and `divergences`; what is here chooses what each
-formula reads, and says which tokens it clipped.
+A loss is a function of log π and of `Sampled`, the tokens that it is for. It returns a number for each token and does
+not average (see `batching.normaliser`). One of your own is such a function in your own file. What it cannot do without,
+`@requires(reads(…))` says, so that it is told before a run starts.
 
-Shapes: P sampled tokens. r is a token's ratio π / μ, A its advantage, sg a stop gradient.
+Below the losses are the parts that they are made of: importance weights, divergences, and sums over responses.
 
-Weights that correct for tokens sampled with another policy than the one that is meant. None has a gradient.
-
-Shapes: P response tokens of N responses; `sequence_P` (int64) says which response each token belongs to. `target_P` are
-the log-probabilities of the policy that is meant (nats), `behaviour_P` those of the policy μ that sampled.
-
-What a loss sees: the tokens of a micro-batch that the policy sampled, and what is known of each.
-
-Shapes: P sampled tokens of some responses, one response after the other.
-
-Sums over rows that belong together: the tokens of a response, the responses to a prompt.
-
-Shapes: P rows, S segments. `segment_P` (int64) says which segment each row belongs to, 0 to S − 1, in any order. S is
-`num_segments`, or what the largest index needs if that is more. Values are floating point.
-
-How far one policy is from another, token by token. Nothing here sums or averages over tokens.
-
-Shapes: P response tokens, V words of the vocabulary. `logprobs_P` are those of the policy π, `reference_P` those of the
-other policy, for the sampled tokens (nats).
+Shapes: P sampled tokens of N responses, one response after the other; `sequence_P` (int64) says which response each
+belongs to. V words of the vocabulary, S segments.
+Symbols: π is the policy that learns, μ the one that sampled, r = π / μ a token's ratio, A its advantage, sg a stop
+gradient. Log-probabilities are in nats.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,264 +27,6 @@ from penstock.graph import requires
 from penstock.graph.requires import Call, requirements
 from penstock.graph.types import Rollouts
 from penstock.nodes.option_checks import above, bound, positive
-
-Estimator = Literal["k1", "k2", "k3"]
-
-
-def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, *, estimator: Estimator) -> Tensor:
-    """KL(π ‖ π_ref) from tokens sampled with π, by an estimator of Schulman, "Approximating KL divergence" (2020).
-
-    With q = π_ref / π: k1 = −log q, unbiased; k2 = (log q)² / 2, biased; k3 = q − 1 − log q, unbiased, never negative.
-    As a term of a loss each does something else, since its gradient does not follow the sampling: the mean gradient of
-    k1 is zero, that of k2 is the gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π).
-    """
-    log_q_P = reference_P - logprobs_P
-    if estimator == "k1":
-        return -log_q_P
-    if estimator == "k2":
-        return log_q_P.square() / 2
-    return torch.exp(log_q_P) - log_q_P - 1
-
-
-def reverse_kl(logprobs_PV: Tensor, teacher_PV: Tensor) -> Tensor:
-    """Σ_v π(v) · (log π(v) − log π_T(v)) of each token [P], with a gradient through all of π.
-
-    The token-level reverse KL of on-policy distillation: GKD (Agarwal et al. 2023, arXiv 2306.13649), section 3.
-    Both are log-probabilities over the whole vocabulary, finite.
-    """
-    return (logprobs_PV.exp() * (logprobs_PV - teacher_PV)).sum(-1)
-
-
-def segment_lengths(segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Rows of each segment, int64 [S]."""
-    return torch.bincount(segment_P, minlength=num_segments)
-
-
-def segment_sum(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Sum of each segment [S]; 0 where it has no row."""
-    return _reduce(values_P, segment_P, num_segments, "sum")
-
-
-def segment_mean(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Mean of each segment [S]; 0 where it has no row."""
-    lengths_S = segment_lengths(segment_P, num_segments)
-    return segment_sum(values_P, segment_P, num_segments) / lengths_S.clamp(min=1)
-
-
-def segment_max(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
-    """Largest value of each segment [S]; −∞ where it has no row."""
-    return _reduce(values_P, segment_P, num_segments, "max")
-
-
-def _reduce(values_P: Tensor, segment_P: Tensor, num_segments: int, reduction: str) -> Tensor:
-    # index_add_ adds in no fixed order on a GPU; sorted rows are added in theirs, so equal rows make equal bits
-    order_P = torch.argsort(segment_P, stable=True)
-    return torch.segment_reduce(values_P[order_P], reduction, lengths=segment_lengths(segment_P, num_segments))
-
-
-def ratio(logprobs_P: Tensor, behaviour_P: Tensor) -> Tensor:
-    """r_t = π / μ for each token."""
-    return torch.exp(logprobs_P - behaviour_P)
-
-
-def reinforce_loss(logprobs_P: Tensor, advantages_P: Tensor) -> Tensor:
-    """−A · log π: Williams 1992, "Simple statistical gradient-following algorithms", for tokens sampled with π."""
-    return -advantages_P * logprobs_P
-
-
-def aipo_loss(logprobs_P: Tensor, behaviour_P: Tensor, advantages_P: Tensor, *, rho: float) -> Tensor:
-    """−sg(min(r_t, ρ)) · A · log π, so that the gradient of the sum is −Σ_t min(r_t, ρ) · A · ∇ log π.
-
-    LlamaRL (Wu et al. 2025, arXiv 2505.24034), section 6. The weight is a constant (sg = stop gradient): through
-    min(r_t, ρ) · A instead, the gradient would vanish wherever r_t > ρ.
-    """
-    weight_P = ratio(logprobs_P, behaviour_P).clamp(max=rho).detach()
-    return -weight_P * advantages_P * logprobs_P
-
-
-def cispo_loss(
-    logprobs_P: Tensor, behaviour_P: Tensor, advantages_P: Tensor, *, clip_high: float, clip_low: float = 1.0
-) -> Tensor:
-    """−sg(clip(r_t, 1 − ε_low, 1 + ε_high)) · A · log π: no token loses its gradient, whatever its ratio.
-
-    CISPO (MiniMax-M1, arXiv 2506.13585), equations 4 and 5. The paper sets no lower bound, which is ε_low = 1.
-    """
-    weight_P = ratio(logprobs_P, behaviour_P).clamp(1 - clip_low, 1 + clip_high).detach()
-    return -weight_P * advantages_P * logprobs_P
-
-
-def ppo_loss(
-    logprobs_P: Tensor,
-    old_P: Tensor,
-    advantages_P: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """−min(r_t · A, clip(r_t, 1 − ε_low, 1 + ε_high) · A), r_t = π / π_old.
-
-    PPO (Schulman et al. 2017, arXiv 1707.06347), equation 7, with the two sides apart as in DAPO's clip-higher
-    (arXiv 2503.14476), equation 10. `dual_clip`, c > 1, bounds the loss of tokens with A < 0 by −c · A (Ye et al. 2019,
-    arXiv 1912.09729, the section on dual-clip PPO); ValueError for a smaller one.
-    """
-    loss_P = _clipped(ratio(logprobs_P, old_P.detach()), advantages_P, clip_low, clip_high)
-    if dual_clip is None:
-        return loss_P
-    if dual_clip <= 1:
-        raise ValueError(f"ppo_loss: given dual_clip={dual_clip}, needed a bound above 1")
-    return torch.where(advantages_P < 0, torch.minimum(loss_P, -dual_clip * advantages_P), loss_P)
-
-
-def grpo_loss(
-    logprobs_P: Tensor,
-    behaviour_P: Tensor,
-    advantages_P: Tensor,
-    *,
-    clip: float,
-    reference_P: Tensor | None = None,
-    kl: float = 0.0,
-) -> Tensor:
-    """−min(r_t · A, clip(r_t, 1 − ε, 1 + ε) · A) + β · KL_t.
-
-    PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347, equation 7) with a penalty to a reference policy
-    as in GRPO (Shao et al. 2024, arXiv 2402.03300, equations 3 and 4).
-    """
-    loss_P = ppo_loss(logprobs_P, behaviour_P, advantages_P, clip_low=clip, clip_high=clip)
-    return loss_P if reference_P is None else loss_P + kl * kl_to_reference(logprobs_P, reference_P)
-
-
-def decoupled_ppo_loss(
-    logprobs_P: Tensor,
-    proximal_P: Tensor,
-    behaviour_P: Tensor,
-    advantages_P: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> Tensor:
-    """sg(π_prox / μ) times `ppo_loss` with the clip centred on π_prox, a policy newer than the one that sampled.
-
-    AReaL (Fu et al. 2025, arXiv 2505.24298), equation 5, after Hilton et al. 2021, arXiv 2110.00641.
-    """
-    weights_P = ratio(proximal_P, behaviour_P).detach()
-    return weights_P * ppo_loss(logprobs_P, proximal_P, advantages_P, clip_low=clip_low, clip_high=clip_high)
-
-
-def tis_loss(
-    logprobs_P: Tensor,
-    old_P: Tensor,
-    behaviour_P: Tensor,
-    advantages_P: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    cap: float,
-) -> Tensor:
-    """sg(min(π_old / μ, C)) · `ppo_loss`, π_old by the trainer and μ by the generator: `decoupled_ppo_loss` with a cap.
-
-    Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-    (2025). Other bounds, and weights of whole responses: multiply `ppo_loss` by `importance_weights`.
-    """
-    weights_P = ratio(old_P, behaviour_P).clamp(max=cap).detach()
-    return weights_P * ppo_loss(logprobs_P, old_P, advantages_P, clip_low=clip_low, clip_high=clip_high)
-
-
-def gspo_loss(
-    logprobs_P: Tensor,
-    behaviour_P: Tensor,
-    advantages_N: Tensor,
-    sequence_P: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> Tensor:
-    """−min(s · A, clip(s, 1 − ε_low, 1 + ε_high) · A) of each response [N], s = exp(mean_t log r_t).
-
-    GSPO (Zheng et al. 2025, arXiv 2507.18071), equations 5 and 7. A response without tokens has no gradient.
-    """
-    log_ratios_N = segment_mean(logprobs_P - behaviour_P.detach(), sequence_P, len(advantages_N))
-    return _clipped(log_ratios_N.exp(), advantages_N, clip_low, clip_high)
-
-
-def gspo_token_loss(
-    logprobs_P: Tensor,
-    behaviour_P: Tensor,
-    advantages_P: Tensor,
-    sequence_P: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> Tensor:
-    """−min(s_t · A, clip(s_t, 1 − ε_low, 1 + ε_high) · A) of each token, s_t = sg(s) · π / sg(π).
-
-    GSPO-token (arXiv 2507.18071), equations 13 and 14: the ratio of the response, the gradient of the token. Averaged
-    over a response whose tokens share an advantage, it is `gspo_loss` in value and gradient.
-    """
-    log_ratios_P = segment_mean((logprobs_P - behaviour_P).detach(), sequence_P)[sequence_P]
-    ratios_P = torch.exp(log_ratios_P + (logprobs_P - logprobs_P.detach()))
-    return _clipped(ratios_P, advantages_P, clip_low, clip_high)
-
-
-def kl_to_reference(logprobs_P: Tensor, reference_P: Tensor) -> Tensor:
-    """KL(π ‖ π_ref) of each token by the estimator k3 = q − log q − 1, q = π_ref / π, never negative.
-
-    Schulman, "Approximating KL divergence" (2020); unbiased for tokens sampled with π.
-    """
-    return kl_estimate(logprobs_P, reference_P, estimator="k3")
-
-
-def sft_loss(logprobs_P: Tensor) -> Tensor:
-    """−log π: cross-entropy to the demonstration."""
-    return -logprobs_P
-
-
-def _clipped(ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """−min(r · A, clip(r, 1 − ε_low, 1 + ε_high) · A)."""
-    return -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
-
-
-Level = Literal["token", "sequence"]
-Bound = Literal["truncate", "mask"]
-
-
-def importance_weights(
-    target_P: Tensor,
-    behaviour_P: Tensor,
-    sequence_P: Tensor,
-    *,
-    level: Level,
-    bound: Bound,
-    cap: float,
-    floor: float = 0.0,
-) -> Tensor:
-    """The weight w = π / μ of each token, bounded.
-
-    On `level` "token" w is the token's own ratio, on "sequence" the product of the ratios of its response, the same
-    for all its tokens. `bound` "truncate" moves w into [floor, cap]; "mask" makes it 0 outside.
-
-    Truncated by token: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
-    masked by token, both sides: IcePop (Ling team, arXiv 2510.18855); by sequence, both ways: Liu et al., "When Speed
-    Kills Stability" (2025), section 4.2.
-    """
-    log_weights_P = (target_P - behaviour_P).detach()
-    if level == "sequence":
-        log_weights_P = segment_sum(log_weights_P, sequence_P)[sequence_P]
-    weights_P = log_weights_P.exp()
-    if bound == "truncate":
-        return weights_P.clamp(floor, cap)
-    return weights_P.masked_fill((weights_P < floor) | (weights_P > cap), 0.0)
-
-
-def effective_sample_size(weights_N: Tensor) -> Tensor:
-    """(Σ w)² / Σ w², a scalar between 0 and N (Kish, "Survey Sampling", 1965); 0 if all weights are 0.
-
-    N equal weights count as N samples, a single large one as 1.
-    """
-    # of the largest weight, so that no square overflows
-    shares_N = weights_N / weights_N.max().clamp(min=torch.finfo(weights_N.dtype).tiny)
-    return shares_N.sum().square() / shares_N.square().sum().clamp(min=torch.finfo(weights_N.dtype).tiny)
-
 
 Other = Literal["behaviour", "reference", "proximal"]
 NEEDED: Mapping[Other, str] = {
@@ -375,9 +97,10 @@ class Sampled:
         return self.given[name]
 
 
-Loss = Callable[[Tensor, Sampled], Tensor | tuple[Tensor, Tensor]]
+LossAndClipped = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Sampled], Tensor | LossAndClipped]
 """(log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for
-the figures, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""
+the metrics, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""
 
 
 def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
@@ -390,7 +113,12 @@ def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
 
     def check(call: Call) -> None:
         for name in names:
-            if name != "group" and _lacks(call, name):
+            if name == "behaviour":
+                first = call.first("rollouts")
+                lacks = isinstance(first, Rollouts) and first.logprobs_NT is None
+            else:
+                lacks = name in call.left_out
+            if name != "group" and lacks:
                 raise call.lack(f"no {name}_P for it", NEEDED[name], code=f"missing-{name}")
 
     check.reads = frozenset(names)  # type: ignore[attr-defined]
@@ -398,48 +126,47 @@ def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:
 
 
 def reads_groups(loss: Callable[..., object]) -> bool:
-    """Does a loss say that it reads whole prompt groups, or one that is bound to it?"""
-    bound: list[Callable[..., object]] = []
+    """Whether a loss, or a function that is bound to it, says that it reads whole prompt groups."""
+    bound_to_it: list[Callable[..., object]] = []
     while isinstance(loss, partial):
-        bound += (option for option in loss.keywords.values() if callable(option))
+        bound_to_it += (option for option in loss.keywords.values() if callable(option))
         loss = loss.func
     said = any("group" in getattr(check, "reads", ()) for check in requirements(loss))
-    return said or any(map(reads_groups, bound))
-
-
-def _lacks(call: Call, name: Other) -> bool:
-    if name != "behaviour":
-        return name in call.left_out
-    first = call.first("rollouts")
-    return isinstance(first, Rollouts) and first.logprobs_NT is None
-
-
-LossAndClipped = tuple[Tensor, Tensor]
+    return said or any(map(reads_groups, bound_to_it))
 
 
 def reinforce(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
-    """−A · log π: on-policy, whatever policy sampled (Williams 1992)."""
-    return reinforce_loss(logprobs_P, sampled.advantages_P)
+    """−A · log π, whatever policy sampled: Williams 1992, "Simple statistical gradient-following algorithms"."""
+    return -sampled.advantages_P * logprobs_P
 
 
 def imitate(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
     """−log π: cross-entropy to the responses, whatever their advantage; of demonstrations, or of one's own best."""
-    return sft_loss(logprobs_P)
+    return -logprobs_P
 
 
 @requires(reads("behaviour"), positive("rho"))
 def aipo(logprobs_P: Tensor, sampled: Sampled, *, rho: float = 4.0) -> LossAndClipped:
-    """−sg(min(r, ρ)) · A · log π (LlamaRL, arXiv 2505.24034, section 6)."""
-    loss_P = aipo_loss(logprobs_P, sampled.behaviour_P, sampled.advantages_P, rho=rho)
-    return loss_P, ratio(logprobs_P.detach(), sampled.behaviour_P) > rho
+    """−sg(min(r, ρ)) · A · log π, so that the gradient of the sum is −Σ_t min(r_t, ρ) · A · ∇ log π.
+
+    LlamaRL (Wu et al. 2025, arXiv 2505.24034), section 6. A token counts as clipped where r > ρ.
+    """
+    ratio_P = ratio(logprobs_P, sampled.behaviour_P)
+    # A constant weight: through min(r, ρ) · A instead, the gradient would vanish wherever r > ρ.
+    weight_P = ratio_P.clamp(max=rho).detach()
+    return -weight_P * sampled.advantages_P * logprobs_P, ratio_P > rho
 
 
 @requires(reads("behaviour"), bound("clip_low", "clip_high"))
 def cispo(logprobs_P: Tensor, sampled: Sampled, *, clip_high: float = 4.0, clip_low: float = 1.0) -> LossAndClipped:
-    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) · A · log π (MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
-    behaviour_P, advantages_P = sampled.behaviour_P, sampled.advantages_P
-    loss_P = cispo_loss(logprobs_P, behaviour_P, advantages_P, clip_high=clip_high, clip_low=clip_low)
-    return loss_P, _outside(ratio(logprobs_P.detach(), behaviour_P), 1 - clip_low, 1 + clip_high)
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) · A · log π: no token loses its gradient, whatever its ratio.
+
+    CISPO (MiniMax-M1, arXiv 2506.13585), equations 4 and 5. The paper sets no lower bound, which is ε_low = 1.
+    """
+    ratio_P = ratio(logprobs_P, sampled.behaviour_P)
+    low, high = 1 - clip_low, 1 + clip_high
+    weight_P = ratio_P.clamp(low, high).detach()
+    return -weight_P * sampled.advantages_P * logprobs_P, (ratio_P < low) | (ratio_P > high)
 
 
 @requires(reads("behaviour"), bound("clip_low", "clip_high"), above(1, "dual_clip"))
@@ -451,54 +178,61 @@ def ppo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> LossAndClipped:
-    """PPO's clip around μ (arXiv 1707.06347, equation 7), the two sides apart as in DAPO (arXiv 2503.14476)."""
-    behaviour_P, advantages_P = sampled.behaviour_P, sampled.advantages_P
-    loss_P = ppo_loss(
-        logprobs_P, behaviour_P, advantages_P, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    ratio_P = ratio(logprobs_P.detach(), behaviour_P)
-    clipped_P = _beyond(ratio_P, advantages_P, clip_low, clip_high)
-    return loss_P, clipped_P if dual_clip is None else clipped_P | ((advantages_P < 0) & (ratio_P > dual_clip))
+    """−min(r · A, clip(r, 1 − ε_low, 1 + ε_high) · A), the clip centred on μ.
+
+    PPO (Schulman et al. 2017, arXiv 1707.06347), equation 7, with the two sides apart as in DAPO's clip-higher
+    (arXiv 2503.14476), equation 10. `dual_clip`, c > 1, bounds the loss of tokens with A < 0 by −c · A (Ye et al. 2019,
+    arXiv 1912.09729, the section on dual-clip PPO).
+    """
+    ratio_P, advantages_P = ratio(logprobs_P, sampled.behaviour_P), sampled.advantages_P
+    loss_P, clipped_P = _clipped(ratio_P, advantages_P, clip_low, clip_high)
+    if dual_clip is None:
+        return loss_P, clipped_P
+    bounded_P = torch.where(advantages_P < 0, torch.minimum(loss_P, -dual_clip * advantages_P), loss_P)
+    return bounded_P, clipped_P | ((advantages_P < 0) & (ratio_P > dual_clip))
 
 
 @requires(reads("behaviour"), bound("clip_low", "clip_high"))
 def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClipped:
-    """PPO's clip with the geometric mean of a response's ratios (GSPO, arXiv 2507.18071, equations 13 and 14).
+    """−min(s_t · A, clip(s_t, 1 − ε_low, 1 + ε_high) · A), s_t = sg(s) · π / sg(π), s = exp(mean_t log r_t).
 
-    The paper's objective with `average="sequence_mean"`. The defaults are the paper's, section 5.1.
+    GSPO-token (Zheng et al. 2025, arXiv 2507.18071), equations 13 and 14: the ratio of the response, the gradient of
+    the token. With `average="sequence_mean"` and advantages of whole responses it is GSPO, equations 5 and 7, in value
+    and gradient. The defaults are the paper's, section 5.1.
     """
-    behaviour_P, advantages_P, sequence_P = sampled.behaviour_P, sampled.advantages_P, sampled.sequence_P
-    loss_P = gspo_token_loss(logprobs_P, behaviour_P, advantages_P, sequence_P, clip_low=clip_low, clip_high=clip_high)
-    ratio_P = segment_mean(logprobs_P.detach() - behaviour_P, sequence_P).exp()[sequence_P]
-    return loss_P, _beyond(ratio_P, advantages_P, clip_low, clip_high)
+    log_ratios_P = segment_mean((logprobs_P - sampled.behaviour_P).detach(), sampled.sequence_P)[sampled.sequence_P]
+    ratio_P = torch.exp(log_ratios_P + (logprobs_P - logprobs_P.detach()))
+    return _clipped(ratio_P, sampled.advantages_P, clip_low, clip_high)
 
 
 @requires(reads("behaviour", "proximal"), bound("clip_low", "clip_high"))
 def decoupled_ppo(
     logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndClipped:
-    """sg(π_old / μ) times PPO's clip around π_old (AReaL, arXiv 2505.24298, equation 5). Needs `proximal`."""
-    proximal_P, behaviour_P, advantages_P = sampled.proximal_P, sampled.behaviour_P, sampled.advantages_P
-    loss_P = decoupled_ppo_loss(
-        logprobs_P, proximal_P, behaviour_P, advantages_P, clip_low=clip_low, clip_high=clip_high
-    )
-    return loss_P, _beyond(ratio(logprobs_P.detach(), proximal_P), advantages_P, clip_low, clip_high)
+    """sg(π_old / μ) times PPO's clip centred on π_old, a policy newer than the one that sampled. Needs `proximal`.
+
+    AReaL (Fu et al. 2025, arXiv 2505.24298), equation 5, after Hilton et al. 2021, arXiv 2110.00641.
+    """
+    return tis(logprobs_P, sampled, cap=math.inf, clip_low=clip_low, clip_high=clip_high)
 
 
 @requires(reads("behaviour", "proximal"), bound("clip_low", "clip_high"), positive("cap"))
 def tis(
     logprobs_P: Tensor, sampled: Sampled, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndClipped:
-    """sg(min(π_old / μ, C)) times PPO's clip around π_old: truncated importance sampling (Yao et al. 2025).
+    """sg(min(π_old / μ, C)) times PPO's clip centred on π_old, by the trainer; μ is by the generator. Needs `proximal`.
 
-    Needs `proximal`. What counts as clipped is either: a weight above C, or a ratio beyond PPO's bounds.
+    Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+    (2025). What counts as clipped is either: a weight above C, or a ratio beyond PPO's bounds.
     """
-    proximal_P, behaviour_P, advantages_P = sampled.proximal_P, sampled.behaviour_P, sampled.advantages_P
-    loss_P = tis_loss(
-        logprobs_P, proximal_P, behaviour_P, advantages_P, clip_low=clip_low, clip_high=clip_high, cap=cap
-    )
-    beyond_P = _beyond(ratio(logprobs_P.detach(), proximal_P), advantages_P, clip_low, clip_high)
-    return loss_P, beyond_P | (ratio(proximal_P, behaviour_P) > cap)
+    ratio_P = ratio(logprobs_P, sampled.proximal_P)
+    loss_P, clipped_P = _clipped(ratio_P, sampled.advantages_P, clip_low, clip_high)
+    weights_P = ratio(sampled.proximal_P, sampled.behaviour_P).detach()
+    return weights_P.clamp(max=cap) * loss_P, clipped_P | (weights_P > cap)
+
+
+Level = Literal["token", "sequence"]
+Bound = Literal["truncate", "mask"]
 
 
 @requires(reads("behaviour"), positive("cap"), bound("floor"))
@@ -512,17 +246,118 @@ def importance_weighted(
     floor: float = 0.0,
 ) -> LossAndClipped:
     """−w · A · log π, w = π / μ of the token or of its response, truncated or masked (see `importance_weights`)."""
-    behaviour_P, sequence_P = sampled.behaviour_P, sampled.sequence_P
-    free_P = importance_weights(logprobs_P, behaviour_P, sequence_P, level=level, bound="truncate", cap=float("inf"))
-    weights_P = importance_weights(logprobs_P, behaviour_P, sequence_P, level=level, bound=bound, cap=cap, floor=floor)
-    return weights_P * reinforce_loss(logprobs_P, sampled.advantages_P), _outside(free_P, floor, cap)
+    given = logprobs_P, sampled.behaviour_P, sampled.sequence_P
+    free_P = importance_weights(*given, level=level, bound="truncate", cap=math.inf)
+    weights_P = importance_weights(*given, level=level, bound=bound, cap=cap, floor=floor)
+    return weights_P * reinforce(logprobs_P, sampled), (free_P < floor) | (free_P > cap)
 
 
-def _beyond(ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Where PPO's minimum takes the clipped side, so that a token has no gradient."""
-    high_P = (advantages_P > 0) & (ratio_P > 1 + clip_high)
-    return high_P | ((advantages_P < 0) & (ratio_P < 1 - clip_low))
+def _clipped(ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float) -> LossAndClipped:
+    """PPO's −min(r · A, clip(r, 1 − ε_low, 1 + ε_high) · A), and where the minimum takes the clipped side, so that a
+    token has no gradient."""
+    low, high = 1 - clip_low, 1 + clip_high
+    loss_P = -torch.minimum(ratio_P * advantages_P, ratio_P.clamp(low, high) * advantages_P)
+    return loss_P, ((advantages_P > 0) & (ratio_P > high)) | ((advantages_P < 0) & (ratio_P < low))
 
 
-def _outside(weights_P: Tensor, low: float, high: float) -> Tensor:
-    return torch.logical_or(weights_P < low, weights_P > high)
+def ratio(logprobs_P: Tensor, other_P: Tensor) -> Tensor:
+    """π / π_other of each token, with a gradient through π alone."""
+    return torch.exp(logprobs_P - other_P.detach())
+
+
+def importance_weights(
+    target_P: Tensor,
+    behaviour_P: Tensor,
+    sequence_P: Tensor,
+    *,
+    level: Level,
+    bound: Bound,
+    cap: float,
+    floor: float = 0.0,
+) -> Tensor:
+    """The weight w = π / μ of each token, bounded, without a gradient.
+
+    On `level` "token" w is the token's own ratio, on "sequence" the product of the ratios of its response, the same
+    for all its tokens. `bound` "truncate" moves w into [floor, cap]; "mask" makes it 0 outside. `target_P` are the
+    log-probabilities of the policy that is meant.
+
+    Truncated by token: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
+    masked by token, both sides: IcePop (Ling team, arXiv 2510.18855); by sequence, both ways: Liu et al., "When Speed
+    Kills Stability" (2025), section 4.2.
+    """
+    log_weights_P = (target_P - behaviour_P).detach()
+    if level == "sequence":
+        log_weights_P = segment_sum(log_weights_P, sequence_P)[sequence_P]
+    weights_P = log_weights_P.exp()
+    if bound == "truncate":
+        return weights_P.clamp(floor, cap)
+    return weights_P.masked_fill((weights_P < floor) | (weights_P > cap), 0.0)
+
+
+def effective_sample_size(weights_N: Tensor) -> Tensor:
+    """(Σ w)² / Σ w², a scalar between 0 and N (Kish, "Survey Sampling", 1965); 0 if all weights are 0.
+
+    N equal weights count as N samples, a single large one as 1.
+    """
+    # As shares of the largest weight, so that no square overflows.
+    shares_N = weights_N / weights_N.max().clamp(min=torch.finfo(weights_N.dtype).tiny)
+    return shares_N.sum().square() / shares_N.square().sum().clamp(min=torch.finfo(weights_N.dtype).tiny)
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, *, estimator: Estimator) -> Tensor:
+    """KL(π ‖ π_ref) from tokens sampled with π, by an estimator of Schulman, "Approximating KL divergence" (2020).
+
+    With q = π_ref / π: k1 = −log q, unbiased; k2 = (log q)² / 2, biased; k3 = q − 1 − log q, unbiased, never negative.
+    As a term of a loss each does something else, since its gradient does not follow the sampling: the mean gradient of
+    k1 is zero, that of k2 is the gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π). GRPO
+    (Shao et al. 2024, arXiv 2402.03300, equations 3 and 4) adds k3.
+    """
+    log_q_P = reference_P - logprobs_P
+    if estimator == "k1":
+        return -log_q_P
+    if estimator == "k2":
+        return log_q_P.square() / 2
+    return torch.exp(log_q_P) - log_q_P - 1
+
+
+def reverse_kl(logprobs_PV: Tensor, teacher_PV: Tensor) -> Tensor:
+    """Σ_v π(v) · (log π(v) − log π_T(v)) of each token [P], with a gradient through all of π.
+
+    The token-level reverse KL of on-policy distillation: GKD (Agarwal et al. 2023, arXiv 2306.13649), section 3.
+    Both are log-probabilities over the whole vocabulary, finite.
+    """
+    return (logprobs_PV.exp() * (logprobs_PV - teacher_PV)).sum(-1)
+
+
+# Sums over rows that belong together: the tokens of a response, the responses to a prompt. `segment_P` (int64) says
+# which segment each row belongs to, 0 to S − 1, in any order. S is `num_segments`, or what the largest index needs.
+
+
+def segment_lengths(segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Rows of each segment, int64 [S]."""
+    return torch.bincount(segment_P, minlength=num_segments)
+
+
+def segment_sum(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Sum of each segment [S]; 0 where it has no row."""
+    return _reduce(values_P, segment_P, num_segments, "sum")
+
+
+def segment_mean(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Mean of each segment [S]; 0 where it has no row."""
+    lengths_S = segment_lengths(segment_P, num_segments)
+    return segment_sum(values_P, segment_P, num_segments) / lengths_S.clamp(min=1)
+
+
+def segment_max(values_P: Tensor, segment_P: Tensor, num_segments: int = 0) -> Tensor:
+    """Largest value of each segment [S]; −∞ where it has no row."""
+    return _reduce(values_P, segment_P, num_segments, "max")
+
+
+def _reduce(values_P: Tensor, segment_P: Tensor, num_segments: int, reduction: str) -> Tensor:
+    # index_add_ adds in no fixed order on a GPU; sorted rows are added in theirs, so equal rows make equal bits
+    order_P = torch.argsort(segment_P, stable=True)
+    return torch.segment_reduce(values_P[order_P], reduction, lengths=segment_lengths(segment_P, num_segments))

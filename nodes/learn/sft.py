@@ -9,7 +9,6 @@ from penstock.graph import node, requires
 from penstock.graph.types import AnyPolicy, Metrics, Policy, Rollouts
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.learn.losses import sft_loss
 from penstock.nodes.learn.schedules import cosine
 from penstock.nodes.option_checks import ADAMW, count, not_negative
 from penstock.nodes.policy import language_model, language_policy
@@ -38,7 +37,7 @@ def sft_update(
     learner = language_policy(policy)
 
     def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, Tensor]:
-        total = sft_loss(logprobs_P).sum()
+        total = -logprobs_P.sum()  # cross-entropy
         return total, total.detach()
 
     micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, micro_tokens)

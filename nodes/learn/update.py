@@ -32,7 +32,7 @@ from penstock.nodes.learn.batching import (
     sampled_mask,
     token_weights,
 )
-from penstock.nodes.learn.losses import NEEDED, Loss, Sampled, aipo, kl_estimate, kl_to_reference, reads, reads_groups
+from penstock.nodes.learn.losses import NEEDED, Loss, Sampled, aipo, kl_estimate, reads, reads_groups
 from penstock.nodes.learn.schedules import Schedule
 from penstock.nodes.option_checks import ADAMW, finite, not_negative, positive
 from penstock.nodes.policy import LanguagePolicy, language_policy
@@ -329,7 +329,7 @@ class _Part:
             needed = f"a loss for each token, shape {list(logprobs_P.shape)}"
             raise ValueError(f"loss {_named(self.loss)}: given a result of shape {given}, needed {needed}")
         if self.kl:
-            loss_P = loss_P + self.kl * kl_to_reference(logprobs_P, sampled.reference_P)
+            loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
         weights_P = token_weights(sampled.lengths_P, aggregation=self.average)
         return (weights_P * loss_P).sum(), clipped_P
 
