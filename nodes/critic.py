@@ -11,7 +11,7 @@ to. `values_P` is V(s_t), what the critic expects before token t; the state afte
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -42,13 +42,13 @@ from penstock.nodes.learn.batching import (
     sampled_mask,
 )
 from penstock.nodes.learn.losses import segment_lengths
-from penstock.nodes.learn.schedules import Schedule
+from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.update import penalty
 from penstock.nodes.model import Scorer
 from penstock.nodes.open_model import open_scorer, require_scorer, run_spec
-from penstock.nodes.option_checks import ADAMW, bound, not_negative, share
+from penstock.nodes.option_checks import bound, not_negative, share
 from penstock.nodes.reward_model import packed_values
-from penstock.nodes.trainable import Learner, Step
+from penstock.nodes.trainable import Learner
 
 
 def last_tokens(sequence_P: Tensor) -> Tensor:
@@ -188,8 +188,9 @@ def gae(
     return TokenAdvantages(advantages_NT), Returns(returns_NT), metrics
 
 
-@requires(bound("clip"), *ADAMW)
+@requires(bound("clip"))
 @node(pool="critic", clock="update")
+@update_options()
 def critic_update(
     critic: AnyCritic,
     rollouts: Rollouts,
@@ -200,10 +201,7 @@ def critic_update(
     lr: float | Schedule = 1e-4,
     epochs: int = 1,
     minibatches: int = 1,
-    clip_norm: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-    micro_tokens: int | None = None,
+    **options: Unpack[UpdateOptions],
 ) -> tuple[AnyCritic, Metrics]:
     """`epochs` times `minibatches` AdamW steps on the clipped value loss, averaged over sampled tokens.
 
@@ -213,16 +211,16 @@ def critic_update(
     per_token("critic_update: given values", values.values_NT, rollouts)
     per_token("critic_update: given returns", returns.returns_NT, rollouts)
     learner = language_critic(critic)
-    step = Step(learner.rate(lr), clip_norm, betas, weight_decay)
+    rate = learner.rate(lr)
     shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
     losses, norms = [], []
     for number, (_, rows) in enumerate(shares, 1):
         part = rollouts.take(rows), values.take(rows), returns.take(rows)
-        total, tokens = _backward(learner, *part, clip, micro_tokens)
-        norms.append(learner.apply(step, normaliser=tokens, last=number == len(shares)))
+        total, tokens = _backward(learner, *part, clip, options["micro_tokens"])
+        norms.append(learner.apply(options, lr=rate, normaliser=tokens, last=number == len(shares)))
         losses.append(total / tokens)
     figures = {"critic_loss": sum(losses) / len(losses), "critic_grad_norm": sum(norms) / len(norms)}
-    return critic, {**figures, "critic_lr": learner.rate(lr)}
+    return critic, {**figures, "critic_lr": rate}
 
 
 def _backward(

@@ -12,6 +12,8 @@ Log-probabilities of sampled tokens under another policy than the one that sampl
 Shapes: N responses, T tokens of a response.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,12 @@ from penstock.graph.types import (
 )
 from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_lengths, sampled_mask
 from penstock.nodes.learn.losses import reads, reverse_kl
-from penstock.nodes.learn.schedules import Schedule
+from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import Llama, ModelError, load_model
 from penstock.nodes.open_model import ModelSpec, directory_spec, run_spec
-from penstock.nodes.option_checks import ADAMW
 from penstock.nodes.policy import LanguageModel, language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
-from penstock.nodes.trainable import Frozen, Step
+from penstock.nodes.trainable import Frozen
 
 
 class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
@@ -104,18 +105,15 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
 
 
-@requires(*ADAMW)
 @node(pool="trainer", clock="update")
+@update_options()
 def distill_update(
     policy: AnyPolicy,
     teacher: Teacher,
     rollouts: Rollouts,
     *,
     lr: float | Schedule = 1e-4,
-    clip_norm: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-    micro_tokens: int | None = None,
+    **options: Unpack[UpdateOptions],
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on KL(π ‖ π_T) over the whole vocabulary, averaged over sampled tokens (GKD, arXiv 2306.13649).
 
@@ -135,9 +133,9 @@ def distill_update(
         return total, total.detach()
 
     tokens = int(sampled_lengths(rollouts).sum())
-    sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
+    sums = learner.backward(learner.pack(rollouts, options["micro_tokens"]), loss)
     rate = learner.rate(lr)
-    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
+    grad_norm = learner.apply(options, lr=rate, normaliser=tokens)
     mean = float(torch.stack(sums).sum()) / tokens
     return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens), "lr": rate}
 

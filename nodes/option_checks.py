@@ -5,11 +5,9 @@
 def my_update(policy: Policy, rollouts: Rollouts, *, rho: float = 4.0, lr: float = 1e-4) -> Policy: ...
 """
 
-import inspect
 import math
 from collections.abc import Callable
 
-from penstock.graph.imports import imported, names_function, short
 from penstock.graph.requires import Call
 
 Requirement = Callable[[Call], None]
@@ -53,34 +51,8 @@ def count(least: int, *names: str) -> Requirement:
     return _numbers(needed, lambda number: isinstance(number, int) and number >= least, names)
 
 
-def learning_rate(call: Call) -> None:
-    """Of the option `lr`: a number, or a schedule (see `nodes.learn.schedules`) whose own options are bound."""
-    given = call.options.get("lr")
-    if given is None or not names_function(given):
-        call.numbers("a finite number of at least 0, or a schedule", lambda number: 0 <= number < math.inf, "lr")
-        return
-    schedule, bound = imported(given["path"]), given.get("options", {})
-    parameters = inspect.signature(schedule).parameters.values() if callable(schedule) else ()
-    free = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in bound]
-    if free:
-        name = short(given["path"])
-        needed = f"partial({name}, {', '.join(f'{option}=…' for option in free)})"
-        raise call.lack(f"{name} without {', '.join(free)}", needed, "lr", code="unbound-schedule")
-
-
-def betas(call: Call) -> None:
-    given = call.options.get("betas")
-    fit = isinstance(given, list) and len(given) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in given)
-    if given is not None and not fit:
-        raise call.lack(repr(given), "two numbers from 0 to below 1", "betas", code="out-of-range")
-
-
 def _numbers(needed: str, fit: Callable[[float], bool], names: tuple[str, ...]) -> Requirement:
     def check(call: Call) -> None:
         call.numbers(needed, fit, *names)
 
     return check
-
-
-ADAMW = (learning_rate, not_negative("weight_decay"), positive("clip_norm"), count(1, "micro_tokens"), betas)
-"""Of an update that has AdamW's options and a bound of the gradient under their usual names."""

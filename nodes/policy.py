@@ -14,7 +14,7 @@ from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import ModelSpec, open_model, require_model, run_spec
-from penstock.nodes.trainable import Frozen, Learner, SequenceModel, Step
+from penstock.nodes.trainable import Frozen, Learner, SequenceModel
 
 __all__ = [
     "FrozenLanguageModel",
@@ -22,7 +22,6 @@ __all__ = [
     "LanguageModel",
     "LanguagePolicy",
     "MicroLoss",
-    "Step",
     "language_model",
     "language_policy",
     "make_policy",

@@ -53,7 +53,7 @@ def replay(
     Which ones is drawn anew at each update, each group alike. A group stays until it is more than `max_age` updates
     old, or `capacity` groups are younger. It keeps its advantage, and each token its log-probability and version: the
     loss has to weight them. The rollouts say which rows are past ones (`replayed_N`), and an update counts their tokens
-    apart (see `update_figures`). Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none)
+    apart (see `update_metrics`). Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none)
     and `buffered` (groups in the buffer after the update).
     """
     born_N = torch.full((len(rollouts),), memory.update)

@@ -12,7 +12,7 @@ The numbers that a scorer gives: to each token of a response, or to the response
 Shapes: N sequences, S their padded length, P predicted tokens of a micro-batch, D hidden width.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -25,12 +25,11 @@ from penstock.nodes.advantage import uniform_groups
 from penstock.nodes.data import Pairs
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.losses import segment_lengths
-from penstock.nodes.learn.schedules import Schedule
+from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import ModelError, Scorer, load_scorer
 from penstock.nodes.open_model import ModelSpec, directory_spec, open_scorer, require_scorer, run_spec
-from penstock.nodes.option_checks import ADAMW
 from penstock.nodes.tokenizer import load_tokenizer
-from penstock.nodes.trainable import Frozen, Learner, SequenceModel, Step
+from penstock.nodes.trainable import Frozen, Learner, SequenceModel
 
 
 def dpo_loss(
@@ -169,17 +168,14 @@ def reward_scores(
     return Rewards(scores_N), {"learned_reward": float(scores_N.mean())}
 
 
-@requires(*ADAMW)
 @node(pool="trainer", clock="update")
+@update_options()
 def preference_update(
     reward_model: AnyPreferenceModel,
     pairs: Pairs,
     *,
     lr: float | Schedule = 3e-4,
-    clip_norm: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-    micro_tokens: int | None = None,
+    **options: Unpack[UpdateOptions],
 ) -> tuple[AnyPreferenceModel, Metrics]:
     """One AdamW step on the Bradley-Terry loss, averaged over the pairs (InstructGPT, arXiv 2203.02155, equation 1).
 
@@ -192,7 +188,7 @@ def preference_update(
         raise TypeError(f"preference_update: given a {given}, needed a LearningRewardModel")
     count = len(pairs.texts)
     tokens = reward_model.encode(pairs.texts * 2, pairs.chosen + pairs.rejected)
-    micro_batches = pack_ends(reward_model, *tokens, micro_tokens)
+    micro_batches = pack_ends(reward_model, *tokens, options["micro_tokens"])
     scores_N = sequence_scores(reward_model, micro_batches, 2 * count).requires_grad_()
     losses_N = bradley_terry_loss(*scores_N.chunk(2))
     (weights_N,) = torch.autograd.grad(losses_N.sum(), scores_N)
@@ -202,7 +198,7 @@ def preference_update(
 
     reward_model.backward(micro_batches, loss)
     rate = reward_model.rate(lr)
-    grad_norm = reward_model.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=count)
+    grad_norm = reward_model.apply(options, lr=rate, normaliser=count)
     chosen_N, rejected_N = scores_N.detach().chunk(2)
     return reward_model, {
         "loss": float(losses_N.detach().mean()),

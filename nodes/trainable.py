@@ -12,7 +12,6 @@ A decoder with its tokenizer and its lanes, ready to read rollouts: what every m
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.batching import Packed, group_rows, pack, sampled_mask
 from penstock.nodes.learn.data_parallel_threads import Lanes
-from penstock.nodes.learn.schedules import Schedule
+from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
 from penstock.nodes.model import Decoder, save_tensors, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel, trainer_rules
@@ -204,16 +203,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Figures = TypeVar("Figures")
 
 
-@dataclass(frozen=True)
-class Step:
-    """How to take an optimizer step; `clip_norm` bounds the 2-norm of the whole gradient."""
-
-    lr: float
-    clip_norm: float
-    betas: tuple[float, float]
-    weight_decay: float
-
-
 class Learner(Mastered[Model]):
     """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
     says how the run was started, and keys what updates draw."""
@@ -248,7 +237,7 @@ class Learner(Mastered[Model]):
             raise ValueError(f"{where}: given a learning rate of {rate}, needed a finite number of at least 0")
         return rate
 
-    def apply(self, step: Step, *, normaliser: float, last: bool = True) -> float:
+    def apply(self, options: UpdateOptions, *, lr: float, normaliser: float, last: bool = True) -> float:
         """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping.
 
         An update may take several; its `last` one makes the next version. Raises FloatingPointError, and
@@ -259,10 +248,12 @@ class Learner(Mastered[Model]):
         if not math.isfinite(norm):
             self._forget_gradients()
             raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
-        scale = min(1.0, step.clip_norm / (norm + 1e-6)) / normaliser
+        scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
         for gradient in gradients.values():
             gradient.mul_(scale)
-        self.optimizer.param_groups[0].update(lr=step.lr, betas=tuple(step.betas), weight_decay=step.weight_decay)
+        self.optimizer.param_groups[0].update(
+            lr=lr, betas=tuple(options["betas"]), weight_decay=options["weight_decay"]
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.copy_masters()

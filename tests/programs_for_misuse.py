@@ -31,7 +31,7 @@ from penstock.nodes.evaluate import measure
 from penstock.nodes.generate import converse, generate
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.losses import Loss, Sampled, aipo, importance_weighted, ppo, reads, reinforce, tis
-from penstock.nodes.learn.schedules import cosine, linear
+from penstock.nodes.learn.optimizer import cosine, linear
 from penstock.nodes.learn.update import aipo_update, policy_update, term
 from penstock.nodes.replay_buffer import replay
 from penstock.nodes.reward_model import reward_scores

@@ -7,7 +7,7 @@ from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.batching import sampled_mask
 from penstock.nodes.learn.losses import aipo, effective_sample_size
-from penstock.nodes.learn.schedules import cosine
+from penstock.nodes.learn.optimizer import cosine
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 

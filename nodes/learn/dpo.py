@@ -7,6 +7,7 @@ Shapes: N responses (the chosen, then the rejected), G pairs, P tokens of a micr
 """
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -15,11 +16,10 @@ from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
 from penstock.nodes.learn.batching import Packed, group_rows
-from penstock.nodes.learn.schedules import Schedule
-from penstock.nodes.option_checks import ADAMW, positive
+from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
+from penstock.nodes.option_checks import positive
 from penstock.nodes.policy import LanguagePolicy, language_policy
 from penstock.nodes.reward_model import best_and_worst, dpo_loss
-from penstock.nodes.trainable import Step
 
 
 def pairs(call: Call) -> None:
@@ -30,8 +30,9 @@ def pairs(call: Call) -> None:
         raise call.lack(given, needed, code="too-few-samples")
 
 
-@requires(pairs, positive("beta"), *ADAMW)
+@requires(pairs, positive("beta"))
 @node(pool="trainer", clock="update")
+@update_options()
 def dpo_update(
     policy: AnyPolicy,
     rollouts: Rollouts,
@@ -40,10 +41,7 @@ def dpo_update(
     *,
     beta: float = 0.1,
     lr: float | Schedule = 1e-4,
-    clip_norm: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-    micro_tokens: int | None = None,
+    **options: Unpack[UpdateOptions],
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on the DPO loss of each prompt's best and worst response, averaged over the pairs.
 
@@ -57,9 +55,9 @@ def dpo_update(
     figures = {"loss": 0.0, "pairs": float(pairs), "margin": 0.0, "preferred": 0.0, "tokens": 0.0}
     if pairs:
         chosen, others = rollouts.take(rows_N), reference.take(rows_N)
-        figures |= _backward(learner, chosen, others.logprobs_NT.to(learner.device), beta, micro_tokens)
+        figures |= _backward(learner, chosen, others.logprobs_NT.to(learner.device), beta, options["micro_tokens"])
     rate = learner.rate(lr)
-    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=max(1, pairs))
+    grad_norm = learner.apply(options, lr=rate, normaliser=max(1, pairs))
     return policy, {**figures, "grad_norm": grad_norm, "lr": rate}
 
 

@@ -1,6 +1,7 @@
 """Imitation of demonstrations, which makes the base model that RL starts from; and demonstrations as rollouts."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -9,15 +10,16 @@ from penstock.graph import node, requires
 from penstock.graph.types import AnyPolicy, Metrics, Policy, Rollouts
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.learn.schedules import cosine
-from penstock.nodes.option_checks import ADAMW, count, not_negative
+from penstock.nodes.learn.optimizer import UpdateOptions, cosine, update_options
+from penstock.nodes.option_checks import count, not_negative
 from penstock.nodes.policy import language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer
-from penstock.nodes.trainable import Step, encode_texts
+from penstock.nodes.trainable import encode_texts
 
 
-@requires(count(0, "warmup"), not_negative("final"), *ADAMW)
+@requires(count(0, "warmup"), not_negative("final"))
 @node(pool="trainer", clock="update")
+@update_options(weight_decay=0.01)
 def sft_update(
     policy: AnyPolicy,
     demonstrations: Demonstrations,
@@ -25,10 +27,7 @@ def sft_update(
     lr: float = 2e-3,
     warmup: int = 20,
     final: float = 0.0,
-    clip_norm: float = 1.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.01,
-    micro_tokens: int | None = None,
+    **options: Unpack[UpdateOptions],
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on the cross-entropy of the demonstrated responses, averaged over their tokens.
 
@@ -40,10 +39,10 @@ def sft_update(
         total = -logprobs_P.sum()  # cross-entropy
         return total, total.detach()
 
-    micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, micro_tokens)
+    micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, options["micro_tokens"])
     losses = learner.accumulate(micro_batches, loss)
     rate = cosine(learner.version, learner.updates, peak=lr, warmup=warmup, final=final)
-    grad_norm = learner.apply(Step(rate, clip_norm, betas, weight_decay), normaliser=tokens)
+    grad_norm = learner.apply(options, lr=rate, normaliser=tokens)
     mean = float(torch.stack(losses).sum()) / tokens
     return policy, {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.nodes.learn.losses import Sampled
-from penstock.nodes.learn.update import Taken, add_up, token_sums, update_figures
+from penstock.nodes.learn.update import StepSums, add_up, token_sums, update_metrics
 
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
 BEHAVIOUR = torch.tensor([-1.2, -1.0, -0.5, -3.5, -1.0])
@@ -19,8 +19,8 @@ def sums(rows: slice, version: int = 7, replayed: torch.Tensor | None = None) ->
 
 
 def test_figures_do_not_depend_on_the_micro_batches() -> None:
-    whole = update_figures([Taken(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
-    parts = update_figures([Taken(add_up([sums(slice(0, 2)), sums(slice(2, 5))]), 0.5, 2.0, 0)])
+    whole = update_metrics([StepSums(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
+    parts = update_metrics([StepSums(add_up([sums(slice(0, 2)), sums(slice(2, 5))]), 0.5, 2.0, 0)])
     assert whole == pytest.approx(parts)
     ratio = (LOGPROBS - BEHAVIOUR).exp()
     assert whole["ratio_mean"] == pytest.approx(float(ratio.mean()))
@@ -30,10 +30,10 @@ def test_figures_do_not_depend_on_the_micro_batches() -> None:
 
 
 def test_steps_of_an_epoch_are_parts_of_its_batch() -> None:
-    once = update_figures([Taken(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
+    once = update_metrics([StepSums(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
     halves = [add_up([sums(slice(0, 2))]), add_up([sums(slice(2, 5))])]
-    cut = update_figures([Taken(halves[0], 0.4, 1.0, 0), Taken(halves[1], 0.6, 3.0, 0)])
-    twice = update_figures([Taken(half, 0.5, 2.0, epoch) for epoch in range(2) for half in halves])
+    cut = update_metrics([StepSums(halves[0], 0.4, 1.0, 0), StepSums(halves[1], 0.6, 3.0, 0)])
+    twice = update_metrics([StepSums(half, 0.5, 2.0, epoch) for epoch in range(2) for half in halves])
     assert {**cut, "optimizer_steps": 1.0} == pytest.approx(once)
     assert {**twice, "optimizer_steps": 1.0} == pytest.approx(once)
     assert (cut["optimizer_steps"], twice["optimizer_steps"], twice["tokens"]) == (2, 4, 5)
@@ -44,8 +44,8 @@ def test_replayed_tokens_are_counted_apart_and_the_ratios_are_of_all(cut: int) -
     """Versions are 0 to 4 at version 7: the two replayed tokens have lags 7 and 6, the others 5, 4 and 3."""
     replayed = torch.tensor([True, True, False, False, False])
     parts = [sums(rows, replayed=replayed) for rows in (slice(0, cut), slice(cut, 5)) if rows.start != rows.stop]
-    plain = update_figures([Taken(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
-    mixed = update_figures([Taken(add_up(parts), 0.5, 2.0, epoch) for epoch in range(2)])
+    plain = update_metrics([StepSums(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
+    mixed = update_metrics([StepSums(add_up(parts), 0.5, 2.0, epoch) for epoch in range(2)])
     assert (mixed["lag_mean"], mixed["lag_max"]) == (4, 5)
     assert (mixed["replayed_tokens"], mixed["replayed_lag_max"], mixed["tokens"]) == (2, 7, 5)
     same = ("ess", "ratio_mean", "ratio_max", "ratio_clipped", "kl", "entropy")
@@ -54,18 +54,18 @@ def test_replayed_tokens_are_counted_apart_and_the_ratios_are_of_all(cut: int) -
 
 
 def test_an_update_of_replayed_tokens_alone_has_no_lag_of_fresh_ones() -> None:
-    figures = update_figures(
-        [Taken(add_up([sums(slice(None), replayed=torch.ones(5, dtype=torch.bool))]), 0.5, 2.0, 0)]
+    figures = update_metrics(
+        [StepSums(add_up([sums(slice(None), replayed=torch.ones(5, dtype=torch.bool))]), 0.5, 2.0, 0)]
     )
     assert (figures["lag_mean"], figures["lag_max"], figures["replayed_tokens"]) == (0, 0, 5)
 
 
 def test_tokens_are_counted_by_lag_and_old_ones_together() -> None:
-    figures = update_figures([Taken(add_up([sums(slice(None), version=17)]), 0.5, 2.0, epoch) for epoch in range(2)])
+    figures = update_metrics([StepSums(add_up([sums(slice(None), version=17)]), 0.5, 2.0, epoch) for epoch in range(2)])
     counts = {name: count for name, count in figures.items() if name.startswith("tokens_lag_")}
     assert counts == {"tokens_lag_13": 1, "tokens_lag_14": 1, "tokens_lag_15": 3}
     replayed = torch.tensor([True, True, False, False, False])
-    fresh = update_figures([Taken(add_up([sums(slice(None), replayed=replayed)]), 0.5, 2.0, 0)])
+    fresh = update_metrics([StepSums(add_up([sums(slice(None), replayed=replayed)]), 0.5, 2.0, 0)])
     assert {n for n in fresh if n.startswith("tokens_lag_")} == {"tokens_lag_3", "tokens_lag_4", "tokens_lag_5"}
 
 
@@ -74,7 +74,7 @@ def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> N
         torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2), {"behaviour": torch.tensor([-90.0, -1])}
     )
     found = add_up([token_sums(torch.tensor([-0.1, -1.0]), torch.zeros(2), torch.zeros(2), known, 0)])
-    figures = update_figures([Taken(found, 0.0, 0.0, 0)])
+    figures = update_metrics([StepSums(found, 0.0, 0.0, 0)])
     assert figures["ess"] == pytest.approx(0.5)
     assert figures["kl"] > 0
 
@@ -92,7 +92,7 @@ def test_rows_that_nobody_sampled_have_no_part_in_lags_ratios_and_divergence() -
             versions_P = torch.where(behaviour[rows].isnan(), 0, 5 + torch.tensor(rows))
             known = Sampled(ones_P.float(), ones_P, versions_P, ones_P * 0, {"behaviour": behaviour[rows]})
             found.append(token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, 10))
-        return update_figures([Taken(add_up(found), 0.5, 2.0, 0)])
+        return update_metrics([StepSums(add_up(found), 0.5, 2.0, 0)])
 
     alone, beside = figures([sampled]), figures([[0, 1, 2, 3, 4]])
     assert beside == pytest.approx(figures([[0, 1], [4], [2, 3]]))

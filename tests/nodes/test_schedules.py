@@ -9,7 +9,7 @@ from penstock.graph.types import LearningRate
 from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.losses import aipo
-from penstock.nodes.learn.schedules import Schedule, cosine, linear
+from penstock.nodes.learn.optimizer import Schedule, cosine, linear
 from penstock.nodes.learn.update import policy_update
 
 from .updating import batch, equal, policy

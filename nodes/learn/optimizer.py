@@ -1,0 +1,122 @@
+"""What updates tell their optimizer: AdamW's options, declared once for all updates, and learning rates that change.
+
+    policy_update(policy, rollouts, advantage, loss=ppo, lr=partial(cosine, peak=1e-5, warmup=20), weight_decay=0.01)
+
+A schedule of your own is a function like `cosine` at the top of your own file. An update calls it with the number of
+updates before it (0, 1, …) and the updates of the whole run (`--updates`), so that a resumed run goes on where it was.
+Its own options are bound with functools.partial.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+
+from penstock.graph import requires
+from penstock.graph.imports import imported, names_function, short
+from penstock.graph.requires import Call
+from penstock.nodes.option_checks import count, not_negative, positive
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Schedule = Callable[[int, int], float]
+"""(the update's number from 0, the run's updates) → its learning rate."""
+
+
+class UpdateOptions(TypedDict, total=False):
+    """Options of every update by AdamW, beside its learning rate `lr`, a number or a schedule.
+
+    `clip_norm` bounds the 2-norm of each step's gradient, by default 1. `betas` are AdamW's decay rates of the two
+    moments, by default 0.9 and 0.95, `weight_decay` its decoupled weight decay, by default 0. `micro_tokens` bounds the
+    tokens of a micro-batch, padding included; None, the default, is what suits the device.
+    """
+
+    clip_norm: float
+    betas: tuple[float, float]
+    weight_decay: float
+    micro_tokens: int | None
+
+
+DEFAULTS = UpdateOptions(clip_norm=1.0, betas=(0.9, 0.95), weight_decay=0.0, micro_tokens=None)
+
+
+def update_options(**changed: Unpack[UpdateOptions]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give an update the options of `UpdateOptions`, in place of its parameter `**options`, with what they require.
+
+    `changed` are defaults of its own. It stands below `@node`, which reads the options from the signature:
+
+        @node(pool="trainer", clock="update")
+        @update_options(weight_decay=0.01)
+        def my_update(policy: Policy, rollouts: Rollouts, *, lr: float = 1e-4, **options: Unpack[UpdateOptions]): ...
+    """
+    defaults: UpdateOptions = {**DEFAULTS, **changed}
+
+    def give(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def update(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
+
+        types = UpdateOptions.__annotations__
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+            for name, default in defaults.items()
+        ]
+        made: Any = update
+        made.__signature__ = signature.replace(parameters=[*own, *more])
+        made.__annotations__ = {each.name: each.annotation for each in (*own, *more)}
+        made.__annotations__["return"] = signature.return_annotation
+        checks = learning_rate, not_negative("weight_decay"), positive("clip_norm"), count(1, "micro_tokens"), betas
+        return requires(*checks)(update)
+
+    return give
+
+
+def learning_rate(call: Call) -> None:
+    """Of the option `lr`: a number, or a schedule whose own options are bound."""
+    given = call.options.get("lr")
+    if given is None or not names_function(given):
+        call.numbers("a finite number of at least 0, or a schedule", lambda number: 0 <= number < math.inf, "lr")
+        return
+    schedule, bound = imported(given["path"]), given.get("options", {})
+    parameters = inspect.signature(schedule).parameters.values() if callable(schedule) else ()
+    free = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in bound]
+    if free:
+        name = short(given["path"])
+        needed = f"partial({name}, {', '.join(f'{option}=…' for option in free)})"
+        raise call.lack(f"{name} without {', '.join(free)}", needed, "lr", code="unbound-schedule")
+
+
+def betas(call: Call) -> None:
+    """Of the option `betas`: two numbers from 0 to below 1."""
+    given = call.options.get("betas")
+    fit = isinstance(given, list) and len(given) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in given)
+    if given is not None and not fit:
+        raise call.lack(repr(given), "two numbers from 0 to below 1", "betas", code="out-of-range")
+
+
+@requires(not_negative("peak", "final"), count(0, "warmup"))
+def cosine(update: int, updates: int, *, peak: float, warmup: int = 0, final: float = 0.0) -> float:
+    """A line up over `warmup` updates to `peak`, times half a cosine from 1 down to the share `final` at the run's end.
+
+    The cosine of Loshchilov and Hutter 2016 (arXiv 1608.03983), equation 5, without restarts.
+    """
+    fall = 0.5 * (1 + math.cos(math.pi * min(1.0, update / max(1, updates))))
+    return peak * (_rise(update, warmup) * (final + (1 - final) * fall))
+
+
+@requires(not_negative("peak", "final"), count(0, "warmup"))
+def linear(update: int, updates: int, *, peak: float, warmup: int = 0, final: float = 0.0) -> float:
+    """A line up over `warmup` updates to `peak`, times a line from 1 down to the share `final` at the run's end.
+
+    `final=1.0` stays at the peak: a warm-up alone.
+    """
+    fall = 1 - min(1.0, update / max(1, updates))
+    return peak * (_rise(update, warmup) * (final + (1 - final) * fall))
+
+
+def _rise(update: int, warmup: int) -> float:
+    """The share of the peak that update 0, 1, … has on the way up; 1 from update `warmup` on."""
+    return min(1.0, (update + 1) / (warmup + 1))
