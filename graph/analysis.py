@@ -1,67 +1,47 @@
-"""What can be computed from a graph before it runs: orders, reachability, staleness, a lower bound on the period.
+"""What can be computed from a graph before it runs: the order of its nodes and a lower bound on the period.
 
-A graph with faults (see `check`) has no order and no period. Importing this module imports networkx.
+A graph with faults (see `check`) has neither. Importing this module imports networkx.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import networkx as nx  # type: ignore[import-untyped]
 
 from penstock.graph.errors import Fault, GraphError, nearest
-from penstock.graph.ir import Graph, Ref
-
-
-class Edge(NamedTuple):
-    """An input of a node, and where its value comes from."""
-
-    tail: Ref
-    node: str
-    input: str
-
-    def __str__(self) -> str:
-        return f"{self.tail} → {self.node}.{self.input}"
-
-
-def edges(graph: Graph) -> list[Edge]:
-    """All edges in program order, but for those from one turn of a group to its next."""
-    return [Edge(i.ref, n.name, i.name) for n in graph.nodes for i in n.inputs if not i.back]
+from penstock.graph.ir import Graph
 
 
 def dataflow(graph: Graph) -> "nx.DiGraph[str]":
     """Arguments and nodes, with an edge to each from what it reads: one update of the program, without feedback."""
     flow = nx.DiGraph()
     flow.add_nodes_from([a.name for a in graph.arguments] + [n.name for n in graph.nodes])
-    flow.add_edges_from((edge.tail.node, edge.node) for edge in edges(graph))
+    # An input of the turn before is no edge: it would make a cycle of two nodes that take turns.
+    flow.add_edges_from((i.ref.node, n.name) for n in graph.nodes for i in n.inputs if not i.back)
     return flow
 
 
-def donations(graph: Graph) -> list[tuple[str, str]]:
-    """(reader, maker): a node that makes a carried value's next value changes it in place, so it waits until every
-    other node that reads the value as it is has done so."""
-    makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
-    return [
-        (n.name, makers[i.ref.node])
-        for n in graph.nodes
-        for i in n.inputs
-        if n.fires and i.ref.node in makers and n.name != makers[i.ref.node]
-    ]
-
-
 def feedback(graph: Graph) -> "nx.DiGraph[str]":
-    """The data flow closed over updates. An edge's `span` is the number of updates between its two ends: 1 from the
-    node that makes a carried value to that value, `lag` into a broadcast or a delay."""
+    """The data flow closed over updates.
+
+    An edge's `span` is the number of updates between its two ends: 1 from the node that makes a carried value to that
+    value, `lag` into a broadcast or a delay, otherwise 0.
+    """
     flow = dataflow(graph)
     nx.set_edge_attributes(flow, 0, "span")
-    flow.add_edges_from(donations(graph), span=0)
+    makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
     for node in graph.nodes:
         if not node.fires:
             flow.edges[node.inputs[0].ref.node, node.name]["span"] = node.lag
-    for carried in graph.carried:
-        if maker := graph.producer(carried.name):
-            flow.add_edge(maker, carried.name, span=1)
+            continue
+        for item in node.inputs:
+            # An update changes a carried value in place, so it waits for all other readers of the value as it is.
+            maker = makers.get(item.ref.node, node.name)
+            if maker != node.name:
+                flow.add_edge(node.name, maker, span=0)
+    for carried, maker in makers.items():
+        flow.add_edge(maker, carried, span=1)
     return flow
 
 
@@ -74,28 +54,10 @@ def order(graph: Graph) -> tuple[str, ...]:
     try:
         names = list(nx.lexicographical_topological_sort(flow, key=lambda name: place.get(name, -1)))
     except nx.NetworkXUnfeasible:
-        given = " → ".join(tail for tail, _ in nx.find_cycle(flow))
-        what = f"{graph.name}: the nodes have no order"
-        raise GraphError(
-            Fault("cycle-without-lag", what, f"the cycle {given}", "a graph that `check` accepts", graph.where)
-        ) from None
+        what, needed = f"{graph.name}: the nodes have no order", "a graph that `check` accepts"
+        given = f"the cycle {' → '.join(tail for tail, _ in nx.find_cycle(flow))}"
+        raise GraphError(Fault("cycle-without-lag", what, given, needed, graph.where)) from None
     return tuple(name for name in names if name in place)
-
-
-def reach(graph: Graph) -> dict[str, frozenset[str]]:
-    """For each argument and node, the nodes that depend on it within one update."""
-    flow = dataflow(graph)
-    return {name: frozenset(nx.descendants(flow, name)) for name in flow}
-
-
-def staleness(graph: Graph) -> dict[Edge, int]:
-    """For each edge, by how many updates the oldest weights that had a part in its value may be behind the policy of
-    the update that consumes it: the largest sum of lags on a way to it. Carried values as they are have 0."""
-    age = {argument.name: 0 for argument in graph.arguments}
-    for name in order(graph):
-        node = graph[name]
-        age[name] = (node.lag or 0) + max((age[i.ref.node] for i in node.inputs), default=0)
-    return {edge: age[edge.tail.node] for edge in edges(graph)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +109,32 @@ def period_bound(
     a pool their firings queue for each other, which no cycle shows: the simulator decides. Groups that a filter drops
     and turns after the first only add to it, and so does a node that fires at some updates only, in a cycle.
     """
-    seconds, held, capacity = _durations(graph, durations), dict(pools or {}), dict(servers or {})
-    pool_of = {n.name: held.get(n.name, n.pool) for n in graph.nodes}
+    names, what = [n.name for n in graph.nodes], f"{graph.name}: durations"
+    for name in durations.keys() - names - {a.name for a in graph.arguments}:
+        raise GraphError(Fault("unknown-node", what, f"{name!r}", f"names of nodes{nearest(name, names)}"))
+    if missing := [n.name for n in graph.nodes if n.fires and n.name not in durations]:
+        raise GraphError(Fault("missing-duration", what, f"none of {', '.join(missing)}", "one for each node"))
+    seconds = {name: float(durations.get(name, 0.0)) for name in names}
+    pool_of = {n.name: (pools or {}).get(n.name, n.pool) for n in graph.nodes}
+    capacity = servers or {}
     # A node that keeps a state does one firing at a time.
     free = {n.name: 1 if n.stateful else capacity.get(pool_of[n.name], 1) for n in graph.nodes}
-    always = {name: 0.0 if name in graph and graph[name].every > 1 else took for name, took in seconds.items()}
-    bounds = [_cycle_bound(graph, span, cycle, batch, always, free) for cycle, span in _cycles(graph)]
+    # A node that fires at some updates only bounds no cycle: most updates go without it.
+    always = {name: 0.0 if graph[name].every > 1 else took for name, took in seconds.items()}
+    bounds = [Bound(0.0)]
+    flow = feedback(graph)
+    for cycle in nx.simple_cycles(flow):
+        start = next(i for i, name in enumerate(cycle) if name not in graph)
+        cycle = cycle[start:] + cycle[:start]
+        span = sum(flow.edges[edge]["span"] for edge in zip(cycle, cycle[1:] + cycle[:1], strict=True))
+        bounds.append(_cycle_bound(graph, span, cycle, batch, always, free))
     work: dict[str, float] = {}
     for node in graph.nodes:
         if node.fires:
             firings = batch if node.clock == "group" else 1 / node.every
             work[pool_of[node.name]] = work.get(pool_of[node.name], 0.0) + seconds[node.name] * firings
     bounds += [Bound(total / capacity.get(pool, 1), pool=pool) for pool, total in work.items()]
-    return max([Bound(0.0), *bounds], key=lambda bound: bound.seconds)
+    return max(bounds, key=lambda bound: bound.seconds)
 
 
 Stage = tuple[int, float]
@@ -173,6 +148,7 @@ def _cycle_bound(
     graph: Graph, span: int, cycle: Sequence[str], batch: int, seconds: Mapping[str, float], servers: Mapping[str, int]
 ) -> Bound:
     """The bound of one cycle, which begins at a carried value."""
+    # The times in series, and the waiting of the batch's last group at each stretch of per-group nodes.
     base = sum(seconds.get(name, 0.0) for name in cycle)
     clocks = groupby(cycle, key=lambda name: name in graph and graph[name].clock == "group")
     stretches = [[(servers[name], seconds[name]) for name in names] for per_group, names in clocks if per_group]
@@ -191,26 +167,3 @@ def _fill(stages: Sequence[Stage], places: int) -> list[float]:
     for place in range(1, places + 1):
         best[place] = max([best[place - 1], *(d + best[place - s] for s, d in stages if s <= place)])
     return best
-
-
-def _cycles(graph: Graph) -> Iterator[tuple[list[str], int]]:
-    """The simple cycles with their spans, each from a carried value on."""
-    flow = feedback(graph)
-    for cycle in nx.simple_cycles(flow):
-        start = next(i for i, name in enumerate(cycle) if name not in graph)
-        names = cycle[start:] + cycle[:start]
-        yield names, sum(flow.edges[edge]["span"] for edge in zip(names, names[1:] + names[:1], strict=True))
-
-
-def _durations(graph: Graph, given: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by node. Raises GraphError for a name that is none, and for a node without a duration."""
-    names = [n.name for n in graph.nodes]
-    for name in given.keys() - names - {a.name for a in graph.arguments}:
-        raise GraphError(
-            Fault("unknown-node", f"{graph.name}: durations", f"{name!r}", f"names of nodes{nearest(name, names)}")
-        )
-    if missing := [n.name for n in graph.nodes if n.fires and n.name not in given]:
-        raise GraphError(
-            Fault("missing-duration", f"{graph.name}: durations", f"none of {', '.join(missing)}", "one for each node")
-        )
-    return {name: float(given.get(name, 0.0)) for name in names}

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, get_args
 
-from penstock.graph.errors import fault, nearest
+from penstock.graph.errors import GraphError, fault, nearest
 from penstock.graph.ir import Json
 
 PROGRAMS = "penstock.programs"
@@ -55,17 +55,27 @@ def load(path: str) -> Any:
     if not place and not name.endswith(".py"):
         place = f"{PROGRAMS}.{name}"
         if not name.isidentifier() or importlib.util.find_spec(place) is None:
+            built_in = [m.name for m in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__)]
             needed = '"package.module:name", "file.py:name" or the name of a built-in program'
-            raise fault("nothing-to-load", "nothing to load", repr(path), needed + nearest(name, _built_in()), "")
+            raise _not_found(repr(path), needed + nearest(name, built_in))
     elif name.endswith(".py"):
         place, name = path, ""
     module = _from_file(path, place) if place.endswith(".py") else _import(path, place)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise _unknown(path, module, name)
+            public = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+            own = [n for n, v in public.items() if getattr(v, "__module__", "") == module.__name__]
+            needed = f"a name that is defined at the top of {module.__file__}" if name else 'a name after ":"'
+            if "<locals>" in name or "<lambda>" in name:
+                needed += " (other processes cannot import what is defined inside a function)"
+            raise _not_found(repr(path), needed + nearest(name, own or public))
         found = getattr(found, part)
     return found
+
+
+def _not_found(given: str, needed: str, code: str = "nothing-to-load") -> GraphError:
+    return fault(code, "nothing to load", given, needed, "")
 
 
 def imported(path: str) -> Any:
@@ -80,7 +90,7 @@ def imported(path: str) -> Any:
 
 
 def _main(real: str) -> ModuleType | None:
-    """The module that this process runs, if that is its file."""
+    """The module that this process runs, if that is its file: loaded again, its classes would be others."""
     main = sys.modules.get("__main__")
     return main if main is not None and os.path.abspath(getattr(main, "__file__", None) or "") == real else None
 
@@ -96,10 +106,11 @@ def _import(path: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
+        # Another module that is missing is the fault of the one that imports it.
         if not missing or not f"{module}.".startswith(f"{missing}."):
             raise
     needed = "a module that can be imported here (is it installed, or in the current folder?)"
-    raise fault("missing-module", "nothing to load", f"{path!r}: there is no module {missing!r}", needed, "")
+    raise _not_found(f"{path!r}: there is no module {missing!r}", needed, "missing-module")
 
 
 def _from_file(path: str, file: str) -> ModuleType:
@@ -107,27 +118,25 @@ def _from_file(path: str, file: str) -> ModuleType:
     real = os.path.abspath(file)
     if not os.path.isfile(real):
         siblings = [p.name for p in Path(real).parent.glob("*.py")]
-        given = f"{path!r}: there is no file {real}"
-        raise fault(
-            "nothing-to-load", "nothing to load", given, "an existing file" + nearest(Path(real).name, siblings), ""
-        )
-    if (main := _main(real)) is not None:
-        return main
-    module = _module_name(real)
-    if module in sys.modules:
-        return sys.modules[module]
-    spec = importlib.util.spec_from_file_location(module, real)
+        needed = f"an existing file{nearest(Path(real).name, siblings)}"
+        raise _not_found(f"{path!r}: there is no file {real}", needed)
+    name = _module_name(real)
+    known = _main(real) or sys.modules.get(name)
+    if known is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, real)
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[module], _files[module] = made, real
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as `import` does: dataclasses look their module up.
+    sys.modules[name], _files[name] = module, real
     _reachable(os.path.dirname(real))
     try:
-        spec.loader.exec_module(made)
+        spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module]
+        del sys.modules[name]
         raise
-    return made
+    return module
 
 
 def reach(path: str) -> None:
@@ -138,22 +147,9 @@ def reach(path: str) -> None:
 
 
 def _reachable(folder: str) -> None:
-    """Let modules beside a user's file be imported; last in the path, so that they shadow nothing."""
+    # Last in the path, so that a user's files shadow no installed module.
     if folder not in sys.path:
         sys.path.append(folder)
-
-
-def _unknown(path: str, module: ModuleType, name: str) -> Exception:
-    public = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
-    own = [n for n, v in public.items() if getattr(v, "__module__", "") == module.__name__]
-    needed = 'a name after ":"' if not name else f"a name that is defined at the top of {module.__file__}"
-    if "<locals>" in name or "<lambda>" in name:
-        needed += " (other processes cannot import what is defined inside a function)"
-    return fault("nothing-to-load", "nothing to load", repr(path), needed + nearest(name, own or public), "")
-
-
-def _built_in() -> list[str]:
-    return [m.name for m in pkgutil.iter_modules(importlib.import_module(PROGRAMS).__path__)]
 
 
 def encode(value: Any, what: str) -> Json:
@@ -172,12 +168,8 @@ def encode(value: Any, what: str) -> Json:
         return {key: encode(item, what) for key, item in value.items()}
     if isinstance(value, partial):
         if value.args:
-            raise fault(
-                "partial-by-place",
-                what,
-                f"{value!r}, with arguments by place",
-                "a functools.partial with keyword arguments only",
-            )
+            needed = "a functools.partial with keyword arguments only"
+            raise fault("partial-by-place", what, f"{value!r}, with arguments by place", needed)
         annotations = getattr(value.func, "__annotations__", {})
         for name, bound in value.keywords.items():
             require_no_function(bound, annotations.get(name), f"{what}: option {name!r}")
@@ -203,12 +195,8 @@ def require_no_function(value: Any, annotation: Any, what: str) -> None:
     allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     plain = {int: "a number", float: "a number", bool: "True or False", str: "a text"}
     if callable(value) and allowed[0] in plain and set(allowed) <= {*plain, NoneType}:
-        raise fault(
-            "wrong-option-type",
-            what,
-            path_of(value) if hasattr(value, "__qualname__") else repr(value),
-            plain[allowed[0]],
-        )
+        given = path_of(value) if hasattr(value, "__qualname__") else repr(value)
+        raise fault("wrong-option-type", what, given, plain[allowed[0]])
 
 
 def names_function(option: Json) -> bool:

@@ -1,7 +1,7 @@
-"""A node's signature is its interface: positional parameters are inputs, keyword-only ones options, the return
-annotation the outputs.
+"""A node's signature is its interface.
 
-Options against their annotations, where these leave no doubt: one of a few words (`Literal`), or a function.
+Positional parameters are inputs, keyword-only ones options, and the return annotation the outputs. Options are checked
+against annotations that leave no doubt: one of a few words (`Literal`), or a function.
 """
 
 import inspect
@@ -75,15 +75,14 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function, eval_str=True)
     except NameError as error:
+        what = f"{function.__name__}: signature"
         needed = "annotations that exist when the program runs (imported, and not only for type checkers)"
-        raise fault(
-            "unresolved-annotation", f"{function.__name__}: signature", str(error), needed, defined(function)
-        ) from error
+        raise fault("unresolved-annotation", what, str(error), needed, defined(function)) from error
 
 
 def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     """Read a node's signature. Raises GraphError at the function's line."""
-    sig = signature(function)
+    sig, where = signature(function), defined(function)
     inputs, options, context = [], {}, ""
     parameters = list(sig.parameters.values())
     for parameter in parameters[1:] if stateful else parameters:
@@ -94,21 +93,18 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
         elif parameter.kind is parameter.KEYWORD_ONLY:
             options[parameter.name] = parameter.default
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            inputs.append(_input(parameter, what, function))
+            inputs.append(_input(parameter, what, where))
         else:
-            needed = "a plain parameter for each input, and options after `*`"
-            raise fault(
-                "bad-parameter", what, f"a parameter that is {parameter.kind.description}", needed, defined(function)
-            )
-    outputs, bundle, metrics = _outputs(sig.return_annotation, function, stateful)
+            given = f"a parameter that is {parameter.kind.description}"
+            raise fault("bad-parameter", what, given, "a plain parameter for each input, and options after `*`", where)
+    what = f"{function.__name__}: return annotation"
+    outputs, bundle, metrics = _outputs(sig.return_annotation, what, where, stateful)
     returns = inspect.formatannotation(sig.return_annotation).replace("dict[str, float]", "Metrics")
     state = parameters[0].annotation if stateful and parameters else None
     stream = isinstance(state, type) and issubclass(state, Stream)
     if stream and (lists := [port.name for port in inputs if port.several]):
         given = f"a list of inputs, {lists[0]!r}, of a node whose state is a Stream"
-        raise fault(
-            "stream-with-list", f"{function.__name__}: signature", given, "an input for each value", defined(function)
-        )
+        raise fault("stream-with-list", f"{function.__name__}: signature", given, "an input for each value", where)
     return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream, context)
 
 
@@ -125,27 +121,21 @@ def type_of(annotation: Any, what: str, where: str) -> Any:
     raise fault("bad-annotation", what, given, "a class: the type of the edge, such as Rollouts or Rewards", where)
 
 
-def _input(parameter: inspect.Parameter, what: str, function: Callable[..., Any]) -> Port:
-    annotation = parameter.annotation
-    if get_origin(annotation) in (Union, UnionType):
-        rest = [a for a in get_args(annotation) if a is not NoneType]
-        annotation = rest[0] if len(rest) == 1 else annotation
-    default = parameter.default
+def _input(parameter: inspect.Parameter, what: str, where: str) -> Port:
+    annotation, default = _without_none(parameter.annotation), parameter.default
     if default == () and get_origin(annotation) is Sequence:
         (type_,) = get_args(annotation)
-        return Port(parameter.name, type_of(type_, what, defined(function)), optional=True, several=True)
+        return Port(parameter.name, type_of(type_, what, where), optional=True, several=True)
     if default is not None and default is not parameter.empty:
         needed = "no default, or None, for an input, or () for a Sequence of inputs; options stand after `*`"
-        raise fault("input-with-default", what, f"the default {default!r}", needed, defined(function))
-    optional, type_ = default is None, type_of(annotation, what, defined(function))
-    return Port(parameter.name, type_, optional, _variable(annotation))
+        raise fault("input-with-default", what, f"the default {default!r}", needed, where)
+    return Port(parameter.name, type_of(annotation, what, where), default is None, _variable(annotation))
 
 
 def _outputs(
-    annotation: Any, function: Callable[..., Any], stateful: bool
+    annotation: Any, what: str, where: str, stateful: bool
 ) -> tuple[tuple[Port, ...], Callable[..., Any], bool]:
-    """Take state and metrics off the return annotation; what is left are the outputs."""
-    what, where = f"{function.__name__}: return annotation", defined(function)
+    """(the outputs, what bundles their values, whether metrics come beside them)."""
     parts = list(get_args(annotation)) if get_origin(annotation) is tuple else [annotation]
     if stateful:
         if len(parts) < 2:
@@ -156,18 +146,14 @@ def _outputs(
     parts = parts[:-1] if metrics else parts
     if len(parts) == 1 and get_origin(parts[0]) is tuple:
         parts = list(get_args(parts[0]))
-    if len(parts) != 1:
-        ports = tuple(
-            Port(str(i), type_of(part, what, where), variable=_variable(part)) for i, part in enumerate(parts)
-        )
-        return ports, _tuple, metrics
-    if parts[0] in (None, NoneType):
+    if len(parts) == 1 and parts[0] in (None, NoneType):
         return (), _tuple, metrics
-    fields = getattr(parts[0], "_fields", None)
-    if fields is not None:
+    if len(parts) == 1 and hasattr(parts[0], "_fields"):
         hints = inspect.get_annotations(parts[0], eval_str=True)
-        return tuple(Port(f, type_of(hints.get(f), what, where)) for f in fields), parts[0], metrics
-    return (Port("out", type_of(parts[0], what, where), variable=_variable(parts[0])),), _single, metrics
+        return tuple(Port(f, type_of(hints.get(f), what, where)) for f in parts[0]._fields), parts[0], metrics
+    names = ["out"] if len(parts) == 1 else map(str, range(len(parts)))
+    ports = (Port(n, type_of(p, what, where), variable=_variable(p)) for n, p in zip(names, parts, strict=True))
+    return tuple(ports), _single if len(parts) == 1 else _tuple, metrics
 
 
 def _variable(annotation: Any) -> str:
@@ -182,12 +168,15 @@ def _single(value: Any) -> Any:
     return value
 
 
-def strange(function: Callable[..., Any], options: Mapping[str, Json], what: str, where: str) -> Iterator[Fault]:
-    """A fault for each of a function's options that is not what its annotation says; `what` begins the message."""
-    annotations = _annotations(function)
+def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: str, where: str) -> Iterator[Fault]:
+    """A fault for each option that is not what the function's annotation says; `what` begins the message."""
+    try:
+        annotations = inspect.get_annotations(function, eval_str=True)
+    except NameError:  # names that are there for type checkers only
+        annotations = inspect.get_annotations(function)
     for name, given in options.items():
-        annotation, optional = _required(annotations.get(name))
-        if given is None and optional:
+        annotation = _without_none(annotations.get(name))
+        if given is None and NoneType in get_args(annotations.get(name)):
             continue
         choices = get_args(annotation) if get_origin(annotation) is Literal else ()
         needed = " or ".join(map(repr, choices)) if choices and given not in choices else ""
@@ -197,16 +186,9 @@ def strange(function: Callable[..., Any], options: Mapping[str, Json], what: str
             yield Fault("wrong-option-type", f"{what}: option {name!r}", repr(given), needed, where)
 
 
-def _annotations(function: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return inspect.get_annotations(function, eval_str=True)
-    except NameError:  # names that are there for type checkers only
-        return inspect.get_annotations(function)
-
-
-def _required(annotation: Any) -> tuple[Any, bool]:
-    """(an annotation without its None, whether it had one)."""
+def _without_none(annotation: Any) -> Any:
+    """`X` of `X | None`; any other annotation as it is."""
     if get_origin(annotation) not in (Union, UnionType):
-        return annotation, False
+        return annotation
     rest = [argument for argument in get_args(annotation) if argument is not NoneType]
-    return rest[0] if len(rest) == 1 else annotation, NoneType in get_args(annotation)
+    return rest[0] if len(rest) == 1 else annotation

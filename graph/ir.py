@@ -1,7 +1,7 @@
 """The graph as a frozen value: arguments, nodes in program order, results.
 
-Nothing here runs or checks anything: `build` makes graphs, `check` finds their faults, `passes`
-computes from them, `show` draws them. Every field is JSON-able, so that a graph crosses processes.
+Nothing here runs or checks anything: `trace` makes graphs, `check` finds their faults, `analysis` computes from them,
+`show` prints them. Every field is JSON-able, so that a graph crosses processes.
 """
 
 import hashlib
@@ -124,7 +124,7 @@ class Node:
 
     @property
     def fires(self) -> bool:
-        """Is it something to do? A broadcast or a delay is a way in which a value is read."""
+        """Is there something to do? A broadcast or a delay only says how a value is read."""
         return self.construct not in ("broadcast", "delay")
 
     @property
@@ -134,6 +134,14 @@ class Node:
 
     def option(self, name: str) -> Json:
         return dict(self.options)[name]
+
+    def to_json(self) -> dict[str, Json]:
+        data = {slot: getattr(self, slot) for slot in Node.__slots__}
+        data["inputs"] = [[i.name, i.type, i.ref.node, i.ref.output, *([True] if i.back else [])] for i in self.inputs]
+        data["outputs"] = [[o.name, o.type] for o in self.outputs]
+        data["options"] = dict(self.options)
+        data["given"] = list(self.given)
+        return data
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,7 @@ class Graph:
             "options": dict(self.options),
             "types": {name: list(bases) for name, bases in self.types},
             "arguments": [{slot: getattr(a, slot) for slot in Argument.__slots__} for a in self.arguments],
-            "nodes": [_node_to_json(n) for n in self.nodes],
+            "nodes": [n.to_json() for n in self.nodes],
             "results": {name: [ref.node, ref.output] for name, ref in self.results},
         }
 
@@ -237,7 +245,7 @@ class Graph:
             op=read["op"],
             doc=read["doc"],
             where=read["where"],
-            options=_options(read["options"]),
+            options=tuple(sorted(read["options"].items())),
             types=tuple((name, tuple(bases)) for name, bases in sorted(read["types"].items())),
             arguments=tuple(read["arguments"]),
             nodes=tuple(_node_from_json(n) for n in read["nodes"]),
@@ -251,19 +259,6 @@ class Graph:
             item.pop("where")
             item.pop("given", None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _options(options: Mapping[str, Json]) -> tuple[tuple[str, Json], ...]:
-    return tuple(sorted(options.items()))
-
-
-def _node_to_json(node: Node) -> dict[str, Json]:
-    data = {slot: getattr(node, slot) for slot in Node.__slots__}
-    data["inputs"] = [[i.name, i.type, i.ref.node, i.ref.output, *([True] if i.back else [])] for i in node.inputs]
-    data["outputs"] = [[o.name, o.type] for o in node.outputs]
-    data["options"] = dict(node.options)
-    data["given"] = list(node.given)
-    return data
 
 
 class _GraphJson(TypedDict):

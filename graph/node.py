@@ -1,6 +1,7 @@
 """`@node`: a function with a typed signature that a program can call.
 
-What runs where a program says `keep`: the predicate, and its verdict on a group.
+`NodeDef` is the definition: in a program a call records a node, elsewhere it is the plain function. Workers run it by
+`run` and `split`. `Filter` has the same two methods for what a program says by `keep`.
 """
 
 import copy
@@ -14,7 +15,7 @@ from penstock.graph.errors import defined, fault, nearest
 from penstock.graph.imports import path_of
 from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
-from penstock.graph.trace import current, has_handles
+from penstock.graph.trace import current, has_handles, recording
 from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards, Weights
 
 P = ParamSpec("P")
@@ -113,15 +114,8 @@ class NodeDef(Generic[P, T]):
         if len(ports) != 1:
             given = f"a node with {len(ports)} inputs of weights" if ports else "a node without an input of weights"
             raise fault("no-weights-input", f"{self.__name__}.of", given, "one with a single input of the type Weights")
-        recorder = current.get()
-        if recorder is None:
-            raise fault(
-                "outside-program",
-                f"{self.__name__}.of",
-                "a call outside of a program",
-                "a call in a function with @program",
-            )
-        return self._changed(bound={**self.bound, ports[0]: recorder.weights(value, f"{self.__name__}.of")})
+        weights = recording(f"{self.__name__}.of").weights(value, f"{self.__name__}.of")
+        return self._changed(bound={**self.bound, ports[0]: weights})
 
     def answers(self) -> "NodeDef[..., Any]":
         """The node that this one is where it answers in `alternate`, given what this one is given."""
@@ -163,6 +157,7 @@ class NodeDef(Generic[P, T]):
         return annotation, ValueError for rewards that are none.
         """
         shape = self.interface
+        returned = f"{defined(self.fn)}: {self.__name__} returned"
         parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
         state = parts.pop(0) if stateful else None
         metrics: Any = parts.pop() if shape.metrics and parts else {}
@@ -171,34 +166,32 @@ class NodeDef(Generic[P, T]):
         if not fit or not all(_fits(v, port.type) for v, port in zip(values, shape.outputs, strict=True)):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
-            raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {shape.returns}")
+            raise TypeError(f"{returned} {given}, needed {shape.returns}")
         for lack in (value.lack() for value in values if isinstance(value, Rewards)):
             if lack:
-                raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {lack}")
-        outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
+                raise ValueError(f"{returned} {lack}")
         if len(metrics) > MOST_FIGURES:
-            given = f"{self.__name__} returned {len(metrics)} figures"
-            raise ValueError(f"{defined(self.fn)}: {given}, needed at most {MOST_FIGURES} of a firing")
-        return state, outputs, {name: self._figure(name, value) for name, value in metrics.items()}
+            raise ValueError(f"{returned} {len(metrics)} figures, needed at most {MOST_FIGURES} of a firing")
+        outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
+        return state, outputs, {name: self._metric(name, value, returned) for name, value in metrics.items()}
 
-    def _figure(self, name: Any, value: Any) -> float:
-        """One of the metrics. Raises TypeError for a name that is no text, and a value that is no number; ValueError
-        for a name that rows have a column of their own for, or that cannot be shown."""
+    def _metric(self, name: Any, value: Any, returned: str) -> float:
+        """One metric. Raises TypeError for a name that is no text or a value that is no number, ValueError for a name
+        that rows have a column of their own for, or that cannot be shown."""
         try:
             figure = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with several elements
             figure = None
         if figure is None or not isinstance(name, str):
             given = f"{reprlib.repr(name)}: {reprlib.repr(value)} among its metrics"
-            raise TypeError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed a name with one number")
-        if name in COLUMNS or name == f"{self.__name__}_update":
-            taken = ", ".join(sorted({*COLUMNS, f"{self.__name__}_update"}))
+            raise TypeError(f"{returned} {given}, needed a name with one number")
+        taken = sorted({*COLUMNS, f"{self.__name__}_update"})
+        if name in taken:
             given = f"{name!r} among its metrics, which a row of metrics.jsonl has of its own"
-            raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {given}; needed another name than {taken}")
+            raise ValueError(f"{returned} {given}; needed another name than {', '.join(taken)}")
         if not (0 < len(name) <= NAME_LENGTH and name.isprintable()):
             given = f"a figure named {reprlib.repr(name)} ({len(name)} characters)"
-            needed = f"a name of 1 to {NAME_LENGTH} printable characters"
-            raise ValueError(f"{defined(self.fn)}: {self.__name__} returned {given}, needed {needed}")
+            raise ValueError(f"{returned} {given}, needed a name of 1 to {NAME_LENGTH} printable characters")
         return figure
 
 
@@ -280,14 +273,8 @@ class Dropped:
     """Instead of outputs: the group is to be dropped."""
 
 
-def _single(verdict: Any) -> bool:
-    """Is it an array of one element, of whatever library?"""
-    shape = getattr(verdict, "shape", None)
-    return shape is not None and all(length == 1 for length in shape)
-
-
 class Filter:
-    """The definition of a `keep`, with what a `NodeDef` has for those who run nodes. Its outputs are its inputs."""
+    """The definition of a `keep`, with the methods of a `NodeDef` that a worker calls. Its outputs are its inputs."""
 
     init = None
 
@@ -295,7 +282,9 @@ class Filter:
         """Raises TypeError for a predicate that answers neither yes nor no, such as one that forgets to return."""
         values, when = tuple(inputs.values()), options["when"]
         verdict = when(*values)
-        answer = verdict.item() if _single(verdict) else verdict
+        # An array of one element, of whatever library, is its element.
+        shape = getattr(verdict, "shape", None)
+        answer = verdict.item() if shape is not None and all(length == 1 for length in shape) else verdict
         if not isinstance(answer, bool):
             given = f"keep: {path_of(getattr(when, 'func', when))} returned {verdict!r}"
             raise TypeError(f"{given}, needed True or False for the whole group")

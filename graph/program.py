@@ -1,6 +1,7 @@
-"""`@program` and `trace`: a program is called once, with handles, and what it calls becomes the graph.
+"""`@program`, `trace`, and the constructs: what a program can say beside calling nodes.
 
-What a program can say beside calling nodes: how weights travel, which groups stay, what is read later, turns.
+`trace` calls a program once, with handles, and what it calls becomes the graph. `broadcast`, `delay`, `keep` and
+`alternate` say how weights travel, which value is read later, which groups stay, and who takes turns.
 """
 
 import copy
@@ -18,9 +19,9 @@ from penstock.graph.errors import Fault, GraphError, caller, defined, fault, nea
 from penstock.graph.imports import LISTS, PATHS, encode, located, path_of, resolve, short
 from penstock.graph.imports import arguments as decoded
 from penstock.graph.interface import REQUIRED, signature, type_of
-from penstock.graph.ir import Argument, Graph, Json, Ref
+from penstock.graph.ir import Graph, Json, Ref
 from penstock.graph.node import NodeDef
-from penstock.graph.trace import Assembly, Handle, Recorder, current
+from penstock.graph.trace import Assembly, Handle, Recorder, current, recording
 from penstock.graph.types import Replies, Rollouts, Weights
 
 P = ParamSpec("P")
@@ -87,22 +88,14 @@ class Program(Generic[P, T]):
         for argument, name in names.items():
             what = f"{self.name}.of: {argument}={name!r}"
             if argument not in arguments:
-                raise fault(
-                    "unknown-option",
-                    what,
-                    repr(argument),
-                    f"a carried argument of {self.name}{nearest(argument, arguments)}",
-                )
+                needed = f"a carried argument of {self.name}{nearest(argument, arguments)}"
+                raise fault("unknown-option", what, repr(argument), needed)
             if not isinstance(name, str) or not name.isidentifier():
                 raise fault("bad-name", what, repr(name), 'the name of a carried value, such as "policy"')
-            others = [other for other in arguments if other != argument and made.names.get(other, other) == name]
-            if others:
-                raise fault(
-                    "duplicate-name",
-                    what,
-                    f"{name!r}, as the argument {others[0]!r} is called",
-                    "another name for each argument",
-                )
+            for other in arguments:
+                if other != argument and made.names.get(other, other) == name:
+                    given = f"{name!r}, as the argument {other!r} is called"
+                    raise fault("duplicate-name", what, given, "another name for each argument")
         return made
 
     @property
@@ -130,10 +123,9 @@ class Program(Generic[P, T]):
                 continue
             what = f"{self.name}: argument {parameter.name!r}"
             if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                given = f"a parameter that is {parameter.kind.description}"
                 needed = "a plain parameter for each carried value or source, and options after `*`"
-                raise fault(
-                    "bad-parameter", what, f"a parameter that is {parameter.kind.description}", needed, self.where
-                )
+                raise fault("bad-parameter", what, given, needed, self.where)
             if parameter.default is not parameter.empty:
                 needed = "no default for a carried value or source; options stand after `*`"
                 raise fault("input-with-default", what, f"the default {parameter.default!r}", needed, self.where)
@@ -144,28 +136,30 @@ class Program(Generic[P, T]):
     @functools.cached_property
     def flags(self) -> tuple[Flag, ...]:
         """The keyword-only parameters in order, with their help from the docstring's "Args:"."""
-        help_texts = _args_section(self.doc)
-        parameters = [p for p in signature(self.fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
-
-        def annotation(parameter: inspect.Parameter) -> Any:
-            if parameter.annotation is not parameter.empty:
-                return parameter.annotation
-            kind = Path if isinstance(parameter.default, Path) else type(parameter.default)
-            return Any if parameter.default is None or parameter.default is REQUIRED else kind
-
-        return tuple(Flag(p.name, annotation(p), p.default, help_texts.get(p.name, "")) for p in parameters)
+        help_texts, found = _args_section(self.doc), []
+        for parameter in signature(self.fn).parameters.values():
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                continue
+            annotation, default = parameter.annotation, parameter.default
+            if annotation is parameter.empty:
+                annotation = Path if isinstance(default, Path) else type(default)
+                annotation = Any if default is None or default is REQUIRED else annotation
+            found.append(Flag(parameter.name, annotation, default, help_texts.get(parameter.name, "")))
+        return tuple(found)
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All flags' values. Raises GraphError for an unknown or missing one."""
-        flags = {flag.name: flag.default for flag in self.flags}
-        for name in given.keys() - flags.keys():
-            needed = f"an option of {self.name}{nearest(name, flags)}"
+        names = [flag.name for flag in self.flags]
+        for name in given.keys() - set(names):
+            needed = f"an option of {self.name}{nearest(name, names)}"
             raise fault("unknown-option", f"{self.name}: option {name!r}", repr(given[name]), needed, self.where)
-        values = {name: resolve(given[name]) if name in given else default for name, default in flags.items()}
-        values = {flag.name: located(values[flag.name], flag.annotation) for flag in self.flags}
-        if missing := [name for name, value in values.items() if value is REQUIRED]:
-            needed = "a value, since it has no default"
-            raise fault("missing-option", f"{self.name}: option {missing[0]!r}", "nothing", needed, self.where)
+        values = {}
+        for flag in self.flags:
+            value = resolve(given[flag.name]) if flag.name in given else flag.default
+            if value is REQUIRED:
+                what, needed = f"{self.name}: option {flag.name!r}", "a value, since it has no default"
+                raise fault("missing-option", what, "nothing", needed, self.where)
+            values[flag.name] = located(value, flag.annotation)
         return values
 
 
@@ -223,14 +217,26 @@ def trace(
     if not isinstance(program, Program):
         raise fault("not-a-program", "trace", repr(program), "a function with @program")
     values = program.options(options or {})
-    encoded = _encoded(program, values)
+    encoded: dict[str, Json] = {}
+    faults: list[Fault] = []
+    for name, value in sorted(values.items()):
+        try:
+            encoded[name] = encode(value, f"{program.name}: option {name!r}")
+        except GraphError as error:
+            faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
+    if faults:
+        raise GraphError(*faults)
     recorder = Recorder(program.arguments, prefix, program.names.values())
+    token = current.set(recorder)
     try:
-        graph = _called(program, recorder, values, encoded)
+        returned = program.fn(*(Handle(recorder, Ref(name)) for name in program.arguments), **values)
+        graph = Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
     except GraphError as error:
         if recorder.faults:
             raise GraphError(*recorder.faults, *error.faults) from None
         raise
+    finally:
+        current.reset(token)
     if recorder.faults:
         raise GraphError(*sorted([*recorder.faults, *check(graph, batch=batch)], key=by_place))
     return graph
@@ -254,9 +260,21 @@ def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, b
     bases = {name: {name, *above} for name, above in (*graph.types, *traced.types)}
     faults: list[Fault] = []
     for argument in traced.carried:
-        own = held.get(argument.name)
-        if own is None or argument.type not in bases.get(own.type, {own.type}):
-            faults.append(_unmeasured(evaluation, argument, graph, bases))
+        fitting = [name for name, own in held.items() if argument.type in bases.get(own.type, {own.type})]
+        if argument.name in fitting:
+            continue
+        given = f"{argument.name!r}, which {graph.name} does not have, or no node of it reads"
+        if (own := graph.argument(argument.name)) is not None:
+            given = f"{argument.name!r}, a {short(own.type)} in {graph.name}"
+            if own.kind == "source":
+                given = f"{argument.name!r}, which is a source of {graph.name}"
+        parameter = {name: key for key, name in evaluation.names.items()}.get(argument.name, argument.name)
+        needed = f"a carried value of {graph.name} that is a {short(argument.type)}"
+        if fitting:
+            needed += f": @program(evaluation={evaluation.name}.of({parameter}=NAME)), NAME one of "
+            needed += ", ".join(f'"{name}"' for name in fitting)
+        what = f"{graph.name}: evaluation {evaluation.name}: argument {parameter!r}"
+        faults.append(Fault("evaluation-mismatch", what, given, needed, evaluation.renamed or graph.where))
     if faults:
         raise GraphError(*sorted([*faults, *check(traced, batch=batch)], key=by_place))
     # The value is the program's: what makes it and where it lives is what the program says of it.
@@ -264,53 +282,6 @@ def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, b
         arguments=tuple(held.get(argument.name, argument) for argument in traced.arguments),
         types=tuple(sorted({**dict(graph.types), **dict(traced.types)}.items())),
     )
-
-
-def _unmeasured(
-    evaluation: Program[..., Any], argument: Argument, graph: Graph, bases: Mapping[str, set[str]]
-) -> Fault:
-    """An argument of the evaluation is no value that the program carries."""
-    parameter = {name: key for key, name in evaluation.names.items()}.get(argument.name, argument.name)
-    own = graph.argument(argument.name)
-    fitting = [c.name for c in graph.carried if argument.type in bases.get(c.type, {c.type})]
-    if own is None:
-        given = f"{argument.name!r}, which {graph.name} does not have, or no node of it reads"
-    elif own.kind == "source":
-        given = f"{argument.name!r}, which is a source of {graph.name}"
-    else:
-        given = f"{argument.name!r}, a {short(own.type)} in {graph.name}"
-    needed = f"a carried value of {graph.name} that is a {short(argument.type)}"
-    if fitting:
-        needed += f": @program(evaluation={evaluation.name}.of({parameter}=NAME)), NAME one of "
-        needed += ", ".join(f'"{name}"' for name in fitting)
-    what = f"{graph.name}: evaluation {evaluation.name}: argument {parameter!r}"
-    return Fault("evaluation-mismatch", what, given, needed, evaluation.renamed or graph.where)
-
-
-def _encoded(program: Program[..., Any], values: Mapping[str, Any]) -> dict[str, Json]:
-    """The program's options as JSON. Raises GraphError with all that cannot be."""
-    encoded: dict[str, Json] = {}
-    faults: list[Fault] = []
-    for name, value in sorted(values.items()):
-        try:
-            encoded[name] = encode(value, f"{program.name}: option {name!r}")
-        except GraphError as error:
-            faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
-    if faults:
-        raise GraphError(*faults)
-    return encoded
-
-
-def _called(
-    program: Program[..., Any], recorder: Recorder, values: Mapping[str, Any], encoded: Mapping[str, Json]
-) -> Graph:
-    handles = [Handle(recorder, Ref(name)) for name in program.arguments]
-    token = current.set(recorder)
-    try:
-        returned = program.fn(*handles, **values)
-    finally:
-        current.reset(token)
-    return Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
 
 
 def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> dict[str, Ref]:
@@ -327,10 +298,8 @@ def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> d
         raise fault("bad-result", what, repr(returned), needed, program.where)
     for name, value in named.items():
         if name not in arguments:
-            given = f"{name!r}, which is no argument"
-            raise fault(
-                "unknown-result", what, given, f"names of arguments{nearest(str(name), arguments)}", program.where
-            )
+            given, needed = f"{name!r}, which is no argument", f"names of arguments{nearest(str(name), arguments)}"
+            raise fault("unknown-result", what, given, needed, program.where)
         if not isinstance(value, Handle) or value._recorder is not recorder:
             raise fault("bad-result", f"{what} {name!r}", repr(value), needed, program.where)
     return {name: named[name]._ref for name in arguments if name in named}
@@ -361,9 +330,9 @@ Q = ParamSpec("Q")
 def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
     """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
 
-    `every`: only every so-manieth version is sent, which must not be later than the lag allows.
+    Send only every `every`-th version. `every` must be ≤ `lag` + 1.
     """
-    return cast(Weights, _recorder("broadcast").broadcast(value, lag, every))
+    return cast(Weights, recording("broadcast").broadcast(value, lag, every))
 
 
 def delay(value: A, *, lag: int = 0) -> A:
@@ -373,7 +342,7 @@ def delay(value: A, *, lag: int = 0) -> A:
     update a group is for must be known by then, so a program has delays or filters, not both. At each update the value
     is copied whole, and lag + 2 copies are kept: it should be small, and must not be a model.
     """
-    return cast(A, _recorder("delay").delay(value, lag))
+    return cast(A, recording("delay").delay(value, lag))
 
 
 @overload
@@ -385,7 +354,7 @@ def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -
 def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
     """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
     take their place: an update consumes its `batch` kept ones, in order."""
-    return _recorder("keep").keep(values, when)
+    return recording("keep").keep(values, when)
 
 
 @overload
@@ -403,8 +372,8 @@ def alternate(
 
     `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
     `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
-    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. Whoever reads
-    their outputs gets those of the last turn.
+    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. A reader of their
+    outputs gets those of the last turn.
 
     A generator that answers, `generate.of(judge)`, is the node `reply`: what its model says are the replies.
 
@@ -417,11 +386,4 @@ def alternate(
         if not isinstance(node, NodeDef):
             needed = "a function with @node or, for an environment, @environment"
             raise fault("not-a-node", f"alternate: the node that {role}", repr(node), needed)
-    return _recorder("alternate").alternate(speak, answer.answers(), inputs, turns, options)
-
-
-def _recorder(construct: str) -> Recorder:
-    recorder = current.get()
-    if recorder is None:
-        raise fault("outside-program", construct, "a call outside of a program", "a call in a function with @program")
-    return recorder
+    return recording("alternate").alternate(speak, answer.answers(), inputs, turns, options)

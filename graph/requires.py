@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from penstock.graph.errors import Fault, GraphError, defined
 from penstock.graph.imports import imported, load, names_function, path_of, short
-from penstock.graph.interface import strange
+from penstock.graph.interface import mistyped
 from penstock.graph.ir import Argument, Graph, Input, Json, Node, Ref
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
@@ -265,10 +265,10 @@ def calls(view: View) -> Iterator[Fault]:
         if not isinstance(definition, NodeDef):
             continue
         own = dict(node.options)
-        yield from strange(definition.fn, own, node.name, node.where)
+        yield from mistyped(definition.fn, own, node.name, node.where)
         yield from _lacks(definition, Call(view, node, definition, node.name, {}))
         for function, what, bound in _functions(node.name, own):
-            yield from strange(function, bound, what, node.where)
+            yield from mistyped(function, bound, what, node.where)
             yield from _lacks(function, Call(view, node, definition, what, bound))
 
 

@@ -1,6 +1,6 @@
 """A graph for people and for files: text that reads like the program, Mermaid, and JSON.
 
-A graph as boxes and links, as people draw it: a broadcast is not a box but the link that feeds weights back.
+`picture` gives it as boxes and links, as people draw it: a broadcast is not a box but the link that feeds weights back.
 """
 
 import json
@@ -57,17 +57,12 @@ def value(option: Json) -> str:
     return repr(option)
 
 
-def told(node: Node) -> list[str]:
-    """The options that the call wrote, as it wrote them."""
+def written(node: Node, *, brief: bool = False) -> list[str]:
+    """The options that the call wrote, as it wrote them; `brief`: of functions the name only."""
     options = dict(node.options)
+    if brief:
+        options = {name: {"path": o["path"]} if names_function(o) else o for name, o in options.items()}
     return [f"{name}={value(options[name])}" for name in node.given if name in options]
-
-
-def _brief(node: Node) -> list[str]:
-    """The same, of functions the name only."""
-    options = dict(node.options)
-    bare = {name: {"path": o["path"]} if names_function(o) else o for name, o in options.items()}
-    return [f"{name}={value(bare[name])}" for name in node.given if name in bare]
 
 
 def clock(node: Node) -> str:
@@ -84,16 +79,19 @@ def _argument(argument: Argument) -> Box:
 
 def _node(node: Node) -> Box:
     """The note tells the clock, if it is not plain, and the first options that the call wrote."""
-    words = _brief(node)[:2]
-    beat = [] if words and node.clock == "group" and node.turns is None else [clock(node)]
-    return Box(node.name, node.label, ", ".join([*beat, *words]), node.pool, "node")
+    words = written(node, brief=True)[:2]
+    plain = words and node.clock == "group" and node.turns is None
+    note = ", ".join(words if plain else [clock(node), *words])
+    return Box(node.name, node.label, note, node.pool, "node")
 
 
 def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
     lag = ""
     if ref.node in graph and not graph[ref.node].fires:
         node = graph[ref.node]
-        lag, ref = f", {_way(node)}", node.inputs[0].ref
+        exactly = "delay" if node.construct == "delay" else "lag"
+        lag = f", {exactly}={node.lag}" + (f", every {node.every} updates" if node.every > 1 else "")
+        ref = node.inputs[0].ref
     maker = graph.producer(ref.node)
     if maker is not None:
         kind: Literal["own", "feedback"] = "own" if maker == head.name and not lag else "feedback"
@@ -101,12 +99,6 @@ def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
     if back:
         return Link(ref.node, ref.output, head.name, "next turn", "own" if ref.node == head.name else "feedback")
     return Link(ref.node, ref.output, head.name, "Weights" if lag else _type(graph, ref), "data")
-
-
-def _way(node: Node) -> str:
-    """How a carried value is read."""
-    exactly = "delay" if node.construct == "delay" else "lag"
-    return f"{exactly}={node.lag}" + (f", every {node.every} updates" if node.every > 1 else "")
 
 
 def _type(graph: Graph, ref: Ref) -> str:
@@ -217,7 +209,7 @@ def _returned_call(graph: Graph) -> Node | None:
 
 def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
     """The call's lines, with the options that it wrote; two nodes that take turns are one call."""
-    outputs, options = [Ref(node.name, o.name) for o in node.outputs], told(node)
+    outputs, options = [Ref(node.name, o.name) for o in node.outputs], written(node)
     words = _arguments(node, names)
     function = _function(node)
     if node.turns is not None and (other := _partner(graph, node)) is not None:
@@ -245,7 +237,7 @@ def _of_its_own(node: Node, other: Node, names: dict[Ref, str]) -> tuple[list[st
     options."""
     read = [item for item in other.inputs if not item.back and item.ref.node != node.name]
     both = {name for name, _ in node.options}
-    options = [(word, word.partition("=")[0] in both) for word in told(other)]
+    options = [(word, word.partition("=")[0] in both) for word in written(other)]
     inputs = _arguments(replace(other, inputs=tuple(read), given=tuple(item.name for item in read)), names)
     return [*inputs, *(word for word, is_both in options if is_both)], [
         word for word, is_both in options if not is_both

@@ -1,8 +1,7 @@
 """A graph as SVG: an image of its own, or a part of the page of a run's report. Pure.
 
-Both have the same boxes and wires; they differ in who says how these look. An image says it itself, and needs no fonts,
-scripts or system packages. A page's style says it by classes, so that the graph follows its light and dark themes; and
-there the boxes show what was measured.
+Both have the same boxes and wires. An image carries its own colours and needs no fonts, scripts or system packages. A
+page styles the graph by classes, so that it follows light and dark themes, and its boxes show what was measured.
 
 `Grid` places the boxes: layers from left to right, a lane for each pool. Layers are longest paths over the links within
 an update. Units are SVG pixels.
@@ -182,6 +181,10 @@ class Wire:
     label: str = ""
     label_at: Point = (0.0, 0.0)
 
+    @property
+    def is_data(self) -> bool:
+        return self.link.kind == "data"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -206,7 +209,7 @@ class _Router:
         self.grid = grid
         self._runs: list[tuple[float, int, int, str]] = []
 
-    def _way(self, link: Link) -> list[tuple[int, float, float]]:
+    def _route(self, link: Link) -> list[tuple[int, float, float]]:
         """The vertical pieces of a wire: (channel, from y, to y). Channel c lies left of column c."""
         tail, head = self.grid.placed[link.tail], self.grid.placed[link.head]
         start = self.grid.port_out(link)
@@ -247,8 +250,8 @@ class _Router:
         return bottom + (len(side) - place) * FEEDBACK_TRACK - 6
 
     def layout(self) -> Layout:
-        ways = {link: self._way(link) for link in (*self.grid.data, *self.grid.back)}
-        tracks = self._tracks(ways)
+        routes = {link: self._route(link) for link in (*self.grid.data, *self.grid.back)}
+        tracks = self._tracks(routes)
         x, turns = MARGIN, {}
         for channel in range(self.grid.columns + 1):
             labels = [k.label for k in self.grid.data if self.grid.placed[k.tail].layer == channel - 1]
@@ -261,19 +264,19 @@ class _Router:
             for placed in column:
                 placed.x, placed.width = x, widest
             x += widest
-        wires = [self._wire(link, way, turns) for link, way in ways.items()]
+        wires = [self._wire(link, route, turns) for link, route in routes.items()]
         self._label(wires)
         wires += [self._own(link) for link in self.grid.links if link.kind == "own"]
         end = self.grid.lanes[-1].y + self.grid.lanes[-1].height if self.grid.lanes else HEADER
         height = end + len(self.grid.under) * FEEDBACK_TRACK + FOOTER
         return Layout(x + MARGIN, height, self.grid.lanes, list(self.grid.placed.values()), wires)
 
-    def _tracks(self, ways: dict[Link, list[tuple[int, float, float]]]) -> dict[int, list[Key]]:
+    def _tracks(self, routes: dict[Link, list[tuple[int, float, float]]]) -> dict[int, list[Key]]:
         """The tracks of each channel from left to right: long pieces on the right, so that they enclose short ones.
         Wires of one output share theirs."""
         length: dict[int, dict[Key, float]] = defaultdict(dict)
-        for link, way in ways.items():
-            for number, (channel, start, end) in enumerate(way):
+        for link, route in routes.items():
+            for number, (channel, start, end) in enumerate(route):
                 if abs(start - end) > 1:
                     key = self._key(link, number)
                     length[channel][key] = max(length[channel].get(key, 0.0), abs(start - end))
@@ -283,10 +286,10 @@ class _Router:
     def _key(self, link: Link, number: int) -> Key:
         return (link.tail, link.output, link.label if link in self.grid.back else "", number)
 
-    def _wire(self, link: Link, way: list[tuple[int, float, float]], turns: dict[tuple[int, Key], float]) -> Wire:
+    def _wire(self, link: Link, route: list[tuple[int, float, float]], turns: dict[tuple[int, Key], float]) -> Wire:
         tail, head = self.grid.placed[link.tail], self.grid.placed[link.head]
         points = [(tail.x + tail.width, self.grid.port_out(link))]
-        for number, (channel, start, end) in enumerate(way):
+        for number, (channel, start, end) in enumerate(route):
             if abs(start - end) > 1:
                 x = turns[channel, self._key(link, number)]
                 points += [(x, start), (x, end)]
@@ -298,7 +301,7 @@ class _Router:
         return Wire(link, [*points, (x, points[-1][1]), (x, edge)])
 
     def _label(self, wires: list[Wire]) -> None:
-        """An output's type stands once, where it leaves; a lag on the wire's way back."""
+        """An output's type stands once, where it leaves; a lag where the wire runs back."""
         said = set()
         for wire in wires:
             link = wire.link
@@ -373,9 +376,9 @@ def svg(graph: Graph) -> str:
         f'<rect width="{width:.0f}" height="{height:.0f}" rx="12" fill="#fbfcfe"/>',
         *_heading(graph.name, summary, width),
         *(_lane(lane, width, looks[lane.pool]) for lane in drawn.lanes),
-        *(_wire(wire, IMAGE_WIRE[_is_data(wire)]) for wire in drawn.wires),
+        *(_wire(wire, IMAGE_WIRE[wire.is_data]) for wire in drawn.wires),
         *(_box(placed, looks[placed.box.pool]) for placed in drawn.placed),
-        *(_label(wire, IMAGE_LABEL[_is_data(wire)]) for wire in drawn.wires if wire.label),
+        *(_label(wire, IMAGE_LABEL[wire.is_data]) for wire in drawn.wires if wire.label),
         *_legend(drawn, height),
         "</svg>",
     ]
@@ -391,7 +394,7 @@ def svg_in_page(graph: Graph, measured: Measured) -> str:
     parts = [
         *(_lane(lane, width, PAGE) for lane in drawn.lanes if lane.pool not in measured.pools),
         *(_lane(lane, width, PAGE_BOUND, mark) for lane in drawn.lanes if lane.pool in measured.pools),
-        *(_wire(wire, PAGE_WIRE[_is_data(wire)]) for wire in drawn.wires),
+        *(_wire(wire, PAGE_WIRE[wire.is_data]) for wire in drawn.wires),
         *(_page_box(placed, measured) for placed in drawn.placed),
         *(_label(wire, 'class="wire-label halo"') for wire in drawn.wires if wire.label),
     ]
@@ -447,10 +450,6 @@ def _wire(wire: Wire, look: str) -> str:
 def _label(wire: Wire, look: str) -> str:
     x, y = wire.label_at
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" {look}>{escape(wire.label)}</text>'
-
-
-def _is_data(wire: Wire) -> bool:
-    return wire.link.kind == "data"
 
 
 def _path(points: list[Point]) -> str:
@@ -524,7 +523,7 @@ def _legend(drawn: Layout, height: float) -> list[str]:
     turns = any(wire.link.label == "next turn" for wire in drawn.wires)
     later = "to a later update or turn" if turns else "to a later update"
     kinds = [("within an update", DATA, ""), (later, FEEDBACK, ' stroke-dasharray="6 4"')]
-    if all(wire.link.kind == "data" for wire in drawn.wires):
+    if all(wire.is_data for wire in drawn.wires):
         kinds = kinds[:1]
     parts, x = [], MARGIN
     for words, colour, dashes in kinds:

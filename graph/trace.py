@@ -351,6 +351,14 @@ current: ContextVar[Recorder | None] = ContextVar("current", default=None)
 """The trace under way, if there is one."""
 
 
+def recording(what: str) -> Recorder:
+    """The recorder of the trace under way. Raises GraphError outside of a program; `what` was called."""
+    recorder = current.get()
+    if recorder is None:
+        raise fault("outside-program", what, "a call outside of a program", "a call in a function with @program")
+    return recorder
+
+
 def has_handles(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Handle) for value in values)
 

@@ -1,4 +1,4 @@
-"""Orders, staleness, and a bound on the period that no schedule beats and simple ones reach."""
+"""Orders, and a bound on the period that no schedule beats and simple ones reach."""
 
 import heapq
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, GraphError, load, trace
-from penstock.graph.analysis import Bound, Edge, order, period_bound, reach, staleness
+from penstock.graph.analysis import Bound, order, period_bound
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
@@ -35,37 +35,6 @@ def test_order_refuses_a_cycle_by_name() -> None:
     graph = Graph("loop", "m:loop", (), (a, b), ())
     with pytest.raises(GraphError, match="the cycle a → b"):
         order(graph)
-
-
-def test_reach_is_what_depends_on_a_value_within_an_update() -> None:
-    found = reach(trace(AIPO))
-    assert found["score"] == {"group_advantage", "aipo_update"}
-    assert found["policy"] == set(CHAIN)
-    assert found["aipo_update"] == frozenset()
-
-
-@pytest.mark.parametrize("lag", [0, 3])
-def test_staleness_starts_at_a_broadcast_and_reaches_the_update(lag: int) -> None:
-    ages = staleness(trace(AIPO, {"lag": lag}))
-    assert ages[Edge(Ref("policy"), "aipo_update", "policy")] == 0
-    assert ages[Edge(Ref("policy"), "broadcast", "value")] == 0
-    assert ages[Edge(Ref("prompts"), "generate", "prompts")] == 0
-    stale = {str(edge) for edge, age in ages.items() if age == lag > 0}
-    if lag:
-        assert stale == {
-            "broadcast → generate.behaviour",
-            "generate → score.rollouts",
-            "generate → aipo_update.rollouts",
-            "score → group_advantage.rewards",
-            "group_advantage → aipo_update.advantage",
-        }
-
-
-def test_staleness_is_the_largest_lag_on_a_way() -> None:
-    ages = staleness(trace(ACTOR_CRITIC, {"lag": 1}))
-    assert ages[Edge(Ref("estimate"), "advantages", "values")] == 2
-    assert ages[Edge(Ref("score"), "advantages", "rewards")] == 1
-    assert ages[Edge(Ref("advantages"), "aipo_update", "advantage")] == 2
 
 
 def test_lag_zero_pays_every_stage_in_turn() -> None:
