@@ -25,7 +25,7 @@ from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
 from penstock.runtime.control.sockets import WireError, try_endpoint
 from penstock.runtime.record.errors import RecordError, visible
-from penstock.runtime.record.event_log import read_whole
+from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.record.metrics import LOST, Row, read_rows
 from penstock.runtime.schedule.compile import check_rules, compile_tables
@@ -207,7 +207,7 @@ def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]
     counts = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
     raised = ""
     with suppress(OSError, ValueError, KeyError, RecordError):
-        segments, _ = read_whole(folder.events) if folder.events.stat().st_size < LOG_BYTES else ([], None)
+        segments, _ = read_segments(folder.events) if folder.events.stat().st_size < LOG_BYTES else ([], None)
         trained = [log for segment in segments for log in segment.stages if log.facts.get("stage") == "train"]
         for log in trained[-1:]:
             scheduler = Origin.from_json(log.facts).scheduler()

@@ -26,7 +26,7 @@ from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import on_stop, unheard
 from penstock.runtime.control.weight_channels import LocalWays, channels_of
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint, sweep_cuts
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint, sweep_checkpoints
 
 ONE_SIGNAL_S = 0.5
 """Signals that come closer together are one."""
@@ -111,7 +111,7 @@ def _take_threads(executor: Executor) -> None:
 def run_in_process(folder: RunFolder, say: Say) -> str:
     """Run, or go on with, what the folder says, in this process; the status. `say` gets the lines for a display."""
     folder.sweep()
-    sweep_cuts(folder)
+    sweep_checkpoints(folder)
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
     # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.
     config = replace(config, flags=replace(config.flags, deadline=inf))
@@ -142,7 +142,7 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     finally:
         stop_telling()
         (folder.held / "processes.json").unlink(missing_ok=True)
-        sweep_cuts(RunFolder(folder.held))
+        sweep_checkpoints(RunFolder(folder.held))
         folder.release()
     if status == "failed":
         say({"kind": "error", "text": session.error})

@@ -32,7 +32,7 @@ from penstock.runtime.control.process import describe_exit, kill, read_line, sta
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.signals import on_stop, unheard, while_heard
 from penstock.runtime.record.errors import disk_fault
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint, make_folder, open_append, sweep_cuts
+from penstock.runtime.record.folder import RunFolder, latest_checkpoint, make_folder, open_append, sweep_checkpoints
 from penstock.runtime.tensor.shm import SHM, sweep
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
@@ -303,4 +303,4 @@ def _clear(folder: Path) -> None:
     shutil.rmtree(folder / "keys", ignore_errors=True)
     (folder / "processes.json").unlink(missing_ok=True)
     RunFolder(folder).sweep()
-    sweep_cuts(RunFolder(folder))
+    sweep_checkpoints(RunFolder(folder))

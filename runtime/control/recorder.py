@@ -22,8 +22,17 @@ from penstock.graph.types import NodeWarning
 from penstock.runtime.control.messages import Result, record_bytes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig
 from penstock.runtime.record.event_log import LogWriter
-from penstock.runtime.record.folder import Checkpoint, RunFolder, open_cut, write_cut
-from penstock.runtime.record.metrics import LOST, Board, MetricsFile, Row, Rows, keep_rows, open_board, prefixes
+from penstock.runtime.record.folder import Checkpoint, RunFolder, begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.metrics import (
+    LOST,
+    MetricsFile,
+    Row,
+    Rows,
+    TensorBoard,
+    keep_rows,
+    open_tensorboard,
+    prefixes,
+)
 from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_means
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import compile_tables
@@ -173,7 +182,7 @@ class RunRecorder:
         self.log.segment(start if cut else None, {"run": config.run})
         kept = keep_rows(folder.metrics, start)
         self.metrics = MetricsFile(folder.metrics)
-        self.board: Board | None = open_board(folder.path, required=tensorboard, keep=kept)
+        self.tensorboard: TensorBoard | None = open_tensorboard(folder.path, required=tensorboard, keep=kept)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in compile_tables(config.graph, config.plan).steps.values() if s.per_update]
         self.rows = Rows({s.name: s.every for s in steps if not s.trails}, now, elapsed)
@@ -266,7 +275,7 @@ class RunRecorder:
         else:
             self.bars.fired(event.replica, firing, result, "update")
             if firing.node not in self.rows.nodes:
-                self.rows.beside(firing.index, firing.node, metrics)
+                self.rows.trailing(firing.index, firing.node, metrics)
             elif self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
                 self._update(firing.index, now)
 
@@ -277,16 +286,16 @@ class RunRecorder:
         self.consumed += self.row["groups"]
         self.updates = self.version = update + 1
         self.metrics.append(self.row)
-        if self.board is not None:
-            self.board.write(self.row)
+        if self.tensorboard is not None:
+            self.tensorboard.write(self.row)
         self.say({"kind": "row", "row": self.row})
         for name, value in self._not_finite(self.row).items():
             self._note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
-    def open_cut(self, update: int) -> str:
+    def begin_checkpoint(self, update: int) -> str:
         """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
         self.folder.require()
-        self._cut = open_cut(self.folder, self.config.run, update)
+        self._cut = begin_checkpoint(self.folder, self.config.run, update)
         return self._cut
 
     def commit(self, commit: Commit) -> None:
@@ -294,7 +303,7 @@ class RunRecorder:
         self.folder.require()
         self.log.sync()
         cut = json.loads(commit.cut)
-        write_cut(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
+        complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
 
     def state(self, now: float, replica: str, state: str) -> None:
         self.utilisation.let(microseconds(now))
@@ -330,8 +339,8 @@ class RunRecorder:
         self.folder.require()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
-        if self.board is not None:
-            self.board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         summary = {
             "status": status,
             "accuracy_before": self.accuracy.get("before"),

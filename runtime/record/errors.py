@@ -1,8 +1,9 @@
-"""What goes wrong with files, in words a user can act on."""
+"""Errors of a run's files, in words that a user can act on, and text that a terminal can show."""
 
 import errno
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,24 +38,18 @@ PLACE = "run --out DIR, resume DIR"
 
 
 def disk_fault(path: Path, error: OSError, size: int = 0, choice: str = PLACE) -> RecordError:
-    """The error to raise when `path` could not be written; `size` is how many bytes were to go there, 0 if unknown.
-    `choice` is what the user types to have another place: a flag and DIR or FILE."""
+    """The error to raise when `path` could not be written. `size` is how many bytes were to go there, 0 if unknown.
+    `choice` is what the user types to name another place: a flag and DIR or FILE."""
     place = "folder" if choice.endswith("DIR") else "file"
     reason = REASONS.get(error.errno or 0, error.strerror or str(error))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = f"{_space(path, size)}, or another {place} ({choice})"
+        space = f"{size} bytes of free space there" if size else "free space there"
+        # How much is free is worth a word: a part of `size` bytes may fit.
+        with suppress(OSError):
+            space += f", where {shutil.disk_usage(path.parent).free} are left" if size else ""
+        needed = f"{space}, or another {place} ({choice})"
     elif error.errno == errno.EFBIG:
         needed = f"a limit that leaves room for {size} bytes more" if size else "a higher limit"
     else:
         needed = f"a {place} that can be written to ({choice})"
     return RecordError(f"{path}: cannot be written: {reason}; needed {needed}")
-
-
-def _space(path: Path, size: int) -> str:
-    """What is needed where `path` is, and what there is; a part of `size` bytes may fit."""
-    if not size:
-        return "free space there"
-    try:
-        return f"{size} bytes of free space there, where {shutil.disk_usage(path.parent).free} are left"
-    except OSError:
-        return f"{size} bytes of free space there"

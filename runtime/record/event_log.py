@@ -1,14 +1,20 @@
-"""`events.log`: everything the scheduler of a run saw, and a digest of what it decided, so that both can be replayed.
+"""`events.log`: every event that a run's scheduler saw, and a digest of what it decided, so that both can be replayed.
 
 The file starts with `MAGIC`; each record follows as a frame
 
     length of payload (4 bytes, little endian) · check of the length (4) · payload (MessagePack) · chain (16)
 
-where chain = blake2b(chain of the record before, payload), and the check is one of that chain and the length: an
-edited, moved or missing record is found there, and told from a file that just ends. A payload is ["segment", facts]
-where a run begins or resumes, naming its cut; ["stage", facts] where a scheduler is made; ["event", time, event,
-digest of the commands] for each step; ["end", facts] when a run is over. A process that was killed leaves no "end",
-and may leave half a frame, which the next segment cuts off.
+where chain = blake2b(chain of the record before, payload), and the check is a digest of that chain and the length. So
+an edited, moved or missing record is found where it is, and told from a file that just ends. A payload is
+
+- ["segment", facts] where a run begins, or resumes from a checkpoint;
+- ["stage", facts] where a scheduler is made;
+- ["event", time, event, digest of the commands] for each step of a scheduler;
+- ["end", facts] when a run is over.
+
+A process that was killed leaves no "end", and may leave half a frame, which the next segment cuts off. `LogWriter` is
+for the recorder of a run; `read_log` (whole and undamaged), `read_segments` (up to the first damage) and `new_records`
+(of a log that grows) are for replay, reports and `watch`.
 """
 
 import os
@@ -30,9 +36,12 @@ MAGIC = b"penstock events %d\n" % FORMAT
 CHAIN, CHECK = 16, 4
 LENGTH = Struct("<I")
 HEAD = LENGTH.size + CHECK
+FIRST = blake2b(MAGIC, digest_size=CHAIN).digest()
+"""The chain before the first record."""
 LOG_BYTES = 4 << 30
-"""The most of a log that is read."""
+"""Bytes of the longest log that is read."""
 FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
+"""A buffer that is as large, or that was last written as long ago, is written."""
 
 Encode = Callable[[Any], bytes]
 """An event or command as bytes: `runtime.control.messages` has it."""
@@ -52,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where a reader of a log is: records read, bytes, and the chain there."""
+    """Where a reader of a log is: records and bytes that it has read, and the chain there."""
 
     records: int
     nbytes: int
@@ -81,41 +90,52 @@ def commands_digest(commands: Iterable[Any], encode: Encode) -> bytes:
     state = blake2b(digest_size=8)
     for command in commands:
         data = encode(command)
+        # The length keeps ["ab", "c"] apart from ["a", "bc"].
         state.update(LENGTH.pack(len(data)) + data)
     return state.digest()
 
 
 class LogWriter:
-    """Appends to a log; a new file, or a new segment of an existing one. Raises LogError if that one is damaged."""
+    """Appends to the log at `path`: a new file, or a new segment of an existing one.
+
+    Raises LogError for an existing log that is damaged, RecordError where the disk is full.
+    """
 
     def __init__(self, path: Path, encode: Encode) -> None:
         self.path, self.encode = path, encode
         self._buffer = bytearray()
         self._flushed = 0.0
+        mark = Mark(0, 0, FIRST)
         try:
-            self.records, self._chain, size = _walk(path) if path.exists() else (0, _first(), 0)
+            if path.exists():
+                mark = Mark(0, len(MAGIC), FIRST)
+                for _, mark in _frames(path):  # noqa: B007
+                    pass
             self._fd = open_append(path)
-            os.ftruncate(self._fd, size)
+            # Half a frame that a kill has left would be damage in the middle of the log.
+            os.ftruncate(self._fd, mark.nbytes)
         except OSError as error:
             raise disk_fault(path, error) from error
-        if not size:
+        self.records, self._chain = mark.records, mark.chain
+        if not mark.nbytes:
             self._buffer += MAGIC
 
     def segment(self, cut: int | None, facts: Mapping[str, Any]) -> None:
-        """A run begins (`cut` None), or resumes from the cut before update `cut`."""
+        """A run begins (`cut` None), or resumes from the checkpoint before update `cut`."""
         self._append(["segment", {**facts, "cut": cut}])
         self.flush()
 
     def stage(self, facts: Mapping[str, Any]) -> None:
-        """A scheduler is made: all that is needed to make it again."""
+        """A scheduler is made. `facts` are all that is needed to make it again."""
         self._append(["stage", dict(facts)])
 
     def step(self, time: float, event: Any, commands: Iterable[Any]) -> None:
+        """The scheduler saw `event` at `time` (seconds since the segment began) and answered with `commands`."""
         self._append(["event", time, self.encode(event), commands_digest(commands, self.encode)])
         self.tick(time)
 
     def tick(self, now: float) -> None:
-        """Write what is buffered if it is a second old, or much."""
+        """Write the buffer if it is a second old, or large."""
         if len(self._buffer) >= FLUSH_BYTES or (self._buffer and now - self._flushed >= FLUSH_SECONDS):
             self.flush()
             self._flushed = now
@@ -133,12 +153,13 @@ class LogWriter:
         """Hand the buffer to the system. Raises RecordError if the disk is full."""
         try:
             while self._buffer:
+                # A full disk may take a part: what is written is dropped at once, so that no byte is written twice.
                 del self._buffer[: os.write(self._fd, self._buffer)]
         except OSError as error:
             raise disk_fault(self.path, error, len(self._buffer)) from error
 
     def sync(self) -> None:
-        """Flush, and have the disk keep it. Raises RecordError."""
+        """Flush, and wait until the disk has it. Raises RecordError."""
         self.flush()
         try:
             os.fsync(self._fd)
@@ -154,9 +175,12 @@ class LogWriter:
 
 
 def read_log(path: Path, records: int = 0) -> list[Segment]:
-    """The segments of a log. Raises LogError with the number of the first record that is not as it was written, and for
-    a log of less than the `records` that were counted when it ended: the chain cannot tell of a cut."""
-    segments, damage = read_whole(path)
+    """The segments of a log.
+
+    Raises LogError with the number of the first record that is not as it was written, and for a log with fewer than
+    the `records` that the run counted when it ended: a log that was cut between two frames has an intact chain.
+    """
+    segments, damage = read_segments(path)
     if damage is not None:
         raise damage
     found = sum(1 + len(s.stages) + sum(len(t.steps) for t in s.stages) + (s.ended is not None) for s in segments)
@@ -165,12 +189,22 @@ def read_log(path: Path, records: int = 0) -> list[Segment]:
     return segments
 
 
-def read_whole(path: Path) -> tuple[list[Segment], LogError | None]:
-    """The segments of a log up to its first damage, and what that is. Raises LogError where nothing can be read."""
+def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:
+    """The segments of a log up to its first damage, and that damage. Raises LogError where nothing can be read."""
     segments: list[Segment] = []
     try:
-        for number, payload in enumerate(payload for payload, _, _ in _frames(path)):
-            _take(segments, path, number, _record(payload, path, number))
+        for (kind, *rest), mark in new_records(path):
+            number = mark.records - 1
+            if kind == "segment":
+                segments.append(Segment(rest[0]))
+            elif not segments or (kind == "event" and not segments[-1].stages):
+                raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
+            elif kind == "stage":
+                segments[-1].stages.append(StageLog(rest[0]))
+            elif kind == "event":
+                segments[-1].stages[-1].steps.append(Step(number, *rest))
+            else:
+                segments[-1].ended = rest[0]
     except LogError as damage:
         if not segments:
             raise
@@ -180,32 +214,10 @@ def read_whole(path: Path) -> tuple[list[Segment], LogError | None]:
     return segments, None
 
 
-def _record(payload: bytes, path: Path, number: int) -> list[Any]:
-    try:
-        return parse_record(payload, f"{path}: record {number}")
-    except RecordError as error:
-        raise LogError(str(error)) from None
-
-
-def _take(segments: list[Segment], path: Path, number: int, record: list[Any]) -> None:
-    kind, *rest = record
-    if kind == "segment":
-        segments.append(Segment(rest[0]))
-    elif not segments or (kind == "event" and not segments[-1].stages):
-        raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
-    elif kind == "stage":
-        segments[-1].stages.append(StageLog(rest[0]))
-    elif kind == "event":
-        segments[-1].stages[-1].steps.append(Step(number, *rest))
-    else:
-        segments[-1].ended = rest[0]
-
-
 def segment_seconds(path: Path) -> list[float]:
     """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
     seconds: list[float] = []
-    for number, (payload, _, _) in enumerate(_frames(path)):
-        kind, *rest = _record(payload, path, number)
+    for (kind, *rest), _ in new_records(path):
         if kind == "segment":
             seconds.append(0.0)
         elif kind == "event" and seconds:
@@ -213,59 +225,48 @@ def segment_seconds(path: Path) -> list[float]:
     return seconds
 
 
-def _walk(path: Path) -> tuple[int, bytes, int]:
-    """Records, last chain and size of the whole frames of a log."""
-    records, chain, end = 0, _first(), len(MAGIC)
-    for _, chain, end in _frames(path):  # noqa: B007
-        records += 1
-    return records, chain, end
-
-
 def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any], Mark]]:
-    """The records of a log that is still being written, each with a mark; those after `mark` if one is given. Raises
-    LogError."""
-    before = mark.records if mark else 0
-    for number, (payload, chain, end) in enumerate(_frames(path, mark), before + 1):
-        yield _record(payload, path, number - 1), Mark(number, end, chain)
+    """The records of a log after `mark` (None: all), each with the mark behind it. A record that is still being written
+    is left out. Raises LogError."""
+    for payload, after in _frames(path, mark):
+        try:
+            record = parse_record(payload, f"{path}: record {after.records - 1}")
+        except RecordError as error:
+            raise LogError(str(error)) from None
+        yield record, after
 
 
-def _kind(data: bytes) -> str:
-    """What a file is that does not begin as a log of this version does."""
-    words = data[: len(MAGIC) + 8].partition(b"\n")[0].split()
-    if words[:2] == MAGIC.split()[:2]:
-        return f"one of format {words[2].decode(errors='replace') if words[2:] else '?'}, which another version wrote"
-    return "a file of another kind" if data else "an empty file"
-
-
-def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, bytes, int]]:
-    """Payload, chain and end of each frame; half a frame at the end of the file is left out."""
+def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, Mark]]:
+    """Payload of each frame after `mark`, and the mark behind it. Half a frame at the end of the file is left out."""
     try:
         data = read_file(path, LOG_BYTES)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):
-        raise LogError(f"{path}: given {_kind(data)}, needed an event log of format {FORMAT}")
-    number, at, chain = mark or Mark(0, len(MAGIC), _first())
+        given = "a file of another kind" if data else "an empty file"
+        words = data[: len(MAGIC) + 8].partition(b"\n")[0].split()
+        if words[:2] == MAGIC.split()[:2]:
+            version = words[2].decode(errors="replace") if words[2:] else "?"
+            given = f"one of format {version}, which another version wrote"
+        raise LogError(f"{path}: given {given}, needed an event log of format {FORMAT}")
+    number, at, chain = mark or Mark(0, len(MAGIC), FIRST)
     while at + HEAD <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
         start = at + HEAD
         end = start + length + CHAIN
+        # The length has a check of its own: an edited one would look like half a frame at the end of the file.
         if data[at:start] == _head(chain, length):
             if end > len(data):
                 return
             payload, chain = data[start : end - CHAIN], _next(chain, data[start : end - CHAIN])
             if chain == data[end - CHAIN : end]:
-                yield payload, chain, end
-                at, number = end, number + 1
+                number, at = number + 1, end
+                yield payload, Mark(number, end, chain)
                 continue
         raise LogError(
             f"{path}: record {number} does not follow from the records before it: it was edited or moved, or one "
             "before it is missing; needed the log as the run wrote it"
         )
-
-
-def _first() -> bytes:
-    return blake2b(MAGIC, digest_size=CHAIN).digest()
 
 
 def _head(chain: bytes, length: int) -> bytes:

@@ -1,28 +1,27 @@
-"""A run is a folder: where each thing of a run is, who may use it, and how its files are opened.
+"""A run is a folder: where each file of a run is, who may use it, how its files are opened, which checkpoint counts.
 
-While a run is alive its lock is held; processes that inherit `lock_fd` keep it held after the one that took it has
-died.
+For everything that writes or reads a run. No torch.
 
-Somebody else may have prepared a folder: links and hard links named like the files that a command is about to write,
-pipes that block it. So all of Penstock writes through the functions of this file. A file that is replaced is made under
-an unguessable name, exclusively, and renamed: it appears whole or not at all. A file that is appended to must be a
-regular file with one name. Neither follows a link below the folder, and `make_folder` accepts none.
+**One user at a time.** While a run is alive, its lock is held. Processes that inherit `lock_fd` keep it held after the
+process that took it has died.
 
-Which checkpoint a run goes on from, and how a new one comes to be.
+**No file of another user is written.** Another user may have prepared a folder: links and hard links named like the
+files that a command is about to write, pipes that block it. So all of Penstock writes through this file. A file that
+is replaced is made under an unguessable name, exclusively, and renamed: it appears whole or not at all. A file that is
+appended to must be a regular file with one name. Neither follows a link below the folder, and `make_folder` accepts
+none.
 
-All ranks write their parts of a cut into one fresh folder, `UPDATE-RUN-TOKEN`. When they are on the disk, `cut.json`
-follows, and then the folder gets a name by which it counts: `UPDATE`, or `UPDATE.2` where the run has one of that
-update already. What counts is never written to again, so that a process which dies between any two files leaves the
-last checkpoint as it was. A fresh folder that never got its name is removed when the run ends or goes on.
+**A checkpoint counts whole or not at all.** All ranks write their shards into one fresh folder, `UPDATE-RUN-TOKEN`.
+When these are on the disk, `cut.json` (the scheduler's state) follows, and then the folder gets the name by which it
+counts: `UPDATE`, or `UPDATE.2` where the run has a checkpoint of that update already. What counts is never written to
+again: a process that dies between any two files leaves the last checkpoint as it was. A fresh folder that never got
+its name is removed when the run ends or is resumed. A host with a run folder of its own keeps its shards in the fresh
+folder; `cut.json` has that name, too.
 
-A host with a run folder of its own keeps its parts in the fresh folder: `cut.json` has that name, too.
-
-Where a rank's part of a checkpoint lies, and in what format it is: known before any rank starts. No torch.
-
-A part is a safetensors file: 8 bytes that say how long its header is, the header as JSON, the tensors.
+A shard is a safetensors file: 8 bytes with the length of its header, the header as JSON, the tensors. Its path and
+facts are known here; `tensor.checkpoint` writes and reads the tensors.
 """
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -34,7 +33,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -46,11 +45,11 @@ from penstock.runtime.record.typed_json import CutFile, parse_json, require_shap
 
 LOCK = "lock"
 MARKS = ("config.json", "events.log", "metrics.jsonl")
-"""A folder with one of these holds a run."""
+"""Names of files that a run writes: a folder with one of them holds a run."""
 TRIES, TRY_S = 20, 0.01
 """How often a lock that is taken is tried for, and the seconds between two tries."""
 JSON_BYTES = 256 << 20
-"""The most of a JSON file that is read."""
+"""Bytes of the longest JSON file that is read."""
 _HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-f]{16}")
 """The names that `replacing` gives to a run's own files until they are whole."""
 READABLE = 1 << 20
@@ -63,7 +62,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock_fd: int | None = None
-        self._undo = contextlib.ExitStack()
+        self._undo = ExitStack()
         self._facts: os.stat_result | None = None
         self._held: int | None = None
 
@@ -85,11 +84,23 @@ class RunFolder:
 
     def _create(self) -> None:
         """Each step leaves in `_undo` how it is taken back."""
+
+        def remove_empty(folder: Path) -> None:
+            with suppress(OSError):
+                folder.rmdir()
+
+        def empty(folder: Path) -> None:
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
         for place in reversed([self.path, *self.path.parents]):
             if not place.is_dir():
-                with contextlib.suppress(FileExistsError):  # another run makes the same parents
+                with suppress(FileExistsError):  # another run makes the same parents
                     place.mkdir(mode=0o700 if place == self.path else 0o777)
-                    self._undo.callback(_remove_empty, place)
+                    self._undo.callback(remove_empty, place)
         self._facts = facts = self.path.stat()
         if not stat.S_ISDIR(facts.st_mode):
             raise RecordError(f"{self.path}: given a file, needed a new or empty folder (--out DIR)")
@@ -105,20 +116,24 @@ class RunFolder:
         if not locked:
             self.lock_fd = self._lock(os.O_CREAT)  # raises where another run was faster
             self._require_empty()
-        self._undo.callback(_empty, self.path)
+        self._undo.callback(empty, self.path)
         self._sign()
         for name in ("logs", "checkpoints"):
             make_folder(self.path / name, fresh=True)
 
     def _require_empty(self) -> None:
         present = sorted(p.name for p in self.path.iterdir() if p.name != LOCK)
-        if present:
-            raise RecordError(f"{self.path}: {_content(present)}; needed a new or empty folder (--out DIR)")
+        if not present:
+            return
+        given = f"holds files already ({', '.join(present[:3])}{', …' if len(present) > 3 else ''})"
+        if any(mark in present for mark in MARKS):
+            given = "holds a run already, which is never overwritten (`penstock resume` goes on with it)"
+        raise RecordError(f"{self.path}: {given}; needed a new or empty folder (--out DIR)")
 
     def discard(self) -> None:
-        """Take back what `create` did: a folder that it made is removed, another one is as empty as it was. One that
-        has been moved away stays, and so does what is in its place."""
-        with contextlib.suppress(OSError):
+        """Take back what `create` did: a folder that it made is removed, another one is as empty as it was. A folder
+        that has been moved away stays, and so does the one that is in its place."""
+        with suppress(OSError):
             if self._facts is not None and not os.path.samestat(self.path.stat(), self._facts):
                 self._undo.pop_all()
             self._undo.close()
@@ -168,18 +183,25 @@ class RunFolder:
             fd = open_regular(self.path / LOCK, os.O_RDWR | create)
         except OSError as error:
             raise disk_fault(self.path / LOCK, error) from error
-        if not _locked(fd):
-            pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            os.close(fd)
-            owner = f"process {pid}" if pid else "another process"
-            raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end")
-        return fd
+        # `alive` of another process holds the lock for a moment, so it is tried again.
+        for _ in range(TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                sleep(TRY_S)
+            else:
+                return fd
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        owner = f"process {pid}" if pid else "another process"
+        raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end")
 
     def _sign(self) -> None:
         """Write this process's pid into the lock that it holds."""
         assert self.lock_fd is not None
         os.ftruncate(self.lock_fd, 0)
-        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same, and has no name in it
+        # On a full disk the lock is held all the same, with no pid in it.
+        with suppress(OSError):
             os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def unlock(self) -> None:
@@ -189,7 +211,7 @@ class RunFolder:
 
     @property
     def alive(self) -> bool:
-        """Is a run alive there, one of its processes at least? Read access is all that is needed."""
+        """Is a process of a run alive there? Needs no more than read access."""
         try:
             fd = open_regular(self.path / LOCK, os.O_RDONLY)
         except (OSError, RecordError):
@@ -217,7 +239,8 @@ class RunFolder:
     # Still there? ------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Know this very folder from now on, wherever it goes. Raises RecordError if there is none."""
+        """Keep a descriptor of this folder, so that it is known wherever it is moved. Raises RecordError if there is
+        none."""
         if self._held is None:
             try:
                 self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -228,7 +251,7 @@ class RunFolder:
         """Raises RecordError, with where it is now, if the folder that is held is no longer at its path."""
         assert self._held is not None
         held = os.fstat(self._held)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.path.samestat(os.stat(self.path), held):
                 return
         now = os.readlink(f"/proc/self/fd/{self._held}")
@@ -237,7 +260,8 @@ class RunFolder:
         raise RecordError(f"{self.path}: the run folder was {became} while the run went on; {needed}")
 
     def follow(self) -> str:
-        """Take the path that the folder which is held has now; why that is another one, "" if it is not, or none is."""
+        """Take the path that the folder which is held has now. Returns why the path has changed, "" if it has not, or
+        if no folder is held."""
         if self._held is None:
             return ""
         try:
@@ -250,7 +274,7 @@ class RunFolder:
 
     @property
     def held(self) -> Path:
-        """A path of the folder that is held, which leads there wherever it is; for this process alone."""
+        """A path to the folder that is held, wherever it is moved. Valid in this process alone."""
         return Path(f"/proc/self/fd/{self._held}")
 
     def release(self) -> None:
@@ -259,9 +283,9 @@ class RunFolder:
             self._held = None
 
     def sweep(self) -> None:
-        """Remove what processes that were killed have left of files which they were writing. For the folder's user: a
-        report is written by others, too, and is left alone."""
-        with contextlib.suppress(OSError):
+        """Remove the half-written files of processes that were killed. Call it with the lock held. A report is left
+        alone: `penstock report` writes it without the lock."""
+        with suppress(OSError):
             for path in self.path.iterdir():
                 if _HALF.fullmatch(path.name):
                     path.unlink()
@@ -286,18 +310,6 @@ class RunFolder:
             raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
         require_shape(value, shape, str(path))
         return value
-
-
-def _locked(fd: int) -> bool:
-    """Take a lock for this process. Whoever looks whether a run is alive has it for a moment, so it is tried again."""
-    for _ in range(TRIES):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sleep(TRY_S)
-        else:
-            return True
-    return False
 
 
 def absolute(path: str | Path) -> Path:
@@ -329,8 +341,8 @@ def owner_name(uid: int) -> str:
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
-    """A descriptor of a regular file that is no link, never waiting for one. One that is to be written may have no
-    other name, by which it would be somebody's file elsewhere. Raises RecordError for anything else, and OSError."""
+    """A descriptor of a regular file that is no link. A file that is to be written may have no second name: by that it
+    would be a file elsewhere. Never blocks. Raises RecordError for anything else, and OSError."""
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
@@ -338,6 +350,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link; a folder; a socket or an unread pipe
             raise _odd(path, path.lstat()) from None
         raise
+    # Of the descriptor, not of the path: another file may have taken the path meanwhile.
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode) or (writes and facts.st_nlink > 1):
         os.close(fd)
@@ -386,11 +399,11 @@ def write_atomic(path: Path, content: bytes, choice: str = PLACE) -> None:
         file.write(content)
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: Path, choice: str = PLACE, size: int = 0) -> Iterator[BinaryIO]:
-    """A new file that the body writes, and that takes the place of `path` after it, synced. A library that writes by
-    path is given its `name`. Where the body or a step after it fails, nothing is left of it, and `path` is as it was;
-    an OSError becomes a RecordError, for which `choice` and `size` (bytes, 0: unknown) are (see `disk_fault`)."""
+    """A new file that the body writes; after the body it is synced and takes the place of `path`. A library that writes
+    by path is given its `name`. Where the body or a step after it fails, nothing is left of the new file, and `path` is
+    as it was. An OSError becomes a RecordError with `choice` and `size` (see `disk_fault`)."""
     beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
     made = False
     try:
@@ -402,7 +415,7 @@ def replacing(path: Path, choice: str = PLACE, size: int = 0) -> Iterator[Binary
         beside.replace(path)
     except BaseException as error:
         if made:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 beside.unlink()
         if isinstance(error, OSError):
             raise disk_fault(path, error, size, choice) from error
@@ -421,21 +434,6 @@ def _odd(path: Path, facts: os.stat_result, needed: str = "a regular file of one
     return RecordError(f"{path}: given {kinds.get(stat.S_IFMT(facts.st_mode), 'a device')}; needed {needed}")
 
 
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder unless something is in it."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-
-
-def _empty(folder: Path) -> None:
-    """Remove what is in a folder."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def sync(path: Path) -> None:
     """Have the disk keep a file, or what a folder lists. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -445,12 +443,6 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _content(present: list[str]) -> str:
-    if any(mark in present for mark in MARKS):
-        return "holds a run already, which is never overwritten (`penstock resume` goes on with it)"
-    return f"holds files already ({', '.join(present[:3])}{', …' if len(present) > 3 else ''})"
-
-
 CUT = "cut.json"
 _COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
 _FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
@@ -458,9 +450,9 @@ _FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete cut: before which update, the scheduler's part of it, the accuracies known by then, and the figures of
-    pending groups that stand in no row yet (see `metrics.Rows.to_json`). `written` is the name that the folder had
-    while it was written, and still has on a host with a run folder of its own."""
+    """A complete checkpoint: the `update` that comes next, the scheduler's state (`cut`), the accuracies known by then,
+    and the metrics of pending groups that stand in no row yet (`figures`, see `metrics.Rows.to_json`). `written` is the
+    name that the folder had while it was written, and still has on a host with a run folder of its own."""
 
     folder: Path
     update: int
@@ -476,14 +468,15 @@ def update_of(name: str) -> int:
 
 
 def require_no_link(folder: RunFolder) -> None:
-    """Raises RecordError where `checkpoints` is a symbolic link, by which cuts would be written elsewhere."""
+    """Raises RecordError where `checkpoints` is a symbolic link, by which checkpoints would be written elsewhere."""
     if folder.checkpoints.is_symlink():
         given = "given a symbolic link, which is not followed here"
         raise RecordError(f"{folder.checkpoints}: {given}; needed a folder")
 
 
-def open_cut(folder: RunFolder, run: str, update: int) -> str:
-    """Make the fresh folder of a cut before `update` by the run with id `run`; its name. Raises RecordError."""
+def begin_checkpoint(folder: RunFolder, run: str, update: int) -> str:
+    """Make the fresh folder of a checkpoint before `update` by the run with id `run`. Returns its name. Raises
+    RecordError."""
     name = f"{update:08d}-{run}-{secrets.token_hex(8)}"
     try:
         require_no_link(folder)
@@ -493,14 +486,14 @@ def open_cut(folder: RunFolder, run: str, update: int) -> str:
     return name
 
 
-def write_cut(
+def complete_checkpoint(
     folder: RunFolder,
     name: str,
     cut: Mapping[str, Any],
     accuracy: Mapping[str, float | None],
     figures: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Make the cut in the fresh folder `name`, whose parts are on the disk, a checkpoint that counts; its folder then.
+    """Make the fresh folder `name`, whose shards are on the disk, a checkpoint that counts. Returns its new path.
     Raises RecordError."""
     update = update_of(name)
     facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
@@ -510,6 +503,7 @@ def write_cut(
         number += 1
         path = folder.checkpoints / f"{update:08d}.{number}"
     try:
+        # Before it counts, all of it has to be on the disk: after a power cut it may be gone, but not half of it.
         sync(folder.checkpoints / name)
         os.rename(folder.checkpoints / name, path)
         sync(folder.checkpoints)
@@ -533,8 +527,8 @@ def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
     return Checkpoint(newest, facts["update"], facts["cut"], facts["accuracy"], figures, written)
 
 
-def sweep_cuts(folder: RunFolder) -> None:
-    """Remove the fresh folders of cuts that this run has given up. No process of the run may be alive."""
+def sweep_checkpoints(folder: RunFolder) -> None:
+    """Remove the fresh folders of checkpoints that this run has given up. No process of the run may be alive."""
     with suppress(RecordError, OSError, KeyError, TypeError):
         if folder.checkpoints.is_symlink():
             return
@@ -546,7 +540,7 @@ def sweep_cuts(folder: RunFolder) -> None:
 
 
 FORMAT = 2
-"""What is in the facts of a part. The first one knew nothing of ranks and layouts."""
+"""Format of a shard's facts. The first one knew nothing of ranks and layouts."""
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20  # what safetensors itself takes
 
@@ -556,7 +550,7 @@ def part_path(folder: Path, replica: str, rank: int) -> Path:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a part, without its tensors. Raises ValueError for a file that is missing or none."""
+    """The facts of a shard, without its tensors. Raises ValueError for a file that is missing or no shard."""
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
@@ -569,7 +563,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def refusal(path: Path, facts: Mapping[str, Any]) -> str:
-    """Why a part with these facts cannot be gone on from; "" if it can."""
+    """Why no run can be resumed from a shard with these facts; "" if one can."""
     given = facts.get("format", 1)
     if given == FORMAT:
         return ""

@@ -1,17 +1,16 @@
-"""`metrics.jsonl`: one row per update, over any number of resumes; and how a row comes about.
+"""`metrics.jsonl`: one row per update, over any number of resumes; how a row comes about, and what is drawn of rows.
 
 A row has `update`, `version` (the one that the update made), `time_s` (since the run began, pauses between stop and
 resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_s`, `generate_tokens_per_s`,
 `train_tokens_per_s`, `pools` (seconds of each pool by state, adding up to `seconds`), `dropped`, `failed` and `retried`
 (groups that filters dropped and that failed, and firings that were tried again, since the row before), `not_finite`
-(what was reported of figures that are null since they are no numbers, where there are any), and what the nodes report:
+(by metric, what was reported where the column is null since it was no finite number), and what the nodes report:
 `reward_mean`, `loss`, `lag_mean`, `lag_max`, `ratio_mean`, `ratio_clipped`, `mismatch`, `tokens`, …
 
-Figures for papers: a schedule, and the curves of a run. Calling them needs the extra `figures` (matplotlib).
-
-Both give a matplotlib Figure that no window knows of: `figure.savefig("schedule.pdf")`.
-
-Metrics in TensorBoard, the extra `track`: the same rows as `metrics.jsonl`, as scalars by update.
+- `Rows` assembles rows, `MetricsFile` appends them, `read_rows` and `read_undamaged` read them.
+- `TensorBoard` writes the same rows as scalars by update (the extra `track`).
+- `schedule_figure` and `curves_figure` are figures for papers (the extra `figures`, matplotlib). They belong to no
+  window: `figure.savefig("schedule.pdf")`.
 """
 
 import json
@@ -20,7 +19,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
@@ -37,67 +36,60 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 METRICS_BYTES = 1 << 30
-"""The most of a file of rows that is read."""
+"""Bytes of the longest file of rows that is read."""
 LOST = ("dropped", "failed", "retried")
 """Columns of a row that count since the row before."""
 
 SUMMED = frozenset({"tokens", "prompt_tokens"})
-"""Figures that are counts: an update has the sum of its groups', not the mean."""
-
+"""Metrics that are counts: an update has the sum of its groups', not the mean."""
 
 GENERATED = "generated_tokens"
-"""The figure by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups."""
+"""The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups."""
 
 
 def prefixes(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, what stands before the names of its figures: nothing for the first node of each function, the node's
-    name and a dot for its others. So figures of two nodes are never mixed for being called alike. Figures of the first
-    stand there both ways if the program has named it."""
+    """By node, what stands before the names of its metrics: nothing for the first node of each function, the node's
+    name and a dot for its others. So two nodes of one function never share a column. Metrics of the first one stand
+    there both ways if the program has named it."""
     first: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
-        first.setdefault(node.op, node.name)
-    return {
-        node.name: (
-            *([""] if first[node.op] == node.name else []),
-            *([f"{node.label}."] if first[node.op] != node.name or node.own_label else []),
-        )
-        for node in graph.nodes
-    }
+        plain = first.setdefault(node.op, node.name) == node.name
+        own = (f"{node.label}.",)
+        found[node.name] = (("", *own) if node.own_label else ("",)) if plain else own
+    return found
 
 
 def columns(rows: Sequence[Row], figure: str) -> list[str]:
-    """The columns that hold a figure of the rows: its own, and those of nodes with a name (`solver.loss`). Its own is
-    left out where one of them is the same node's, so has the same numbers."""
+    """The columns that hold a metric: its own, and those of nodes with a name (`solver.loss`). Its own is left out
+    where one of them has the same numbers, since it is of the same node."""
     named = sorted({name for row in rows for name in row if name.endswith(f".{figure}")})
     again = any(all(row.get(name) == row.get(figure) for row in rows) for name in named)
     return [*([figure] if any(figure in row for row in rows) and not again else []), *named]
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """The figures of several groups as one: sums of counts, the largest of `*_max`, the least of `*_min`, else means.
-
-    A figure that only some groups have counts those.
-    """
-    values: dict[str, list[float]] = {}
+    """The metrics of several groups as one: sums of counts, the largest of `*_max`, the least of `*_min`, else means
+    over the groups that have it."""
+    found: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            values.setdefault(name, []).append(value)
-    return {name: _combine(name, items) for name, items in values.items()}
-
-
-def _combine(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_max"):
-        return max(values)
-    if name.endswith("_min"):
-        return min(values)
-    return sum(values) if name.rpartition(".")[2] in SUMMED else sum(values) / len(values)
+            found.setdefault(name, []).append(value)
+    combined: Metrics = {}
+    for name, values in found.items():
+        if name.endswith(("_max", "_min")):
+            combined[name] = max(values) if name.endswith("_max") else min(values)
+        else:
+            combined[name] = sum(values) if name.rpartition(".")[2] in SUMMED else sum(values) / len(values)
+    return combined
 
 
 class Rows:
     """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
 
-    `groups` are the figures of groups that no update has taken, by node and turn. Updates take groups in ordinal order,
-    so that one that an update has passed over is lost, and its figures count nowhere.
+    `nodes` says of each per-update node that a row waits for how many updates lie between two of its firings. `groups`
+    are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Updates take groups in
+    ordinal order: a group that an update has passed over is lost, and its metrics count nowhere.
 
     `nodes` are the per-update nodes, each with how often it fires: an update's row is complete when all that fire at
     it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
@@ -110,18 +102,21 @@ class Rows:
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._sync = self._generated = 0.0
-        self._beside: dict[str, list[tuple[int, Metrics]]] = {}
+        self._trailing: dict[str, list[tuple[int, Metrics]]] = {}
 
     def restart(self, now: float) -> None:
         """Training begins now: what came before is in no row's `seconds`."""
         self._last, self._generated = now, 0.0
 
     def group(self, firing: Firing, metrics: Metrics) -> None:
-        """The figures of a per-group node. Tokens that it sampled count at once, whatever becomes of the group."""
-        told = {name: value for name, value in metrics.items() if name.rpartition(".")[2] == GENERATED}
-        self._generated += max(told.values(), default=0.0)  # a node with a name tells the same twice
-        if len(told) < len(metrics):
-            others = {name: value for name, value in metrics.items() if name not in told}
+        """A firing of a per-group node has reported. Tokens that it sampled count at once, whatever becomes of the
+        group."""
+        sampled = {name: value for name, value in metrics.items() if name.rpartition(".")[2] == GENERATED}
+        # The largest, not the sum: a node with a name reports the same metric under two names.
+        self._generated += max(sampled.values(), default=0.0)
+        if len(sampled) < len(metrics):
+            others = {name: value for name, value in metrics.items() if name not in sampled}
+            # By turn: a firing that is done again replaces its metrics, a further turn adds its own.
             self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = others
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
@@ -134,61 +129,68 @@ class Rows:
         self._sync = max(self._sync, seconds)
 
     def update(self, update: int, node: str, metrics: Metrics, seconds: float) -> bool:
-        """A per-update node's figures and duration; true if they complete the update's row."""
+        """A per-update node has reported after `seconds`. Returns whether that completes the update's row."""
         reports = self._updates.setdefault(update, {})
         reports[node] = (metrics, seconds)
         return all(name in reports for name, every in self.nodes.items() if (update + 1) % every == 0)
 
-    def beside(self, update: int, node: str, metrics: Metrics) -> None:
-        """The figures of a node that no update waits for; a row takes one update's of each node, with `update`."""
+    def trailing(self, update: int, node: str, metrics: Metrics) -> None:
+        """A node off the critical path has reported at `update`. Each row takes one report of each such node, the
+        oldest first, with the update that it is of."""
         if metrics:
-            self._beside.setdefault(node, []).append((update, metrics))
+            self._trailing.setdefault(node, []).append((update, metrics))
 
     @property
     def pending(self) -> list[Metrics]:
-        """Figures of nodes that no update waits for which no row has taken, as rows would take them."""
-        return [_finite(self._measured(place)) for place in range(max(map(len, self._beside.values()), default=0))]
+        """The reports of nodes off the critical path that no row has taken, as rows would take them."""
+        return [_finite(self._trailing_metrics(n)) for n in range(max(map(len, self._trailing.values()), default=0))]
 
-    def _measured(self, place: int) -> Metrics:
+    def _trailing_metrics(self, place: int) -> Metrics:
+        """What the row that comes after `place` others takes from nodes off the critical path."""
         measured: Metrics = {}
-        for node, found in self._beside.items():
+        for node, found in self._trailing.items():
             for update, metrics in found[place : place + 1]:
                 measured |= {**metrics, f"{node.partition(':')[0]}_update": float(update)}
         return measured
 
     def to_json(self, cut: Mapping[str, Any]) -> dict[str, Any]:
-        """The figures that a run which goes on from a cut of the scheduler does not make again: what came meanwhile
-        of firings that the cut knows nothing of is left out."""
+        """The metrics that a run which resumes from the checkpoint with the scheduler's state `cut` does not make
+        again. Metrics are left out of firings that were done while the checkpoint was written: they will come again."""
+
+        def written(metrics: Metrics) -> dict[str, float | str]:
+            return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
+
         made = {ordinal: nodes for ordinal, nodes, _ in cut["groups"]}
         groups = [
-            [ordinal, node, turn, _written(metrics)]
+            [ordinal, node, turn, written(metrics)]
             for ordinal, parts in self.groups.items()
             for (node, turn), metrics in parts.items()
             if node in made.get(ordinal, ())
         ]
         beside = [
-            [node, update, _written(metrics)]
-            for node, found in self._beside.items()
+            [node, update, written(metrics)]
+            for node, found in self._trailing.items()
             for update, metrics in found
             if update < cut["trailing"][node]
         ]
         return {"groups": groups, "beside": beside}
 
     def restore(self, figures: Mapping[str, Any]) -> None:
-        """The inverse of `to_json`, on new rows."""
+        """The inverse of `to_json`, on new rows. float() reads the words that JSON has no number for ("nan")."""
         for ordinal, node, turn, metrics in figures["groups"]:
-            self.group(Firing(node, ordinal, turn), _read(metrics))
+            self.group(Firing(node, ordinal, turn), {name: float(value) for name, value in metrics.items()})
         for node, update, metrics in figures["beside"]:
-            self.beside(update, node, _read(metrics))
+            self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
 
     def row(
         self, update: int, now: float, pools: Mapping[str, Mapping[str, float]], lost: Mapping[str, int] | None = None
     ) -> Row:
-        """The row of a complete update. `pools` are the states' seconds since the row before (see
-        `timeline.pool_means`), and `lost` the counts of `LOST`."""
+        """The row of a complete update at time `now`. `pools` are the seconds of each pool by state since the row
+        before (see `timeline.pool_means`), and `lost` the counts of `LOST`."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
+        # Sorted: means are sums of floats, which must not depend on the order in which firings were done.
         figures = combine([part[key] for part in parts for key in sorted(part)])
         self.groups = {g: part for g, part in self.groups.items() if not ordinals or g > ordinals[-1]}
         for metrics, _ in reports.values():
@@ -207,11 +209,11 @@ class Rows:
             "generate_tokens_per_s": round(self._generated / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
-            **self._measured(0),
+            **self._trailing_metrics(0),
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
         self._last, self._sync, self._generated = now, 0.0, 0.0
-        self._beside = {node: found[1:] for node, found in self._beside.items()}
+        self._trailing = {node: found[1:] for node, found in self._trailing.items()}
         wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
         return {**_finite(row), "not_finite": wrong} if wrong else row
 
@@ -278,23 +280,14 @@ def keep_rows(path: Path, cut: int) -> list[Row]:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for what JSON has no number for."""
+    """`value` with None for what JSON has no number for."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def _written(metrics: Metrics) -> dict[str, float | str]:
-    """Figures as JSON; what JSON has no number for as a word."""
-    return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
-
-
-def _read(written: Mapping[str, float | str]) -> Metrics:
-    return {name: float(value) for name, value in written.items()}
-
-
 def scalars(row: Row) -> Iterable[tuple[str, float]]:
-    """A row's figures by path, nested ones joined with "/": what a plot shows."""
+    """A row's numbers by path, nested ones joined with "/", as TensorBoard shows them."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}/{key}", number) for key, number in scalars(dict(value)))
@@ -380,50 +373,48 @@ def _figure() -> "Figure":
     return Figure(layout="constrained")
 
 
-class Board(Protocol):
-    def write(self, row: Row) -> None:
-        """Plot a row's figures at its update."""
+class TensorBoard:
+    """Writes rows as TensorBoard's event files in `folder`/tensorboard, as scalars by update.
 
-    def close(self) -> None:
-        """Write what is buffered."""
-
-
-def open_board(folder: Path, *, required: bool, keep: Iterable[Row] = ()) -> Board | None:
-    """A board in `folder`/tensorboard, begun with the rows that a resumed run keeps; None without the package.
-
-    Raises RecordError if it is `required` and missing.
+    Replaces the event files of an earlier life of the run. Raises ImportError without the package tensorboard.
     """
-    try:
+
+    def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
-    except ImportError:
-        if required:
-            needed = "the extra `track`: pip install 'penstock[track]'"
-            raise RecordError(f"--tensorboard: the package tensorboard is not installed; needed {needed}") from None
-        return None
-    path = make_folder(folder / "tensorboard")
-    for old in path.glob("events.out.tfevents.*"):
-        old.unlink()
-    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    # By number: TensorBoard takes no path that is not UTF-8.
-    writer = EventFileWriter(f"/proc/self/fd/{place}", filename_suffix=f".{secrets.token_hex(8)}")
-    board = _Board(writer, place, Event, Summary)
-    for row in keep:
-        board.write(row)
-    return board
 
-
-class _Board:
-    def __init__(self, writer: Any, place: int, event: Any, summary: Any) -> None:
-        self._writer, self._place, self._event, self._summary = writer, place, event, summary
+        path = make_folder(folder / "tensorboard")
+        for old in path.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._event, self._summary = Event, Summary
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # By the descriptor's number: TensorBoard takes no path that is not UTF-8.
+        self._writer = EventFileWriter(f"/proc/self/fd/{self._folder}", filename_suffix=f".{secrets.token_hex(8)}")
 
     def write(self, row: Row) -> None:
+        """Plot a row's metrics at its update."""
         values = [self._summary.Value(tag=name, simple_value=number) for name, number in scalars(row)]
         self._writer.add_event(
             self._event(wall_time=row["time_s"], step=row["update"], summary=self._summary(value=values))
         )
 
     def close(self) -> None:
+        """Write what is buffered."""
         self._writer.close()
-        os.close(self._place)
+        os.close(self._folder)
+
+
+def open_tensorboard(folder: Path, *, required: bool, keep: Iterable[Row] = ()) -> TensorBoard | None:
+    """A `TensorBoard` that begins with the rows that a resumed run keeps. Without the package tensorboard: None, or
+    RecordError if it is `required`."""
+    try:
+        board = TensorBoard(folder)
+    except ImportError:
+        if required:
+            needed = "the extra `track`: pip install 'penstock[track]'"
+            raise RecordError(f"--tensorboard: the package tensorboard is not installed; needed {needed}") from None
+        return None
+    for row in keep:
+        board.write(row)
+    return board

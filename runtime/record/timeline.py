@@ -47,10 +47,6 @@ class Lane:
     name: str
     tracks: tuple[tuple[Bar, ...], ...]
 
-    @property
-    def pool(self) -> str:
-        return pool_of(self.name)
-
 
 def pool_of(replica: str) -> str:
     """ "generator/0" belongs to the pool "generator"."""

@@ -2,23 +2,22 @@
 
 - `gantt_text`: text for a terminal, one row per track, or the number of bars at once where a lane has many.
 - `gantt_svg`: a picture, which needs no script and no font file, and follows the reader's light or dark theme.
-- `chrome_trace`: the JSON that https://ui.perfetto.dev and chrome://tracing open. A pool is a process there, each track
-  of a replica a thread: events of one thread must not overlap.
+- `chrome_trace`: the JSON that https://ui.perfetto.dev and chrome://tracing open.
 
-All print the lanes of `timeline`; `Drawing` has what the pictures have in common. `metrics.schedule_figure` prints the
-same for papers, and `report.schedule_data` for a page that zooms.
+All print the lanes of `timeline`. `Drawing` is what the pictures share: lanes, colours, axis, ends of updates.
+`metrics.schedule_figure` draws the same for papers, and `report.schedule_data` for a page that zooms.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 from typing import Any
 
-from penstock.runtime.record.timeline import Bar, Lane, boundaries, lanes, names, span
+from penstock.runtime.record.timeline import Bar, Lane, boundaries, lanes, names, pool_of, span
 
 COLORS = ("#4C78A8", "#F2A541", "#5BA05B", "#B279A2", "#59B3AE", "#E4655F", "#9C8465", "#8A8FD8")
-"""By order of appearance in the legend; told apart by the colour-blind for the first four."""
+"""By order of appearance in the legend. Colour-blind readers can tell the first four apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +39,22 @@ class Axis:
 
 
 class Drawing:
-    """A schedule as every printer of it sees it: its lanes, a colour for each name in the order of the legend, and when
-    each update ended."""
+    """What the pictures of a schedule share: lanes, a colour for each name in the order of the legend, the ends of the
+    updates as (update, time), and the first and last time."""
 
     def __init__(self, bars: Sequence[Bar]) -> None:
-        self.bars = bars
         self.lanes = lanes(bars)
         self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names(bars))}
         self.ends = boundaries(bars)
+        self.span = span(bars)
         self.longest_name = max((len(lane.name) for lane in self.lanes), default=0)
 
-    def axis(self, num_ticks: int) -> Axis:
-        return make_axis(*span(self.bars), num_ticks)
-
     def cramped(self, width: float, char: float, margin: float) -> set[str]:
-        """The names of bars of which some have no room for their whole label: `width` is that of a second, `char` of a
-        character, and `margin` what is beside a label."""
-        return {bar.name for bar in self.bars if bar.seconds * width < len(bar.label) * char + margin}
+        """The names of which some bar is too short for its whole label. `width` is that of a second, `char` that of a
+        character, and `margin` the room around a label."""
+        bars = (bar for lane in self.lanes for track in lane.tracks for bar in track)
+        # By name, not by bar: bars of one node would else be labelled in two ways.
+        return {bar.name for bar in bars if bar.seconds * width < len(bar.label) * char + margin}
 
     def shade(self, bar: Bar, share: float = 0.28) -> str:
         """The colour of a bar: lighter by `share` if it worked with an odd version."""
@@ -103,96 +101,90 @@ STYLES = (("├", "─", "┤"), ("┣", "━", "┫"), ("╞", "═", "╡"), (
 """Begin, body and end of a bar, by its name's place in the legend, for output without colours."""
 MARK = "┊"
 
-
-@dataclass
-class _Cell:
-    char: str = " "
-    paint: str = ""
+_Cell = tuple[str, str]
+"""A character, and the escape that paints it ("": none)."""
 
 
 def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> str:
-    """The schedule as lines of `width` columns: lanes, an axis, updates' ends, a legend.
+    """The schedule as lines of at most `width` columns: an axis, the ends of the updates, lanes, a legend.
 
-    With `color` bars are painted by their names with ANSI escapes and shaded by version; without, each name has a
-    line style of its own. A column counts a bar if the bar covers its middle.
+    With `color`, ANSI escapes paint bars by their names and shade them by version; without, each name has a line style
+    of its own.
     """
     if not bars:
         return "nothing happened"
     drawing = Drawing(bars)
     gutter = drawing.longest_name + 2
     columns = max(width - gutter - 1, 10)
-    axis = drawing.axis(columns // 14)
-    ends = [(update, _column(axis, time, columns)) for update, time in drawing.ends]
+    axis = make_axis(*drawing.span, columns // 14)
+
+    def column(time: float) -> int:
+        return min(round(axis.fraction(time) * columns), columns)
+
+    ticks, versions, free = [" "] * columns, [" "] * columns, 0
+    for tick, label in zip(axis.ticks, axis.labels, strict=True):
+        at = column(axis.start + tick)
+        if at + len(label) < columns:
+            ticks[at : at + len(label) + 1] = "╷" + label
+    ends = [column(time) for _, time in drawing.ends]
+    for (update, _), at in zip(drawing.ends, ends, strict=True):
+        label = f"{MARK}v{update + 1}"
+        if free <= at <= columns - len(label):
+            versions[at : at + len(label)] = label
+            free = at + len(label) + 1
+    lines = [" " * gutter + "".join(line) for line in (ticks, versions)]
     cramped = drawing.cramped(columns / axis.seconds, 1, 4)
-    painter = _paint_color(drawing, cramped) if color else _paint_plain(list(drawing.colors), cramped)
-    lines = [" " * gutter + _axis_line(axis, columns), " " * gutter + _version_line(ends, columns)]
     for lane in drawing.lanes:
-        front = _ansi(drawing.colors[lane.tracks[-1][0].name]) if color else ""
-        for number, cells in enumerate(_lane(lane, axis, columns, painter, front)):
-            for _, column in ends:  # the ends of updates run through the idle cells
-                if column < len(cells) and cells[column].char == " " and not cells[column].paint:
-                    cells[column] = _Cell(MARK, "\x1b[2m" if color else "")
-            lines.append((lane.name if not number else "").ljust(gutter) + _render(cells))
-    return "\n".join(line.rstrip() for line in [*lines, "", *_legend(drawing, color, width)])
+        rows: list[list[_Cell]] = []
+        if len(lane.tracks) > MAX_TRACKS:
+            front = _ansi(drawing.colors[lane.tracks[-1][0].name]) if color else ""
+            rows = [[(char, front if char != " " else "") for char in _bars_at_once(lane, axis, columns)]]
+        for track in lane.tracks if not rows else ():
+            cells: list[_Cell] = [(" ", "")] * columns
+            for bar in track:
+                first, last = column(bar.start), column(bar.end)
+                if last > first or bar.seconds > 0:
+                    label = str(bar.index) if bar.name in cramped else bar.label
+                    text, paint = _bar_text(drawing, bar, label, max(last - first, 1), color)
+                    cells[first : first + len(text)] = [(char, paint) for char in text[: columns - first]]
+            rows.append(cells)
+        for number, cells in enumerate(rows):
+            for at in ends:  # the ends of updates run through the idle cells
+                if at < columns and cells[at] == (" ", ""):
+                    cells[at] = (MARK, "\x1b[2m" if color else "")
+            painted, last_paint = "", ""
+            for char, paint in cells:
+                # One escape for a run of cells: a line with one for each cell would be ten times as long.
+                if paint != last_paint:
+                    painted += ("\x1b[0m" if last_paint else "") + paint
+                    last_paint = paint
+                painted += char
+            lines.append((lane.name if not number else "").ljust(gutter) + painted + ("\x1b[0m" if last_paint else ""))
+    return "\n".join(line.rstrip() for line in [*lines, "", *_text_legend(drawing, color, width)])
 
 
-_Painter = Callable[[list[_Cell], Bar, int, int], None]
+def _bar_text(drawing: Drawing, bar: Bar, label: str, room: int, color: bool) -> tuple[str, str]:
+    """A bar as `room` characters, with its label where it fits, and the escape that paints them."""
+    if color:
+        shade = drawing.shade(bar, 0.25)
+        return (f"▏{label}" if len(label) < room else "▏").ljust(room), _ansi(ink(shade), shade)
+    begin, body, end = STYLES[list(drawing.colors).index(bar.name) % len(STYLES)]
+    text = begin + body * (room - 2) + end if room > 1 else "│"
+    label = label if label == str(bar.index) else f" {label} "
+    label = label if len(label) <= room - 2 else ""
+    at = (room - len(label)) // 2
+    return text[:at] + label + text[at + len(label) :], ""
 
 
-def _lane(lane: Lane, axis: Axis, columns: int, paint: _Painter, front: str) -> list[list[_Cell]]:
-    if len(lane.tracks) > MAX_TRACKS:
-        return [_occupancy(lane, axis, columns, front)]
-    rows = []
-    for track in lane.tracks:
-        cells = [_Cell() for _ in range(columns)]
-        for bar in track:
-            first, last = _column(axis, bar.start, columns), _column(axis, bar.end, columns)
-            if last > first or bar.seconds > 0:
-                paint(cells, bar, first, max(last, first + 1))
-        rows.append(cells)
-    return rows
-
-
-def _column(axis: Axis, time: float, columns: int) -> int:
-    return min(round(axis.fraction(time) * columns), columns)
-
-
-def _occupancy(lane: Lane, axis: Axis, columns: int, front: str) -> list[_Cell]:
-    """How many bars there are at once, as eighths of the most there ever are."""
+def _bars_at_once(lane: Lane, axis: Axis, columns: int) -> str:
+    """How many bars of a lane there are at once in each column, as eighths of the most there ever are."""
     counts = [0.0] * columns
     for bar in (bar for track in lane.tracks for bar in track):
         low, high = axis.fraction(bar.start) * columns, axis.fraction(bar.end) * columns
         for column in range(int(low), min(int(high) + 1, columns)):
             counts[column] += max(0.0, min(high, column + 1) - max(low, column))
-    most = len(lane.tracks)
-    heights = [HEIGHTS[min(8, round(count / most * 8)) or int(count > 0.05)] for count in counts]
-    return [_Cell(height, front if height != " " else "") for height in heights]
-
-
-def _paint_plain(legend: Sequence[str], cramped: Set[str]) -> _Painter:
-    def paint(cells: list[_Cell], bar: Bar, first: int, last: int) -> None:
-        begin, body, end = STYLES[legend.index(bar.name) % len(STYLES)]
-        text = body * (last - first)
-        text = begin + text[1:-1] + end if last - first > 1 else text.replace(body, "│")
-        label = str(bar.index) if bar.name in cramped else f" {bar.label} "
-        label = label if len(label) <= last - first - 2 else ""
-        at = (last - first - len(label)) // 2
-        text = text[:at] + label + text[at + len(label) :]
-        for column, char in zip(range(first, min(last, len(cells))), text, strict=False):
-            cells[column].char = char
-
-    return paint
-
-
-def _paint_color(drawing: Drawing, cramped: Set[str]) -> _Painter:
-    def paint(cells: list[_Cell], bar: Bar, first: int, last: int) -> None:
-        shade = drawing.shade(bar, 0.25)
-        label = f"▏{bar.index if bar.name in cramped else bar.label}"
-        label = (label if len(label) <= last - first else "▏").ljust(last - first)
-        for column, char in zip(range(first, min(last, len(cells))), label, strict=False):
-            cells[column] = _Cell(char, _ansi(ink(shade), shade))
-
-    return paint
+    # A column with little in it is shown all the same: nothing in work looks different from one short firing.
+    return "".join(HEIGHTS[min(8, round(count / len(lane.tracks) * 8)) or int(count > 0.05)] for count in counts)
 
 
 def _ansi(front: str, ground: str = "") -> str:
@@ -200,37 +192,7 @@ def _ansi(front: str, ground: str = "") -> str:
     return f"\x1b[{';'.join(map(str, codes))}m"
 
 
-def _render(cells: Sequence[_Cell]) -> str:
-    text, paint = [], ""
-    for cell in cells:
-        if cell.paint != paint:
-            text.append(("\x1b[0m" if paint else "") + cell.paint)
-            paint = cell.paint
-        text.append(cell.char)
-    return "".join(text) + ("\x1b[0m" if paint else "")
-
-
-def _axis_line(axis: Axis, columns: int) -> str:
-    line = [" "] * columns
-    for tick, label in zip(axis.ticks, axis.labels, strict=True):
-        at = _column(axis, axis.start + tick, columns)
-        if at + len(label) < columns:
-            line[at : at + len(label) + 1] = "╷" + label
-    return "".join(line)
-
-
-def _version_line(ends: Sequence[tuple[int, int]], columns: int) -> str:
-    """ "v1" where update 0 ended; only those that have room."""
-    line, free = [" "] * columns, 0
-    for update, column in ends:
-        label = f"{MARK}v{update + 1}"
-        if free <= column <= columns - len(label):
-            line[column : column + len(label)] = label
-            free = column + len(label) + 1
-    return "".join(line)
-
-
-def _legend(drawing: Drawing, color: bool, width: int) -> list[str]:
+def _text_legend(drawing: Drawing, color: bool, width: int) -> list[str]:
     items = []
     for i, (name, painted) in enumerate(drawing.colors.items()):
         plain = f"{''.join(STYLES[i % len(STYLES)])} {name}"
@@ -249,8 +211,8 @@ def _legend(drawing: Drawing, color: bool, width: int) -> list[str]:
 
 CHAR = 6.3
 """Width of a character of a label, in pixels: an upper estimate for the fonts asked for."""
-TRACK, THIN, GAP, HEAD, EDGE = 22.0, 5.0, 10.0, 76.0, 16.0
-"""Pixels: a track with labels, the thinnest track, the gap between lanes, what is above the lanes, the margin."""
+TRACK, THIN, GAP, HEAD, LEGEND, EDGE = 22.0, 5.0, 10.0, 76.0, 44.0, 16.0
+"""Pixels: a track with labels, the thinnest track, the gap between lanes, y of the lanes and of the legend, edge."""
 LANE = 132.0
 """Pixels that a lane may take before its tracks get thinner."""
 
@@ -262,14 +224,14 @@ STYLE = """
 @media (prefers-color-scheme:dark){.gantt .back{fill:#15181C}.gantt .band{fill:#1D2126}.gantt .grid{stroke:#2C3238}
 .gantt .end{stroke:#8A939D}.gantt text{fill:#C9D1D9}.gantt .title{fill:#F0F3F6}.gantt .faint{fill:#8A939D}}
 """
-"""Of this picture alone: in a notebook it stands among others."""
+"""Every rule begins with `.gantt`: in a notebook, other pictures stand in the same document."""
 
 
 def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
-    """The schedule as one SVG document, `width` pixels wide."""
+    """The schedule as one SVG document, `width` pixels wide: a row per track, a box with a tooltip per bar."""
     drawing = Drawing(bars)
     left = EDGE + 14 + CHAR * drawing.longest_name
-    axis = drawing.axis(int((width - left) // 110))
+    axis = make_axis(*drawing.span, int((width - left) // 110))
     scale = (width - left - EDGE) / axis.seconds
     bands: list[str] = []
     body: list[str] = []
@@ -288,16 +250,36 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
                 body.append(_bar(bar, label, drawing.shade(bar), x, top + track * step, w, step))
         top += height + GAP
     bottom = top + 4
-    grid = _grid(axis, scale, left, bottom, width)
-    ends = _ends([(u, left + (t - axis.start) * scale) for u, t in drawing.ends], bottom)
-    head = [_text(EDGE, 24, title, "title"), *_svg_legend(drawing.colors, 44)]
-    parts = [_rect(0, 0, width, bottom + 8, "back"), *head, *bands, *grid, *ends, *body]
+    grid: list[str] = []
+    reach = f'y1="{HEAD - 8:.0f}" y2="{bottom:.0f}"'
+    for tick, label in zip(axis.ticks, axis.labels, strict=True):
+        x = left + tick * scale
+        grid.append(f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" {reach}/>')
+        if x + len(label) * CHAR <= width:
+            grid.append(_text(x, HEAD - 12, label, "faint"))
+    free = 0.0
+    for update, time in drawing.ends:
+        x, label = left + (time - axis.start) * scale, f"v{update + 1}"
+        grid.append(f'<line class="end" x1="{x:.2f}" x2="{x:.2f}" {reach}/>')
+        if x - len(label) * CHAR >= free:
+            grid.append(f'<text x="{x - 3:.2f}" y="{bottom:.0f}" text-anchor="end" class="faint">{label}</text>')
+            free = x + 4
+    head, x = [_text(EDGE, 24, title, "title")], EDGE
+    for name, color in drawing.colors.items():
+        head.append(f'<rect x="{x:.1f}" y="{LEGEND - 9:.1f}" width="11" height="11" rx="2.5" fill="{color}"/>')
+        head.append(_text(x + 16, LEGEND, name, ""))
+        x += 16 + len(name) * CHAR + 20
+    said = "an update ends and makes version v1, v2, …  (odd versions are lighter)"
+    sample = f'x1="{x + 5:.1f}" x2="{x + 5:.1f}" y1="{LEGEND - 10:.1f}" y2="{LEGEND + 3:.1f}"'
+    head += [f'<line class="end" {sample}/>', _text(x + 14, LEGEND, said, "faint")]
+    parts = [_rect(0, 0, width, bottom + 8, "back"), *head, *bands, *grid, *body]
     size = f'width="{width}" height="{bottom + 8:.0f}" viewBox="0 0 {width} {bottom + 8:.0f}"'
     fits = 'class="gantt" style="max-width:100%;height:auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {fits} {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
 
 
 def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: float) -> str:
+    """A box of width `w` in a track of height `step`, with a tooltip, and its label where that fits."""
     inset = min(1.0, step / 8)
     space = min(0.6, w / 4)
     box = f'x="{x:.2f}" y="{y + inset:.2f}" width="{w - space:.2f}" height="{step - 2 * inset:.2f}"'
@@ -310,39 +292,6 @@ def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: f
     detail = f"\n{bar.detail}" if bar.detail else ""
     tooltip = f"{bar.label} on {bar.lane}\n{bar.seconds * 1e3:.4g} ms{version}{detail}"
     return f"<g><title>{escape(tooltip)}</title>{rect}{text}</g>"
-
-
-def _grid(axis: Axis, scale: float, left: float, bottom: float, width: float) -> list[str]:
-    parts = []
-    for tick, label in zip(axis.ticks, axis.labels, strict=True):
-        x = left + tick * scale
-        parts.append(f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="{HEAD - 8:.0f}" y2="{bottom:.0f}"/>')
-        if x + len(label) * CHAR <= width:
-            parts.append(_text(x, HEAD - 12, label, "faint"))
-    return parts
-
-
-def _ends(ends: Sequence[tuple[int, float]], bottom: float) -> list[str]:
-    """A dashed line where a version was made, and its number where there is room."""
-    parts, free = [], 0.0
-    for update, x in ends:
-        parts.append(f'<line class="end" x1="{x:.2f}" x2="{x:.2f}" y1="{HEAD - 8:.0f}" y2="{bottom:.0f}"/>')
-        label = f"v{update + 1}"
-        if x - len(label) * CHAR >= free:
-            parts.append(f'<text x="{x - 3:.2f}" y="{bottom:.0f}" text-anchor="end" class="faint">{label}</text>')
-            free = x + 4
-    return parts
-
-
-def _svg_legend(palette: dict[str, str], y: float) -> list[str]:
-    parts, x = [], EDGE
-    for name, color in palette.items():
-        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11" rx="2.5" fill="{color}"/>')
-        parts.append(_text(x + 16, y, name, ""))
-        x += 16 + len(name) * CHAR + 20
-    parts.append(f'<line class="end" x1="{x + 5:.1f}" x2="{x + 5:.1f}" y1="{y - 10:.1f}" y2="{y + 3:.1f}"/>')
-    parts.append(_text(x + 14, y, "an update ends and makes version v1, v2, …  (odd versions are lighter)", "faint"))
-    return parts
 
 
 def _rect(x: float, y: float, w: float, h: float, kind: str) -> str:
@@ -358,43 +307,38 @@ TRACKS = 1000
 
 
 def chrome_trace(bars: Sequence[Bar], title: str = "penstock") -> dict[str, Any]:
-    """The trace as a JSON-able value. Times start at 0, in microseconds as the format wants them."""
+    """The trace as a JSON-able value. Times start at 0, in microseconds as the format wants them. A pool is a process,
+    each track of a replica a thread: the viewers nest events of one thread that overlap."""
+
+    def us(seconds: float) -> float:
+        return round(seconds * 1e6, 3)
+
+    def named(kind: str, pid: int, tid: int, name: str, order: int) -> list[dict[str, Any]]:
+        place = {"ph": "M", "pid": pid, "tid": tid}
+        return [
+            {**place, "name": f"{kind}_name", "args": {"name": name}},
+            {**place, "name": f"{kind}_sort_index", "args": {"sort_index": order}},
+        ]
+
     origin = span(bars)[0]
     events: list[dict[str, Any]] = []
     pools: dict[str, int] = {}
     for place, lane in enumerate(lanes(bars)):
-        if lane.pool not in pools:
-            pools[lane.pool] = pid = len(pools) + 1
-            events += _named("process", pid, 0, lane.pool, pid)
-        pid = pools[lane.pool]
+        pool = pool_of(lane.name)
+        if pool not in pools:
+            pools[pool] = pid = len(pools) + 1
+            events += named("process", pid, 0, pool, pid)
+        pid = pools[pool]
         for number, track in enumerate(lane.tracks):
             tid = place * TRACKS + number
-            name = lane.name if len(lane.tracks) == 1 else f"{lane.name} · {number}"
-            events += _named("thread", pid, tid, name, tid)
-            events += [_complete(bar, pid, tid, origin) for bar in track]
+            events += named("thread", pid, tid, lane.name if len(lane.tracks) == 1 else f"{lane.name} · {number}", tid)
+            for bar in track:
+                facts: dict[str, Any] = {"index": bar.index}
+                facts |= {"version": bar.version} if bar.version is not None else {}
+                facts |= {"detail": bar.detail} if bar.detail else {}
+                event = {"ph": "X", "name": bar.label, "cat": bar.kind, "pid": pid, "tid": tid, "args": facts}
+                events.append({**event, "ts": us(bar.start - origin), "dur": us(bar.seconds)})
     for update, end in boundaries(bars):
         instant = {"ph": "i", "s": "g", "name": f"version {update + 1}", "cat": "version"}
-        events.append({**instant, "ts": _us(end - origin), "pid": 1, "tid": 0})
+        events.append({**instant, "ts": us(end - origin), "pid": 1, "tid": 0})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
-
-
-def _named(what: str, pid: int, tid: int, name: str, order: int) -> list[dict[str, Any]]:
-    place = {"ph": "M", "pid": pid, "tid": tid}
-    return [
-        {**place, "name": f"{what}_name", "args": {"name": name}},
-        {**place, "name": f"{what}_sort_index", "args": {"sort_index": order}},
-    ]
-
-
-def _complete(bar: Bar, pid: int, tid: int, origin: float) -> dict[str, Any]:
-    facts: dict[str, Any] = {"index": bar.index}
-    if bar.version is not None:
-        facts["version"] = bar.version
-    if bar.detail:
-        facts["detail"] = bar.detail
-    event = {"ph": "X", "name": bar.label, "cat": bar.kind, "pid": pid, "tid": tid, "args": facts}
-    return {**event, "ts": _us(bar.start - origin), "dur": _us(bar.seconds)}
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.event_log import FORMAT, MAGIC, LogError, Segment, StageLog, read_whole
+from penstock.runtime.record.event_log import FORMAT, MAGIC, LogError, Segment, StageLog, read_segments
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.record.timeline import Utilisation
@@ -252,7 +252,7 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
             notes.append(f"{what}: no schedule can be shown.")
         return []
     try:
-        segments, damage = read_whole(folder.events)
+        segments, damage = read_segments(folder.events)
     except LogError as error:
         if not folder.events.read_bytes().startswith(MAGIC):
             raise

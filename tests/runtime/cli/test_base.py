@@ -12,7 +12,7 @@ from penstock.runtime.cli.tracing import CommandError, Traced
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, open_cut, write_cut
+from penstock.runtime.record.folder import RunFolder, begin_checkpoint, complete_checkpoint
 
 
 class Builder:
@@ -27,11 +27,11 @@ class Builder:
         if self.status == FAILED:
             tell({"kind": "error", "text": "trainer/0 rank 0 died"})
         if self.status == DONE:
-            name = open_cut(folder, "r", 7)
+            name = begin_checkpoint(folder, "r", 7)
             model = folder.checkpoints / name / "policy"
             model.mkdir()
             (model / "config.json").write_text("{}")
-            write_cut(folder, name, {}, {})
+            complete_checkpoint(folder, name, {}, {})
         return self.status
 
 

@@ -20,7 +20,7 @@ from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.record.errors import visible
-from penstock.runtime.record.metrics import open_board
+from penstock.runtime.record.metrics import open_tensorboard
 from penstock.runtime.tensor.checkpoint import load_state, save_state
 from tests.runtime.report.runs import simulated_run
 
@@ -130,7 +130,7 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
     save_state(path / f"{ODD}.safetensors", {"a": torch.ones(2)}, {"b": 1})
     tensors, facts = load_state(path / f"{ODD}.safetensors")
     assert (tensors["a"].tolist(), facts) == ([1.0, 1.0], {"b": 1})
-    if board := open_board(path, required=False):
+    if board := open_tensorboard(path, required=False):
         board.write({"update": 0, "version": 1, "time_s": 1.0, "loss": 0.5})
         board.close()
         assert [p.stat().st_size > 0 for p in (path / "tensorboard").iterdir()] == [True]

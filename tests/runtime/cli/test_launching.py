@@ -19,7 +19,7 @@ from penstock.runtime.control.launcher import FAILED, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
-from penstock.runtime.record.folder import FORMAT, RunFolder, open_cut, write_cut
+from penstock.runtime.record.folder import FORMAT, RunFolder, begin_checkpoint, complete_checkpoint
 from penstock.runtime.tensor.checkpoint import save_state
 
 from .conftest import SUMMARY, WALL_S, Processes
@@ -82,7 +82,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_summary_tells_where_a_resume_begins(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     assert finish(folder, INTERRUPTED, [], 1.0)["checkpoint"] == 0
-    write_cut(folder, open_cut(folder, "r", 5), CUT, {})
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
     folder.write_json("summary.json", SUMMARY | {"status": "stopped", "updates": 7})
     summary = finish(folder, INTERRUPTED, [], 1.0)
     assert summary["checkpoint"] == 5
@@ -115,7 +115,7 @@ def test_a_run_whose_folder_was_moved_has_its_summary_there_and_nothing_in_its_p
 
     def move(folder: RunFolder, cluster: Cluster, tell: Any) -> int:
         processes(folder, cluster, tell)
-        write_cut(folder, open_cut(folder, "r", 5), {"update": 5}, {})
+        complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), {"update": 5}, {})
         out.rename(moved)
         return FAILED
 
@@ -243,7 +243,7 @@ def finished(processes: Processes, tmp_path: Path) -> RunFolder:
     """A run of five updates that is done."""
     run.main(["toy", "--updates", "5", "--out", str(tmp_path / "run")])
     folder = RunFolder.open(tmp_path / "run")
-    write_cut(folder, open_cut(folder, "r", 5), CUT, {})
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
     return folder
 
 

@@ -19,7 +19,7 @@ from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control import launcher as launcher_module
 from penstock.runtime.control import signals
 from penstock.runtime.control.process import processes_of, start, sweep_processes
-from penstock.runtime.record.folder import RunFolder, open_cut, write_cut
+from penstock.runtime.record.folder import RunFolder, begin_checkpoint, complete_checkpoint
 from penstock.runtime.tensor.shm import sweep
 
 from .fake_launch import HERE, launcher
@@ -233,7 +233,7 @@ def test_a_closed_terminal_and_a_polite_kill_are_one_wish_however_often(tmp_path
 def test_a_stop_says_where_a_resume_would_begin(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.checkpoints.mkdir()
-    write_cut(folder, open_cut(folder, "r", 7), {}, {})
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 7), {}, {})
     run = Run(tmp_path, "wait")
     run.when["ready"] = interrupt
     assert run.launcher.run() == 130

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint, open_cut, sweep_cuts, write_cut
+from penstock.runtime.record.folder import (
+    RunFolder,
+    begin_checkpoint,
+    complete_checkpoint,
+    latest_checkpoint,
+    sweep_checkpoints,
+)
 
 
 @pytest.fixture
@@ -18,9 +24,9 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def checkpoint(folder: RunFolder, update: int) -> Path:
-    name = open_cut(folder, "ours", update)
+    name = begin_checkpoint(folder, "ours", update)
     (folder.checkpoints / name / "part").write_text(name)
-    return write_cut(folder, name, {"update": update}, {"before": 0.5})
+    return complete_checkpoint(folder, name, {"update": update}, {"before": 0.5})
 
 
 def latest(folder: RunFolder) -> str | None:
@@ -33,7 +39,7 @@ def test_a_folder_counts_once_its_cut_is_in_it_and_it_has_its_name(folder: RunFo
     checkpoint(folder, 3)
     (folder.checkpoints / "00000005").mkdir()
     (folder.checkpoints / "00000005" / "part").touch()
-    fresh = open_cut(folder, "ours", 6)
+    fresh = begin_checkpoint(folder, "ours", 6)
     (folder.checkpoints / fresh / "cut.json").write_bytes((folder.checkpoints / "00000003" / "cut.json").read_bytes())
     (folder.checkpoints / "notes").mkdir()
     (folder.checkpoints / "notes" / "cut.json").write_text("{}")
@@ -77,8 +83,8 @@ def test_what_a_cut_is_made_of_is_on_the_disk_before_it_counts(
 
     monkeypatch.setattr(os, "fsync", see_sync)
     monkeypatch.setattr(os, "rename", see_rename)
-    written = folder.checkpoints / open_cut(folder, "ours", 3)
-    write_cut(folder, written.name, {}, {})
+    written = folder.checkpoints / begin_checkpoint(folder, "ours", 3)
+    complete_checkpoint(folder, written.name, {}, {})
     before, after = happened[: happened.index("counts")], happened[happened.index("counts") :]
     assert any(path.parent == written for path in before)  # cut.json, by whatever name it had then
     assert before[-1] == written
@@ -87,36 +93,36 @@ def test_what_a_cut_is_made_of_is_on_the_disk_before_it_counts(
 
 def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
     checkpoint(folder, 3)
-    given_up = open_cut(folder, "ours", 4)
+    given_up = begin_checkpoint(folder, "ours", 4)
     (folder.checkpoints / given_up / "policy").mkdir()
-    theirs = open_cut(folder, "theirs", 4)
+    theirs = begin_checkpoint(folder, "theirs", 4)
     (folder.checkpoints / "00000004-ours-mine").mkdir()
     elsewhere = folder.path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
     (folder.checkpoints / "00000005-ours-0123456789abcdef").symlink_to(elsewhere)
     names = {path.name for path in folder.checkpoints.iterdir()}
-    sweep_cuts(folder)
+    sweep_checkpoints(folder)
     assert {path.name for path in folder.checkpoints.iterdir()} == names - {given_up}
     assert theirs in names
     assert (elsewhere / "kept").exists()
 
 
 def test_a_cut_has_a_folder_of_its_own_that_is_not_made_again(folder: RunFolder) -> None:
-    assert open_cut(folder, "ours", 3) != open_cut(folder, "ours", 3)
+    assert begin_checkpoint(folder, "ours", 3) != begin_checkpoint(folder, "ours", 3)
     os.rename(folder.checkpoints, folder.path / "moved")
     with pytest.raises(RecordError, match="checkpoints/00000003-ours-"):
-        open_cut(folder, "ours", 3)
+        begin_checkpoint(folder, "ours", 3)
     assert not folder.checkpoints.exists()
 
 
 def test_no_cut_is_made_or_swept_through_a_link(folder: RunFolder) -> None:
-    name, elsewhere = open_cut(folder, "ours", 3), folder.path / "elsewhere"
+    name, elsewhere = begin_checkpoint(folder, "ours", 3), folder.path / "elsewhere"
     folder.checkpoints.rename(elsewhere)
     folder.checkpoints.symlink_to(elsewhere)
     with pytest.raises(RecordError, match="checkpoints: given a symbolic link"):
-        open_cut(folder, "ours", 4)
-    sweep_cuts(folder)
+        begin_checkpoint(folder, "ours", 4)
+    sweep_checkpoints(folder)
     assert [path.name for path in elsewhere.iterdir()] == [name]
 
 

@@ -277,7 +277,7 @@ def test_a_folder_that_is_a_link_is_no_part_of_a_run(tmp_path: Path) -> None:
 RUNTIME = Path(__file__).resolve().parents[3] / "runtime"
 OPENERS = {
     "record/folder.py": "it is the place",
-    "tensor/segments.py": "shared memory, exclusively and without links",
+    "tensor/shm.py": "shared memory, exclusively and without links",
     "cli/main.py": "/dev/null",
 }
 """Files that open files for writing themselves, and why they may."""

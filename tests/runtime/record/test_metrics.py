@@ -19,7 +19,7 @@ from penstock.runtime.record.metrics import (
     columns,
     combine,
     keep_rows,
-    open_board,
+    open_tensorboard,
     prefixes,
     read_rows,
     read_undamaged,
@@ -188,8 +188,8 @@ def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> Non
     before.group(Firing("generate", 4), {"tokens": 3.0, "mismatch": inf})
     before.group(Firing("score", 4), {"reward_mean": 0.1})
     before.group(Firing("generate", 5), {"tokens": 9.0})  # came while the cut was written: it will come again
-    before.beside(1, "measure", {"accuracy": 0.5})
-    before.beside(3, "watch", {"width": 2.0})  # the same
+    before.trailing(1, "measure", {"accuracy": 0.5})
+    before.trailing(3, "watch", {"width": 2.0})  # the same
     cut = {
         "groups": [[4, {"generate": "g/0", "score": "s/0"}, {}], [5, {}, {}]],
         "trailing": {"measure": 3, "watch": 3},
@@ -202,8 +202,8 @@ def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> Non
 def test_each_row_takes_the_oldest_figures_of_a_node_that_measures_and_none_are_lost() -> None:
     rows = Rows({"learn": 1}, now=0.0)
     for update, accuracy in ((1, 0.1), (3, 0.3), (5, 0.5)):
-        rows.beside(update, "measure", {"accuracy": accuracy})
-    rows.beside(5, "watch", {"width": 2.0})
+        rows.trailing(update, "measure", {"accuracy": accuracy})
+    rows.trailing(5, "watch", {"width": 2.0})
     rows.update(6, "learn", {}, 1.0)
     row = rows.row(6, 1.0, {})
     assert (row["accuracy"], row["measure_update"], row["width"], row["watch_update"]) == (0.1, 1.0, 2.0, 5.0)
@@ -275,8 +275,8 @@ def test_tensorboard_shows_the_rows_that_count(tmp_path: Path) -> None:
         EventAccumulator,
     )
 
-    open_board(tmp_path, required=True).close()  # type: ignore[union-attr]
-    board = open_board(tmp_path, required=True, keep=[row(0, loss=3.0)])
+    open_tensorboard(tmp_path, required=True).close()  # type: ignore[union-attr]
+    board = open_tensorboard(tmp_path, required=True, keep=[row(0, loss=3.0)])
     assert board is not None
     board.write(row(1, loss=2.0))
     board.close()
@@ -295,6 +295,6 @@ def test_tensorboard_is_left_out_unless_it_is_asked_for(tmp_path: Path, monkeypa
     for name in [n for n in sys.modules if n.startswith("tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    assert open_board(tmp_path, required=False) is None
+    assert open_tensorboard(tmp_path, required=False) is None
     with pytest.raises(RecordError, match=r"pip install 'penstock\[track\]'"):
-        open_board(tmp_path, required=True)
+        open_tensorboard(tmp_path, required=True)
