@@ -25,15 +25,13 @@ from torch import Tensor
 from penstock.runtime.tensor.delta import (
     DELTA_HEADER,
     NONE,
-    break_even,
-    buckets,
-    choose,
     decode,
     encode,
     parse,
     payload_bytes,
 )
 from penstock.runtime.tensor.digest import digest
+from penstock.runtime.tensor.reshard import BUCKET
 
 ITEMSIZE = 2
 CHUNK = 256 << 10
@@ -75,6 +73,28 @@ def view(part: Tensor) -> memoryview:
     return memoryview(part.view(-1).view(torch.uint8).numpy())
 
 
+def buckets(part: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of a contiguous tensor, cut into buckets."""
+    return torch.split(part.view(-1).view(torch.uint8), BUCKET)
+
+
+def break_even(encode_s: float, apply_s: float, fraction: float) -> float:
+    """The bandwidth of a link, in bytes per second, below which delta is faster than dense: both are done when the
+    last byte is in place, one step after the other. `encode_s` and `apply_s` are seconds per byte of the dense
+    bucket, `fraction` is the share of it that travels. Dense takes 1/B a byte, delta encode + fraction/B + apply.
+    """
+    work, saved = encode_s + apply_s, 1 - fraction
+    if saved <= 0:
+        return 0.0
+    return saved / work if work > 0 else float("inf")
+
+
+def choose(dense_bytes: int, delta_bytes: int, bandwidth: float, encode_s: float, apply_s: float) -> str:
+    """ "dense" or "delta": the faster one over a link of `bandwidth` bytes per second."""
+    fraction = delta_bytes / dense_bytes if dense_bytes else 1.0
+    return "delta" if bandwidth < break_even(encode_s, apply_s, fraction) else "dense"
+
+
 def receive(end: socket.socket, elements: int) -> None:
     """The receiver's process: each sync is a byte (dense, delta or the end), then the buckets; answered by a byte."""
     weights, link, held = torch.zeros(elements, dtype=torch.bfloat16), Link(end), NONE
@@ -107,7 +127,7 @@ def delta_sync(link: Link, previous: Tensor, current: Tensor, version: int) -> i
     for before, bucket in zip(buckets(previous), buckets(current), strict=True):
         delta = encode(before, bucket, ITEMSIZE, version, version - 1)
         link.send(memoryview(delta.header() + view(delta.payload)))
-        total += delta.wire_bytes
+        total += DELTA_HEADER + delta.payload.nbytes
     return total
 
 
@@ -123,7 +143,7 @@ def alone(previous: Tensor, current: Tensor) -> dict[str, float]:
     applied = time.perf_counter()
     assert torch.equal(target.view(torch.int16), current.view(torch.int16))
     encode_s, apply_s = (encoded - start) / current.nbytes, (applied - encoded) / current.nbytes
-    fraction = sum(delta.wire_bytes for delta in deltas) / current.nbytes
+    fraction = sum(DELTA_HEADER + delta.payload.nbytes for delta in deltas) / current.nbytes
     return {
         "encode_gb_per_s": 1e-9 / encode_s,
         "apply_gb_per_s": 1e-9 / apply_s,
