@@ -258,9 +258,10 @@ def test_a_figure_larger_than_any_float_is_refused() -> None:
 # Signatures that cannot be read ---------------------------------------------------------------------------
 
 
-def refused(function: Any, *words: str, stateful: bool = False) -> None:
+def refused(function: Any, code: str, *words: str, stateful: bool = False) -> None:
     with pytest.raises(GraphError) as raised:
         interface(function, stateful=stateful)
+    assert [fault.code for fault in raised.value.faults] == [code]
     for word in (f"{__file__}:{function.__code__.co_firstlineno}: {function.__name__}", *words):
         assert word in str(raised.value)
 
@@ -273,12 +274,12 @@ def test_inputs_need_a_class_and_no_default() -> None:
     def open_ended(**x: Length) -> Reward: ...  # type: ignore[empty-body]
     def unnamed(x: Length, /) -> Reward: ...  # type: ignore[empty-body]
 
-    refused(bare, "parameter 'x'", "no annotation", "a class")
-    refused(union, "parameter 'x'", "Reward | ")
-    refused(preset, "parameter 'x'", "the default 3", "options stand after `*`")
-    refused(starred, "variadic positional")
-    refused(open_ended, "variadic keyword")
-    refused(unnamed, "positional-only")
+    refused(bare, "bad-annotation", "parameter 'x'", "no annotation")
+    refused(union, "bad-annotation", "parameter 'x'", "Reward | ")
+    refused(preset, "input-with-default", "parameter 'x'", "the default 3")
+    refused(starred, "bad-parameter", "variadic positional")
+    refused(open_ended, "bad-parameter", "variadic keyword")
+    refused(unnamed, "bad-parameter", "positional-only")
 
 
 def test_outputs_need_classes() -> None:
@@ -286,15 +287,15 @@ def test_outputs_need_classes() -> None:
     def text(x: Length) -> "Reward | Length": ...  # type: ignore[empty-body]
     def missing(x: Length) -> "Nowhere": ...  # type: ignore[name-defined] # noqa: F821
 
-    refused(bare, "return annotation", "no annotation")
-    refused(text, "return annotation")
-    refused(missing, "signature", "name 'Nowhere' is not defined")
+    refused(bare, "bad-annotation", "return annotation", "no annotation")
+    refused(text, "bad-annotation", "return annotation")
+    refused(missing, "unresolved-annotation", "signature", "name 'Nowhere' is not defined")
 
 
 def test_a_stateful_node_returns_its_state() -> None:
     def forgets(tally: Tally, x: Length) -> Reward: ...  # type: ignore[empty-body]
 
-    refused(forgets, "return annotation", "tuple[State, Output]", stateful=True)
+    refused(forgets, "state-not-returned", "return annotation", stateful=True)
 
 
 def test_optional_inputs_and_required_options() -> None:
