@@ -1,6 +1,6 @@
-"""What can be computed from a graph before it runs: the order of its nodes and a lower bound on the period.
+"""What can be computed from a graph before it runs: the order of its nodes, staleness, a lower bound on the period.
 
-A graph with faults (see `check`) has neither. Importing this module imports networkx.
+A graph with faults (see `check`) has no order and no period. Importing this module imports networkx.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,6 +58,19 @@ def order(graph: Graph) -> tuple[str, ...]:
         given = f"the cycle {' → '.join(tail for tail, _ in nx.find_cycle(flow))}"
         raise GraphError(Fault("cycle-without-lag", what, given, needed, graph.where)) from None
     return tuple(name for name in names if name in place)
+
+
+def staleness(graph: Graph) -> dict[tuple[str, str], int]:
+    """For each edge, as (node, input): how many updates the oldest weights behind its value may be late.
+
+    They are compared with the policy of the update that consumes the value: the largest sum of lags on a path to the
+    edge. Carried values as they are have 0.
+    """
+    age = {argument.name: 0 for argument in graph.arguments}
+    for name in order(graph):
+        node = graph[name]
+        age[name] = (node.lag or 0) + max((age[i.ref.node] for i in node.inputs if not i.back), default=0)
+    return {(n.name, i.name): age[i.ref.node] for n in graph.nodes for i in n.inputs if not i.back}
 
 
 @dataclass(frozen=True, slots=True)
