@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.graph.errors import Fault, GraphError, defined
 from penstock.graph.imports import imported, load, names_function, path_of, short
@@ -224,28 +224,39 @@ def requires(*checks: Check[Any]) -> Callable[[M], M]:
     return mark
 
 
-def opens(spec: Callable[[Context], Any], *, words: bool = True) -> Callable[[M], M]:
+class Opens(NamedTuple):
+    """What a maker says of the model that it opens (see `opens`)."""
+
+    spec: Callable[[Context], Any]
+    words: bool
+    base: bool
+
+
+def opens(spec: Callable[[Context], Any], *, words: bool = True, base: bool = False) -> Callable[[M], M]:
     """Say of a maker which model it opens: `spec(context)` gives what is known of it before any weights are read.
 
     A node that computes with the weights of a carried value, such as `generate`, takes the shape and the tokenizer from
     the spec of that value's maker, which is called with the context that the maker is given. For the nodes of this
-    package a spec is a `penstock.nodes.open_model.ModelSpec`. `words` is False for a model whose head gives a number.
+    package a spec is a `penstock.nodes.open_model.ModelSpec`. Where a spec has a method `check_mesh(mesh, decodes=…)`,
+    which raises ValueError, it is called for the meshes of a run before any rank is there.
+
+    `words` is False for a model whose head gives a number. `base`: the maker opens the run's own model, and a run
+    without `--model` begins with the base model, which is built for it.
 
         @opens(judge_spec)
         def open_judge(context: Context) -> Carried: ...
     """
 
     def mark(made: M) -> M:
-        made.opens = spec, words  # type: ignore[attr-defined]
+        made.opens = Opens(spec, words, base)  # type: ignore[attr-defined]
         return made
 
     return mark
 
 
-def opened(maker: str) -> tuple[Callable[[Context], Any], bool] | None:
-    """The spec that the maker of this import path was given by `opens`, and whether its model says words; None for a
-    maker that says nothing of a model."""
-    found: tuple[Callable[[Context], Any], bool] | None = getattr(load(maker), "opens", None)
+def opened(maker: str) -> Opens | None:
+    """What `opens` says of the maker of this import path; None for a maker that says nothing of a model."""
+    found: Opens | None = getattr(load(maker), "opens", None)
     return found
 
 

@@ -45,7 +45,7 @@ from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.update import penalty
 from penstock.nodes.model import Scorer
-from penstock.nodes.open_model import open_scorer, require_scorer, run_spec
+from penstock.nodes.open_model import open_scorer, reads_tokens, require_scorer, run_spec
 from penstock.nodes.option_checks import bound, not_negative, share
 from penstock.nodes.reward_model import packed_values
 from penstock.nodes.trainable import Learner
@@ -135,6 +135,7 @@ def language_critic(critic: Critic) -> LanguageCritic:
     return critic
 
 
+@reads_tokens
 @node(pool="critic", clock="update")
 def critic_values(critic: Critic, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Values:
     """V(s_t) before each token of each response, float32 [N, T]; zero past the end."""
@@ -188,6 +189,7 @@ def gae(
     return TokenAdvantages(advantages_NT), Returns(returns_NT), metrics
 
 
+@reads_tokens
 @requires(bound("clip"))
 @node(pool="critic", clock="update")
 @update_options()

@@ -34,7 +34,7 @@ from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_le
 from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import Llama, ModelError, load_model
-from penstock.nodes.open_model import ModelSpec, directory_spec, run_spec
+from penstock.nodes.open_model import ModelSpec, directory_spec, reads_tokens, run_spec
 from penstock.nodes.policy import LanguageModel, language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
 from penstock.nodes.trainable import Frozen
@@ -105,6 +105,7 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
 
 
+@reads_tokens
 @node(pool="trainer", clock="update")
 @update_options()
 def distill_update(
@@ -149,6 +150,7 @@ def _all_logprobs(model: Llama, packed: Packed) -> Tensor:
     return torch.log_softmax(logits_PV, dim=-1)
 
 
+@reads_tokens
 @node(pool="reference")
 def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
     """log π_ref of each sampled token, float32 [N, T]; zero elsewhere.
@@ -158,6 +160,7 @@ def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens
     return _logprobs(reference, rollouts, micro_tokens)
 
 
+@reads_tokens
 @node(pool="trainer", clock="update")
 def policy_logprobs(policy: Policy, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
     """log π of each sampled token by the policy as it is before the update, at the temperature that was sampled at,

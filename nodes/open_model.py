@@ -1,15 +1,16 @@
 """The model that a run starts from, an HF directory or a small untrained one made from the seed; and what is known of
 the model of a carried value before its weights are there.
 
-Whether a model can be cut as a mesh wants it, told from shapes alone, before any rank is there.
+`ModelSpec` says of a model, from its shape alone, whether it can be cut as a mesh wants it.
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import nn
 
 from penstock.graph.errors import Fault, GraphError
-from penstock.graph.imports import short
+from penstock.graph.imports import imported, short
 from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks
 from penstock.graph.requires import Call, opened
 from penstock.graph.types import Context, Rollouts
@@ -78,6 +79,36 @@ class ModelSpec:
     config: ModelConfig
     tokenizer: Tokenizer
 
+    def check_mesh(self, mesh: Axes, *, decodes: bool = False) -> None:
+        """Whether the model fits on the ranks of a mesh: to be decoded with, or to be held by ranks that train or read
+        it. Raises ModelError, with what was given and is needed."""
+        if decodes:
+            check_decoding(self.config, mesh)
+            return
+        # Any number of shards and copies, but heads that "tp" divides, and a layer for each stage.
+        sizes = dict(Ranks(mesh).mesh)
+        if (parts := sizes.get(TENSOR, 1)) > 1:
+            check_tensor_parallel(self.config, parts, shared_heads=False)
+        if (stages := sizes.get(STAGE, 1)) > 1:
+            check_stages(self.config, stages)
+
+
+def check_stages(config: ModelConfig, stages: int) -> None:
+    """Whether a pipeline can be cut into stages. Raises ModelError."""
+    if config.tie_word_embeddings:
+        raise ModelError(f"given tied embeddings over {stages} stages, needed a head of its own or one stage")
+    pipeline_stages(config, stages)
+
+
+def check_decoding(config: ModelConfig, mesh: Axes) -> None:
+    """Whether a generator's ranks can decode with a model. Raises ModelError."""
+    ranks = Ranks(mesh)
+    if ranks.count > ranks.size(TENSOR):
+        needed = f"the axis {TENSOR} alone: replicas are more of its pool"
+        raise ModelError(f"generate: given a mesh of {ranks}, needed {needed}")
+    if ranks.count > 1:
+        part_config(config, ranks.count, 0)
+
 
 def run_spec(context: Context) -> ModelSpec:
     """The model that `open_model` and `open_scorer` open: that of `--model`."""
@@ -102,7 +133,7 @@ def weights_spec(context: Context, name: str = "behaviour") -> ModelSpec:
         raise ModelError(f"{context.node}: input {name!r}: given {lack[0]}, needed {lack[1]}")
     found = opened(origin.maker)
     assert found is not None
-    spec = found[0](origin.context)
+    spec = found.spec(origin.context)
     if not isinstance(spec, ModelSpec):
         given = f"the weights of {origin.context.node!r}, of which {origin.maker} says a {type(spec).__name__}"
         raise ModelError(f"{context.node}: input {name!r}: given {given}, needed a penstock.nodes.open_model.ModelSpec")
@@ -124,9 +155,23 @@ def spec_of(call: Call, name: str) -> ModelSpec | None:
     return None if call.context is None else weights_spec(call.context, name)
 
 
+N = TypeVar("N")
+
+
+def reads_tokens(definition: N) -> N:
+    """Say of a node that it reads the tokens of its rollouts with the models among its inputs, as updates do. These
+    need the words of the model that sampled. Other nodes may read texts.
+
+        @reads_tokens
+        @node(pool="trainer", clock="update")
+        def my_update(policy: Policy, rollouts: Rollouts) -> Policy: ...
+    """
+    definition.reads_tokens = True  # type: ignore[attr-defined]
+    return definition
+
+
 def same_words(call: Call) -> None:
-    """What sampling requires of those of this package that read its tokens with a model of their own, such as updates
-    and log-probabilities: a model with the same words. Others may read texts.
+    """What sampling requires of the nodes that read its tokens (`reads_tokens`): models with the same words.
 
     It is looked at for a run, where the models are known. Raises GraphError at the line of the reader.
     """
@@ -136,16 +181,18 @@ def same_words(call: Call) -> None:
         return
     lacks = []
     for reader in call.readers(Rollouts):
-        ours = reader.op.startswith("penstock.nodes.")
-        for argument in [call.view.arguments.get(item.ref.node) for item in reader.inputs] if ours else ():
+        if not getattr(imported(reader.op), "reads_tokens", False):
+            continue
+        for argument in [call.view.arguments.get(item.ref.node) for item in reader.inputs]:
             context = None if argument is None else call.view.contexts.get(argument.name)
             theirs = None if argument is None or context is None else opened(argument.maker)
             if argument is None or context is None or theirs is None:
                 continue
-            if theirs[0] is own[0] and replace(context, node=origin.context.node) == origin.context:
+            if theirs.spec is own.spec and replace(context, node=origin.context.node) == origin.context:
                 continue  # the same model, whose tokenizer need not be read twice
             given, needed = (
-                spec[0](made).tokenizer.backend.get_vocab() for spec, made in ((own, origin.context), (theirs, context))
+                each.spec(made).tokenizer.backend.get_vocab()
+                for each, made in ((own, origin.context), (theirs, context))
             )
             if given != needed:
                 said = f"tokens of {origin.context.node!r}, whose tokenizer has {len(given)}, by {call.node.name}"
@@ -166,7 +213,7 @@ def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:
         given = f"the weights of {value!r}, of which its maker {maker} does not say which model it opens"
         needed = f"@opens(spec) above {short(maker)}: spec(context) returns the ModelSpec (shape and tokenizer)"
         return given, f"{needed} of these weights, such as penstock.nodes.open_model.run_spec for that of --model"
-    if not found[1]:
+    if not found.words:
         return f"the weights of {value!r}, a model whose head gives a number", "those of a model that says words"
     return None
 
@@ -193,36 +240,3 @@ def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:
         pad_token_id=tokenizer.pad,
     )
     return config, tokenizer
-
-
-def check_mesh(spec: ModelSpec, mesh: Axes, *, decodes: bool = False) -> None:
-    """Raises ModelError, with what was given and is needed, for a mesh on which a model does not fit: to be decoded
-    with, or else to be held by ranks that train or read it."""
-    check = check_decoding if decodes else check_shards
-    check(spec.config, Ranks(mesh).mesh)
-
-
-def check_shards(config: ModelConfig, mesh: Axes) -> None:
-    """For `Shards`: any number of shards and copies, but heads that "tp" divides, and a layer for each stage."""
-    sizes = dict(mesh)
-    if (parts := sizes.get(TENSOR, 1)) > 1:
-        check_tensor_parallel(config, parts, shared_heads=False)
-    if (stages := sizes.get(STAGE, 1)) > 1:
-        check_stages(config, stages)
-
-
-def check_stages(config: ModelConfig, stages: int) -> None:
-    """Of a pipeline."""
-    if config.tie_word_embeddings:
-        raise ModelError(f"given tied embeddings over {stages} stages, needed a head of its own or one stage")
-    pipeline_stages(config, stages)
-
-
-def check_decoding(config: ModelConfig, mesh: Axes) -> None:
-    """For a generator's parts."""
-    ranks = Ranks(mesh)
-    if ranks.count > ranks.size(TENSOR):
-        needed = f"the axis {TENSOR} alone: replicas are more of its pool"
-        raise ModelError(f"generate: given a mesh of {ranks}, needed {needed}")
-    if ranks.count > 1:
-        part_config(config, ranks.count, 0)

@@ -88,14 +88,14 @@ class FrozenLanguageModel(LanguageModel, Frozen[Llama], FrozenModel):
     """A language model of any directory."""
 
 
-@opens(run_spec)
+@opens(run_spec, base=True)
 @requires(require_model)
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
     return LanguagePolicy(*open_model(context, "float32"), context)
 
 
-@opens(run_spec)
+@opens(run_spec, base=True)
 @requires(require_model)
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""

@@ -27,7 +27,7 @@ from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import ModelError, Scorer, load_scorer
-from penstock.nodes.open_model import ModelSpec, directory_spec, open_scorer, require_scorer, run_spec
+from penstock.nodes.open_model import ModelSpec, directory_spec, open_scorer, reads_tokens, require_scorer, run_spec
 from penstock.nodes.tokenizer import load_tokenizer
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel
 
@@ -145,13 +145,14 @@ def open_reward_model(context: Context) -> Carried:
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
-@opens(run_spec, words=False)
+@opens(run_spec, words=False, base=True)
 @requires(require_scorer)
 def make_preference_model(context: Context) -> Carried:
     """A reward model on the decoder of `context.model`, whose head is zero: it has no preference yet."""
     return LearningRewardModel(*open_scorer(context, "float32"), context)
 
 
+@reads_tokens
 @node(pool="reward")
 def reward_scores(
     reward_model: RewardModel, rollouts: Rollouts, *, micro_tokens: int | None = None

@@ -17,6 +17,7 @@ from penstock.graph.requires import Call
 from penstock.graph.types import AnyPolicy, Logprobs, Metrics, Rewards, Rollouts
 from penstock.nodes.learn.batching import Packed, group_rows
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
+from penstock.nodes.open_model import reads_tokens
 from penstock.nodes.option_checks import positive
 from penstock.nodes.policy import LanguagePolicy, language_policy
 from penstock.nodes.reward_model import best_and_worst, dpo_loss
@@ -30,6 +31,7 @@ def pairs(call: Call) -> None:
         raise call.lack(given, needed, code="too-few-samples")
 
 
+@reads_tokens
 @requires(pairs, positive("beta"))
 @node(pool="trainer", clock="update")
 @update_options()

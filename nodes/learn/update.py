@@ -34,6 +34,7 @@ from penstock.nodes.learn.batching import (
 )
 from penstock.nodes.learn.losses import NEEDED, Loss, Sampled, aipo, kl_estimate, reads, reads_groups
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
+from penstock.nodes.open_model import reads_tokens
 from penstock.nodes.option_checks import finite, not_negative, positive
 from penstock.nodes.policy import LanguagePolicy, language_policy
 
@@ -78,6 +79,7 @@ def plain_name(call: Call) -> None:
 SAME = 'names of their own, which the figures of each begin with: term(…, name="…")'
 
 
+@reads_tokens
 @requires(penalty, not_negative("kl"), finite("weight"), one_rate, own_names)
 @node(pool="trainer", clock="update")
 @update_options()
@@ -186,6 +188,7 @@ def term(
     )
 
 
+@reads_tokens
 @requires(reads("behaviour"), positive("rho"))
 @node(pool="trainer", clock="update")
 @update_options()

@@ -31,12 +31,6 @@ Field = tuple[str, Any, Any]
 
 NEW = "new"
 """What --model is for an untrained model."""
-POLICY_MAKERS = (
-    "penstock.nodes.policy:make_policy",
-    "penstock.nodes.policy:make_reference",
-    "penstock.nodes.reward_model:make_preference_model",
-)
-"""Who makes language models of `--model`."""
 
 
 def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> str:

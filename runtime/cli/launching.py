@@ -85,7 +85,8 @@ def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str
 
 def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) -> int:
     """Run what the folder says in processes of its own; the exit status."""
-    return Launcher(folder.path, secrets.token_hex(6), cluster, tell).run()
+    modules = RunConfig.load(folder).modules()
+    return Launcher(folder.path, secrets.token_hex(6), cluster, tell, modules=modules).run()
 
 
 def launch_here(folder: RunFolder) -> int:

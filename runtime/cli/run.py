@@ -10,7 +10,7 @@ from time import monotonic
 
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.flags import NEW, POLICY_MAKERS, RunFlags
+from penstock.runtime.cli.flags import NEW, RunFlags
 from penstock.runtime.cli.inputs import absolute_paths, file_digests, is_made_up
 from penstock.runtime.cli.launching import Look, asked, configure, go, require_start
 from penstock.runtime.cli.tracing import CommandError, Traced, require_program, trace_program
@@ -58,9 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _needs_base(traced: Traced) -> bool:
-    """Is there a language model, and none given? Raises CommandError where the base would know nothing of the data."""
+    """Whether the program begins with the base model, since no other is given.
+
+    Raises CommandError where the base would know nothing of the data.
+    """
     flags: RunFlags = traced.flags
-    if flags.model or not any(a.maker in POLICY_MAKERS for a in traced.sound().arguments):
+    if flags.model or not traced.base:
         return False
     if not is_made_up(flags.data):
         raise CommandError(

@@ -17,6 +17,7 @@ from penstock.graph.check import by_place
 from penstock.graph.errors import Fault, defined
 from penstock.graph.ir import Graph
 from penstock.graph.program import trace_evaluation
+from penstock.graph.requires import opened
 from penstock.runtime.cli.flags import CheckFlags, RunFlags
 from penstock.runtime.cli.parse import UsageError, clashes, parse
 from penstock.runtime.cli.try_inputs import own_frames, try_inputs, unmet
@@ -118,7 +119,9 @@ def _tried(found: dict[str, Any], graphs: Sequence[Graph], flags: RunFlags) -> d
     except RAISED:
         return _error(own_frames())
     flags_found = dataclasses.asdict(dataclasses.replace(flags, device=device))
-    return found | {"flags": flags_found, "faults": [dataclasses.asdict(fault) for fault in faults]}
+    makers = (opened(argument.maker) for graph in graphs for argument in graph.carried)
+    base = any(maker is not None and maker.base for maker in makers)
+    return found | {"flags": flags_found, "base": base, "faults": [dataclasses.asdict(fault) for fault in faults]}
 
 
 def _error(text: str, *, usage: bool = False) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Traced:
-    """A program as the child found it; `graph` is missing only where `faults` say why."""
+    """A program as the child found it; `graph` is missing only where `faults` say why. `base`: a maker of its values
+    says that a run without `--model` begins with the base model (`opens`)."""
 
     name: str
     path: str
@@ -51,6 +52,7 @@ class Traced:
     graph: "Graph | None"
     evaluation: "Graph | None"
     faults: "tuple[Fault, ...]"
+    base: bool = False
 
     def sound(self) -> "Graph":
         """The graph. Raises CommandError with all faults if there are any."""
@@ -105,6 +107,7 @@ def understand(verb: str, found: Mapping[str, Any]) -> Traced:
         graph=_graph(found, "graph"),
         evaluation=_graph(found, "evaluation"),
         faults=tuple(Fault(**fault) for fault in found["faults"]),
+        base=found.get("base", False),
     )
 
 

@@ -32,18 +32,18 @@ from penstock.runtime.cluster.placement import read_meshes, spelled
 from penstock.runtime.control.run_config import RunOptions, choose_device, context_of
 from penstock.runtime.record.errors import visible
 
-CHECK_MESH = "penstock.nodes.open_model:check_mesh"
-
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
     """Raises ClusterError for a pool's mesh on which a model of that pool does not fit, with given and needed.
 
-    A model is known where its maker says which it opens (`opens`). Of others, their ranks say what they lack.
+    A model is known where its maker says which it opens (`opens`), by a spec that knows meshes. Of others, their ranks
+    say what they lack.
     """
     meshes = {pool: axes for pool, axes in read_meshes(flags.mesh).items() if num_ranks(axes) > 1}
     for pool, spec, decodes in _models(graphs, flags, meshes):
         try:
-            load(CHECK_MESH)(spec, meshes[pool], decodes=decodes)
+            if hasattr(spec, "check_mesh"):
+                spec.check_mesh(meshes[pool], decodes=decodes)
         except ValueError as error:
             raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
 
@@ -54,13 +54,13 @@ def _models(graphs: Sequence[Graph], flags: RunOptions, pools: Collection[str]) 
     for graph in graphs:
         for argument in graph.carried:
             if argument.pool in pools and (found := opened(argument.maker)):
-                yield argument.pool, found[0](context_of(argument.name, graphs, flags, Context())), False
+                yield argument.pool, found.spec(context_of(argument.name, graphs, flags, Context())), False
         for node in graph.nodes:
             if not node.stream or node.pool not in pools:
                 continue
             for origin in context_of(node.name, graphs, flags, Context()).weights.values():
                 if found := opened(origin.maker):
-                    yield node.pool, found[0](origin.context), True
+                    yield node.pool, found.spec(origin.context), True
 
 
 OURS = ("penstock.", "importlib", "__main__")

@@ -236,7 +236,7 @@ class Agent:
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
         self._client = Client(join, "agent", join.host)
         logs = make_folder(Path(join.folder) / "logs")
-        self._ranks = Ranks(worker, join.run, join.host, logs, self._client)
+        self._ranks = Ranks((*worker, *join.modules), join.run, join.host, logs, self._client)
         self._joined = False
 
     def run(self) -> str:

@@ -106,11 +106,12 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         controller: Sequence[str] = CONTROLLER,
         agent: Sequence[str] = AGENT,
+        modules: Sequence[str] = (),
     ) -> None:
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
         self.tell = while_heard(tell, self._wish)
         self.environment = dict(environment or {})
-        self.commands = (tuple(controller), tuple(agent))
+        self.commands, self.modules = (tuple(controller), tuple(agent)), tuple(modules)
         self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
         self.agents: dict[str, Child] = {}
         self.interrupts = 0
@@ -213,7 +214,8 @@ class Launcher:
     def _start_agents(self, endpoint: str) -> None:
         for host in self.cluster.hosts:
             path = self.folder / "keys" / f"{host.name}.json"
-            self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK).write(path)
+            join = self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK, self.modules)
+            join.write(path)
             if host.agent == "local":
                 self.agents[host.name] = self._start(self.commands[1], f"agent-{host.name}", str(path))
             else:

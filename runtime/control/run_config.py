@@ -239,6 +239,15 @@ class RunConfig:
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
 
+    def modules(self) -> tuple[str, ...]:
+        """Modules of Penstock that ranks import for the makers and the nodes of this run, sorted.
+
+        Those of the user are not among them: what they do when they are imported is for each rank by itself.
+        """
+        paths = [argument.maker for graph in self.graphs for argument in graph.arguments]
+        paths += [node.op for graph in self.graphs for node in graph.nodes if node.construct == "call"]
+        return tuple(sorted({path.partition(":")[0] for path in paths if path.startswith("penstock.")}))
+
     @property
     def offload(self) -> Literal["auto", "on", "off"]:
         """Does what is not needed between updates leave the device? "auto" only where others can use its memory."""

@@ -177,7 +177,7 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Secrets:
-    """A dataclass of strings and of maps of strings that is kept as JSON. `needed` says in words which file it is."""
+    """A dataclass of strings, lists and maps of strings that is kept as JSON. `needed` says which file it is."""
 
     needed: ClassVar[str]
 
@@ -225,7 +225,7 @@ class Join(_Secrets):
     """What one host connects with. `folder` is the run folder there; `server` the controller's public key.
 
     `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
-    `address` is where these ranks listen for that.
+    `address` is where these ranks listen for that. `modules` are what all ranks import, once for a host.
     """
 
     needed: ClassVar[str] = "the join file that `penstock run --cluster` wrote for this host"
@@ -240,6 +240,7 @@ class Join(_Secrets):
     secret: str = field(default="", repr=False)
     address: str = LOOPBACK
     hosts: dict[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     def hello(self, role: Literal["rank", "agent", "heartbeat"], name: str, rank: int = 0) -> Hello:
         """How this process introduces itself."""
@@ -266,9 +267,11 @@ class Keys:
         server, allowed = KeyPair.make(), {name: pair.public for name, pair in pairs.items()}
         return Keys(Door(run, endpoint, token, server.public, server.secret, allowed), pairs)
 
-    def join(self, host: str, endpoint: str, folder: Path, address: str = LOOPBACK) -> Join:
+    def join(
+        self, host: str, endpoint: str, folder: Path, address: str = LOOPBACK, modules: tuple[str, ...] = ()
+    ) -> Join:
         """`endpoint` is where the controller really listens: its port may have been the system's choice."""
         door, pair = self.door, self.hosts[host]
         publics = {name: other.public for name, other in self.hosts.items() if other.public}
         join = Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)
-        return replace(join, address=address, hosts=publics)
+        return replace(join, address=address, hosts=publics, modules=modules)

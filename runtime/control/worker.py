@@ -31,8 +31,9 @@ IDLE = 1.0
 
 RAISED = (Exception, SystemExit)
 
-NEEDED = ("penstock.runtime.control.rank", "penstock.nodes.policy")
-"""What takes long to import, torch above all, and is imported once for all ranks of a host."""
+NEEDED = "penstock.runtime.control.rank"
+"""What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
+modules of the run's nodes (`RunConfig.modules`), which are this process's arguments."""
 
 
 def main() -> None:
@@ -127,4 +128,4 @@ def work(client: Client, rank: "Rank") -> int:
 
 
 if __name__ == "__main__":
-    serve_forks(main, NEEDED)
+    serve_forks(main, (NEEDED, *sys.argv[1:]))

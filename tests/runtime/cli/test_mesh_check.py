@@ -99,6 +99,11 @@ def test_every_model_of_the_package_says_which_it_opens() -> None:
     assert not [maker for maker in makers if opened(maker) is None]
 
 
+@pytest.mark.parametrize(("name", "base"), [("aipo", True), ("reward_model", True), ("toy", False)])
+def test_a_maker_says_whether_its_run_begins_with_the_base_model(name: str, base: bool) -> None:
+    assert answer("run", name, ["--eval-groups", "0"])["base"] is base
+
+
 def test_a_run_says_it_before_anything_starts() -> None:
     found = answer("run", "aipo", ["--mesh", "generator=tp8"])
     assert found["error"].startswith("--mesh generator=tp8: tensor parallelism: given 4 attention heads")

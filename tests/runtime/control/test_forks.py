@@ -8,6 +8,8 @@ import sys
 from penstock.runtime.control.agent import ALONE
 from penstock.runtime.control.worker import NEEDED
 
+MODULES = ("penstock.nodes.policy", "penstock.nodes.generate", "penstock.nodes.learn.update", "penstock.nodes.score")
+
 SCRIPT = """
 import importlib, json, os, sys
 for module in sys.argv[1:]:
@@ -18,6 +20,6 @@ print(json.dumps({"threads": len(os.listdir("/proc/self/task")), "cuda": torch.c
 
 
 def test_what_ranks_need_starts_no_thread_and_touches_no_device_when_it_is_imported() -> None:
-    command, environment = [sys.executable, "-c", SCRIPT, *NEEDED], {**os.environ, **ALONE}
+    command, environment = [sys.executable, "-c", SCRIPT, NEEDED, *MODULES], {**os.environ, **ALONE}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
     assert json.loads(done.stdout) == {"threads": 1, "cuda": False}
