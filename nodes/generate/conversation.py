@@ -1,14 +1,12 @@
-"""A firing in work: one turn of each conversation of a group, and the rollouts that they become.
+"""One turn of a prompt group: its rows, what each has said and heard so far, and the rollouts that they become.
 
-Shapes: N rows (the samples of each prompt in turn), S tokens of prompt and response, T tokens of a response.
+Invariants: what was sampled stays the tokens that were sampled. A reply of the environment is encoded once, when it is
+heard. No text is ever encoded again.
 
-One conversation of a group: what has been said and heard in it, token by token.
-
-What was sampled stays the tokens that were sampled. A reply of the environment is encoded once, when it is heard, and
-no text is ever encoded again.
+Shapes: N rows (the samples of each prompt, one prompt after the other), S tokens of prompt and response, T tokens of a
+response.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,143 +21,134 @@ from penstock.nodes.tokenizer import Tokenizer
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
-NOBODY = -1
-"""The version of tokens that nobody sampled."""
+NOT_SAMPLED = -1
+"""The version of tokens that no weights have sampled: those of an environment's reply."""
 
 
 class Response(NamedTuple):
-    """Tokens that follow a prompt, what `Rollouts` says of each, and whether the newest turn ended by itself."""
+    """Tokens that follow a prompt, the log-probability (nats) and the version of each, and whether the newest turn
+    ended with a stop token."""
 
     tokens: IntArray
     logprobs: FloatArray
     versions: IntArray
     finished: bool
 
-    @staticmethod
-    def heard(tokens: list[int]) -> "Response":
-        """An environment's tokens."""
-        size = len(tokens)
-        logprobs, versions = np.zeros(size, dtype=np.float32), np.full(size, NOBODY, dtype=np.int64)
-        return Response(np.array(tokens, dtype=np.int64), logprobs, versions, finished=True)
-
     def then(self, more: "Response") -> "Response":
         """This one, continued."""
-        return Response(
-            np.concatenate([self.tokens, more.tokens]),
-            np.concatenate([self.logprobs, more.logprobs]),
-            np.concatenate([self.versions, more.versions]),
-            more.finished,
-        )
+        arrays = (np.concatenate(pair) for pair in zip(self[:3], more[:3], strict=True))
+        return Response(*arrays, more.finished)
 
-    @property
-    def drifted(self) -> bool:
-        """Did the weights change while it was sampled?"""
-        return bool(self.versions[0] != self.versions[-1])
+
+EMPTY = Response(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64), True)
 
 
 @dataclass
-class Row:
-    """A prompt, what followed it in earlier turns (`before`, with the texts of its turns in `transcript`), the
-    environment's reply to that (`heard`, in words `reply`), and what the model says now. `rewards` are what the
-    environment gave after each of the earlier turns.
+class SampledRow:
+    """One conversation of a group.
 
-    A row that is not `open` says nothing more and stays as it was before. An `outgrown` one would have gone on.
+    `before` is what followed the prompt in earlier turns, with the environment's reply to the last of them; its texts
+    are the `transcript`. `rewards` are what the environment gave after each earlier turn. `said` is what the model says
+    in this turn, None until it has ended.
+
+    A row that is not `open` says nothing more. `outgrown` is the number of tokens of a conversation that was closed
+    because it has no room for the reply and another turn, otherwise 0.
     """
 
     prompt: list[int]
-    before: Response | None = None
+    before: Response = EMPTY
     transcript: list[str] = field(default_factory=list)
-    heard: Response | None = None
-    reply: str = ""
     said: Response | None = None
     open: bool = True
-    outgrown: bool = False
+    outgrown: int = 0
     rewards: list[float | None] = field(default_factory=list)
 
     @property
     def prefix(self) -> list[int]:
         """The tokens that the model goes on from."""
-        return [*self.prompt, *(token for part in (self.before, self.heard) if part for token in part.tokens.tolist())]
-
-    def outgrow(self) -> None:
-        """End a row that has no room for the reply and another turn: without either, and unfinished."""
-        self.open, self.outgrown = False, True
-
-    def whole(self) -> Response:
-        """All that follows the prompt."""
-        if self.said is None:
-            assert self.before is not None
-            return self.before._replace(finished=self.before.finished and not self.outgrown)
-        if self.before is None or self.heard is None:
-            return self.said
-        return self.before.then(self.heard).then(self.said)
+        return [*self.prompt, *self.before.tokens.tolist()]
 
     def texts(self, tokenizer: Tokenizer) -> list[str]:
-        """Its transcript: all turns' texts, the newest one's without the token that ended it."""
+        """The texts of all turns; the newest one's without the token that ended it."""
         if self.said is None:
             return self.transcript
         tokens = self.said.tokens[: len(self.said.tokens) - self.said.finished]
-        reply = [] if self.heard is None else [self.reply]
-        return [*self.transcript, *reply, tokenizer.decode(tokens.tolist())]
-
-
-def resume(conversation: Rollouts, replies: Replies, tokenizer: Tokenizer) -> Iterator[Row]:
-    """The rows of an earlier turn with the replies to it. Raises ValueError for a row that is to go on from nothing,
-    and for a conversation without log μ."""
-    recorded_NT = behaviour_logprobs(conversation, f"generate, group {conversation.ordinals[0]}")
-    tokens_NS, logprobs_NT, versions_NT = (
-        array.numpy(force=True) for array in (conversation.tokens_NS, recorded_NT, conversation.versions_NT)
-    )
-    begins, lengths = conversation.prompt_lengths_N.tolist(), conversation.response_lengths_N.tolist()
-    finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()
-    rewards = conversation.rewarded(replies)
-    for index, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        before = Response(
-            tokens_NS[index, begin : begin + length],
-            logprobs_NT[index, :length],
-            versions_NT[index, :length],
-            finished[index],
-        )
-        prompt, transcript = tokens_NS[index, :begin].tolist(), conversation.transcripts[index]
-        row = Row(prompt, before, transcript, open=not done[index], rewards=rewards[index])
-        if row.open:
-            row.reply = replies.texts[index]
-            row.heard = Response.heard(tokenizer.encode_reply(row.reply, replies.roles[index], finished[index]))
-            if not len(row.heard.tokens):
-                raise ValueError(
-                    f"generate, group {conversation.ordinals[index]}, row {index}: given a reply without a token "
-                    f"({row.reply!r}) to a row that is not done, needed one that says something, or done"
-                )
-        yield row
+        return [*self.transcript, tokenizer.decode(tokens.tolist())]
 
 
 @dataclass
 class Group:
-    """`samples` rows for each of its prompts (one, unless a caller joined several)."""
+    """A firing of `generate` in work: `samples` rows for each of its prompts. A firing has one prompt, unless a caller
+    has joined several."""
 
     tag: Any
     prompts: Prompts
     samples: int
-    rows: list[Row]
+    rows: list[SampledRow]
 
     @staticmethod
     def begin(tag: Any, prompts: Prompts, samples: int, tokenizer: Tokenizer) -> "Group":
         """The first turn."""
         encoded = [tokenizer.encode_prompt(text) for text in prompts.texts]
-        return Group(tag, prompts, samples, [Row(prompt) for prompt in encoded for _ in range(samples)])
+        return Group(tag, prompts, samples, [SampledRow(prompt) for prompt in encoded for _ in range(samples)])
 
     @staticmethod
     def go_on(
-        tag: Any, prompts: Prompts, samples: int, conversation: Rollouts, replies: Replies, tokenizer: Tokenizer
+        tag: Any,
+        prompts: Prompts,
+        samples: int,
+        conversation: Rollouts,
+        replies: Replies,
+        tokenizer: Tokenizer,
+        max_prefix: int,
     ) -> "Group":
-        """The next turn of what an earlier firing made. Raises ValueError where the rows do not match."""
+        """The next turn of a conversation that an earlier firing made. A row whose conversation would have more than
+        `max_prefix` tokens ends there: without the reply, and unfinished.
+
+        Raises ValueError where the rows do not match, for a row that is to go on after a reply without a token, and for
+        a conversation without log-probabilities.
+        """
+        where = f"generate, group {prompts.ordinals[0]}"
         needed, given, heard = len(prompts.texts) * samples, len(conversation), len(replies)
         if (given, heard) != (needed, needed):
             raise ValueError(
-                f"generate, group {prompts.ordinals[0]}: given a conversation of {given} rows and {heard} replies, "
+                f"{where}: given a conversation of {given} rows and {heard} replies, "
                 f"needed {needed} of each: {samples} samples of each prompt"
             )
-        return Group(tag, prompts, samples, list(resume(conversation, replies, tokenizer)))
+        recorded_NT = behaviour_logprobs(conversation, where)
+        tokens_NS, logprobs_NT, versions_NT = (
+            array.numpy(force=True) for array in (conversation.tokens_NS, recorded_NT, conversation.versions_NT)
+        )
+        begins, lengths = conversation.prompt_lengths_N.tolist(), conversation.response_lengths_N.tolist()
+        finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()
+        rewards, rows = conversation.rewarded(replies), []
+        for index, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            row = SampledRow(tokens_NS[index, :begin].tolist(), open=not done[index], rewards=rewards[index])
+            row.transcript = conversation.transcripts[index]
+            row.before = Response(
+                tokens_NS[index, begin : begin + length],
+                logprobs_NT[index, :length],
+                versions_NT[index, :length],
+                finished[index],
+            )
+            rows.append(row)
+            if not row.open:
+                continue
+            text = replies.texts[index]
+            tokens = np.array(tokenizer.encode_reply(text, replies.roles[index], finished[index]), dtype=np.int64)
+            if not len(tokens):
+                raise ValueError(
+                    f"generate, group {conversation.ordinals[index]}, row {index}: given a reply without a token "
+                    f"({text!r}) to a row that is not done, needed one that says something, or done"
+                )
+            size = begin + length + len(tokens)
+            if size > max_prefix:
+                row.open, row.outgrown, row.before = False, size, row.before._replace(finished=False)
+                continue
+            unscored, unsampled = np.zeros(len(tokens), dtype=np.float32), np.full(len(tokens), NOT_SAMPLED)
+            row.before = row.before.then(Response(tokens, unscored, unsampled, finished=True))
+            row.transcript = [*row.transcript, text]
+        return Group(tag, prompts, samples, rows)
 
     @property
     def complete(self) -> bool:
@@ -167,13 +156,13 @@ class Group:
 
     @property
     def versions(self) -> set[int]:
-        """All versions that made its tokens, in this turn and in earlier ones."""
-        parts = [part for row in self.rows for part in (row.before, row.said) if part is not None]
-        return {version for part in parts for version in part.versions.tolist()} - {NOBODY}
+        """The versions of weights that sampled its tokens, in this turn and in earlier ones."""
+        parts = [part.versions for row in self.rows for part in (row.before, row.said) if part is not None]
+        return set(np.concatenate(parts).tolist()) - {NOT_SAMPLED}
 
     def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:
-        """What its rows have become, of this turn and earlier ones, all sampled by `sampler`."""
-        wholes = [row.whole() for row in self.rows]
+        """The whole conversations, with the turns before this one. `sampler` has sampled all of them."""
+        wholes = [row.before if row.said is None else row.before.then(row.said) for row in self.rows]
         lengths = np.array([len(whole.tokens) for whole in wholes])
         prompt_lengths = np.array([len(row.prompt) for row in self.rows])
         tokens_NS = np.zeros((len(wholes), int((prompt_lengths + lengths).max())), dtype=np.int64)
@@ -186,10 +175,11 @@ class Group:
             logprobs_NT[index, :length] = whole.logprobs
             versions_NT[index, :length] = whole.versions
         transcripts = tuple(row.texts(tokenizer) for row in self.rows)
+        of_row = [index for index in range(len(self.prompts.texts)) for _ in range(self.samples)]
         return Rollouts(
-            ordinals=self._each(self.prompts.ordinals),
-            prompts=self._each(self.prompts.texts),
-            answers=self._each(self.prompts.answers),
+            ordinals=tuple(self.prompts.ordinals[index] for index in of_row),
+            prompts=tuple(self.prompts.texts[index] for index in of_row),
+            answers=tuple(self.prompts.answers[index] for index in of_row),
             texts=tuple(transcript[-1] for transcript in transcripts),
             tokens_NS=torch.from_numpy(tokens_NS),
             prompt_lengths_N=torch.from_numpy(prompt_lengths),
@@ -204,20 +194,20 @@ class Group:
         )
 
     def metrics(self) -> Metrics:
-        """Of this turn: `generated_tokens` is how many were sampled, `response_length` their mean by row, `stale_cache`
-        the share of them that were decoded on a cache that holds entries of older weights, `outgrown` that of the rows
-        that had no room for it."""
+        """Figures of this turn.
+
+        `generated_tokens`: how many were sampled. `response_length`: their mean by row. `stale_cache`: the share of
+        them that were decoded on a cache with entries of older weights. `outgrown`, from the second turn on: the share
+        of rows that had no room for the turn.
+        """
         said: list[Response] = [row.said for row in self.rows if row.said is not None]
         tokens = sum(len(response.tokens) for response in said)
-        stale = sum(int((r.versions != r.versions[0]).sum()) for r in said if r.drifted)
+        stale = sum(int((response.versions != response.versions[0]).sum()) for response in said)
         metrics = {
             "generated_tokens": float(tokens),
             "response_length": tokens / max(1, len(said)),
             "stale_cache": stale / max(1, tokens),
         }
-        if any(row.before is not None for row in self.rows):
-            metrics["outgrown"] = sum(row.outgrown for row in self.rows) / len(self.rows)
+        if any(row.transcript for row in self.rows):
+            metrics["outgrown"] = sum(row.outgrown > 0 for row in self.rows) / len(self.rows)
         return metrics
-
-    def _each(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(value for value in values for _ in range(self.samples))

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, NodeWarning, Prompts, Rollouts, Weights
-from penstock.nodes.generate.conversation import Group, Response, Row
+from penstock.nodes.generate.conversation import EMPTY, Group, Response, SampledRow
 from penstock.nodes.generate.kv_cache import Memory, Prefix, Room, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import Llama
@@ -168,10 +168,10 @@ class Engine:
         self.memory: Memory | None = None
         stops = np.zeros(model.config.vocab_size, dtype=bool)
         stops[list(tokenizer.stops)] = True
-        self.slots: Slots[tuple[Group, Row]] = Slots(num_slots, context.max_tokens, stops)
+        self.slots: Slots[tuple[Group, SampledRow]] = Slots(num_slots, context.max_tokens, stops)
         self.queue: deque[Request] = deque()
         self.settled: list[Group] = []
-        self.outgrown = False
+        self.warned = False
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
         self.version, self.unmeasured = -1, False
@@ -181,39 +181,46 @@ class Engine:
         """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
 
         Raises ValueError for a prompt that cannot fit. A conversation that has outgrown its room is no error: its row
-        ends there.
+        ends there, and the first such row of a run is warned of.
         """
         prompts: Prompts = inputs["prompts"]
         conversation, replies = inputs.get("conversation"), inputs.get("replies")
+        needed = needed_prompt(self.length, self.context)
         if conversation is None or replies is None:
             group = Group.begin(tag, prompts, self.samples, self.tokenizer)
-            step = self.samples
-            for ordinal, row in zip(prompts.ordinals, group.rows[::step], strict=True):
-                self._check(ordinal, row.prompt)
-        else:
-            _check_settings(conversation, self.sampler)
-            group = Group.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer)
-            step = 1
-            self._end_outgrown(group)
-        self.behaviour = inputs["behaviour"]
-        for index in range(0, len(group.rows), step):
-            if group.rows[index].open:
-                self.queue.append(Request(group, range(index, index + step), group.rows[index].prefix))
-        if group.complete:
-            self.settled.append(group)
+            for ordinal, row in zip(prompts.ordinals, group.rows[:: self.samples], strict=True):
+                if not 0 < len(row.prompt) <= self.max_prefix:
+                    given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
+                    raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
+            self._enqueue(group, self.samples, inputs["behaviour"])
+            return
+        _check_settings(conversation, self.sampler)
+        group = Group.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
+        outgrown = next((index for index, row in enumerate(group.rows) if row.outgrown), None)
+        if outgrown is not None and not self.warned:
+            self.warned = True
+            message = (
+                f"generate, group {prompts.ordinals[outgrown // self.samples]}, row {outgrown}: given a conversation "
+                f"of {group.rows[outgrown].outgrown} tokens, needed {needed}; it ends unfinished (the metric outgrown "
+                "counts such rows)"
+            )
+            warnings.warn(message, OutgrownWarning, stacklevel=2)
+        self._enqueue(group, 1, inputs["behaviour"])
 
     def go_on_from(
         self, tag: Any, prompts: Prompts, tokens: Sequence[Sequence[int] | None], behaviour: Weights
     ) -> None:
-        """Queue one row for each of the prompts, which goes on from these tokens of its own; None for one that says
-        nothing, whose text will be empty. Longer ones than `max_prefix` must not be given."""
-        nothing = Response.heard([])
-        rows = [Row([0], nothing, [""], open=False) if own is None else Row(list(own)) for own in tokens]
-        group = Group(tag, prompts, 1, rows)
+        """Queue one row for each of the prompts, which goes on from these tokens of its own, at most `max_prefix` of
+        them. None is for a row that says nothing: its text will be empty."""
+        rows = [SampledRow([0], EMPTY, [""], open=False) if own is None else SampledRow(list(own)) for own in tokens]
+        self._enqueue(Group(tag, prompts, 1, rows), 1, behaviour)
+
+    def _enqueue(self, group: Group, step: int, behaviour: Weights) -> None:
+        """Queue the open rows of a group, `step` neighbours with the same tokens in one request."""
         self.behaviour = behaviour
-        for index, row in enumerate(rows):
-            if row.open:
-                self.queue.append(Request(group, range(index, index + 1), row.prefix))
+        for index in range(0, len(group.rows), step):
+            if group.rows[index].open:
+                self.queue.append(Request(group, range(index, index + step), group.rows[index].prefix))
         if group.complete:
             self.settled.append(group)
 
@@ -333,35 +340,10 @@ class Engine:
             metrics["mismatch"] = mismatch(self.model, rollouts)
         return rollouts, metrics
 
-    def _check(self, ordinal: int, prompt: list[int]) -> None:
-        given = f"generate, group {ordinal}: given a prompt of {len(prompt)} tokens"
-        if not prompt:
-            raise ValueError(f"{given}, needed at least one")
-        if len(prompt) > self.max_prefix:
-            raise ValueError(f"{given}, needed {self._needed}")
-
-    def _end_outgrown(self, group: Group) -> None:
-        """End the rows that have no room for another turn; the first of them is told of."""
-        for index, row in enumerate(group.rows):
-            if row.open and len(row.prefix) > self.max_prefix:
-                row.outgrow()
-                if not self.outgrown:
-                    ordinal = group.prompts.ordinals[index // group.samples]
-                    message = (
-                        f"generate, group {ordinal}, row {index}: given a conversation of {len(row.prefix)} tokens, "
-                        f"needed {self._needed}; it ends unfinished (the metric outgrown counts such rows)"
-                    )
-                    warnings.warn(message, OutgrownWarning, stacklevel=2)
-                self.outgrown = True
-
     @property
     def max_prefix(self) -> int:
         """Tokens of the longest prompt, or conversation so far, that a turn has room after."""
         return self.length - self.context.max_tokens
-
-    @property
-    def _needed(self) -> str:
-        return needed_prompt(self.length, self.context)
 
 
 def _check_settings(conversation: Rollouts, sampler: Sampler) -> None:
