@@ -1,11 +1,8 @@
-"""The node that samples responses.
+"""Nodes that sample responses: `generate`, conversations with an environment (`converse`), and a model that answers a
+model (`reply`).
 
-Conversations: a generator and an environment take turns within each prompt group.
-
-A model that answers a model: the other side of a conversation, as the second node of `alternate`.
-
-Nothing is learnt from what this side says. So it has its conversation as texts, which its own tokenizer encodes anew in
-each turn, whatever the tokens of the other side are.
+`reply` is the other side of a conversation, the second node of `alternate`. Nothing is learnt from what it says, so it
+keeps no tokens: it has the conversation as texts, which its own tokenizer encodes anew in each turn.
 
 Shapes: N rows, each a conversation.
 """
@@ -17,165 +14,38 @@ import torch
 
 from penstock.graph import alternate, node, requires
 from penstock.graph.node import NodeDef
+from penstock.graph.protocols import Stream
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
-from penstock.nodes.model import Llama, ModelConfig, torch_dtype
+from penstock.nodes.model import Llama, torch_dtype
 from penstock.nodes.model.tensor_parallel import LlamaPart
 from penstock.nodes.open_model import check_decoding, same_words, weights_spec
 from penstock.nodes.option_checks import count, not_negative, positive, share
 from penstock.nodes.parallel.mesh import Ranks
 
-Ask = Callable[[str, str, str], str]
-"""(a row's prompt, the other side's first turn, the reference answer) → the first message to the model that answers."""
-
-
-def as_said(prompt: str, response: str, answer: str) -> str:
-    """What the other side said, and no more."""
-    return response
-
-
-class Replier:
-    """State of `reply`: a `Stream` on an engine of one sample."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        ask: Ask,
-        over: Callable[[str], bool] | None,
-        reward: Callable[[str], float] | None,
-        role: str,
-    ) -> None:
-        self.engine, self.ask, self.over, self.reward, self.role = engine, ask, over, reward, role
-        self.asked: dict[Any, tuple[list[list[int] | None], Replies | None]] = {}
-
-    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Answer the newest turn of each row that is not over; `earlier` is what was said in the turn before."""
-        rollouts, earlier = inputs["rollouts"], inputs.get("earlier")
-        tokens = [
-            self._heard(rollouts, row) if earlier is None or _goes_on(rollouts, earlier, row) else None
-            for row in range(len(rollouts))
-        ]
-        self.asked[tag] = tokens, earlier
-        prompts = Prompts(rollouts.ordinals, rollouts.prompts, rollouts.answers)
-        self.engine.go_on_from(tag, prompts, tokens, inputs["behaviour"])
-
-    def step(self) -> Sequence[tuple[Any, tuple[Replies, Metrics]]]:
-        return [(tag, self._replies(tag, made, metrics)) for tag, (made, metrics) in self.engine.step()]
-
-    def busy(self) -> bool:
-        return self.engine.busy()
-
-    def reset(self) -> None:
-        self.asked.clear()
-        self.engine.reset()
-
-    def release(self) -> None:
-        self.engine.release()
-
-    def _heard(self, rollouts: Rollouts, row: int) -> list[int] | None:
-        """The conversation of a row as this side sees it; None where that has outgrown its room."""
-        first, *others = rollouts.transcripts[row]
-        opening = self.ask(rollouts.prompts[row], first, rollouts.answers[row])
-        tokens = self.engine.tokenizer.encode_dialogue([opening, *others])
-        return tokens if 0 < len(tokens) <= self.engine.max_prefix else None
-
-    def _replies(self, tag: Any, made: Rollouts, metrics: Metrics) -> tuple[Replies, Metrics]:
-        """A row that is not answered is over, as it was: with its last reply, and the reward of that."""
-        tokens, earlier = self.asked.pop(tag)
-        answered = [own is not None for own in tokens]
-        kept = list(made.texts) if earlier is None else list(earlier.texts)
-        texts = [new if now else old for new, old, now in zip(made.texts, kept, answered, strict=True)]
-        over = self.over or (lambda text: False)
-        done = [not (now and text) or bool(over(text)) for text, now in zip(texts, answered, strict=True)]
-        rewards_N = None
-        if self.reward is not None:
-            before_N = None if earlier is None else earlier.rewards_N
-            rewards_N = torch.zeros(len(texts)) if before_N is None else before_N.clone()
-            for row in (row for row, now in enumerate(answered) if now):
-                rewards_N[row] = float(self.reward(texts[row]))
-        replies = Replies(tuple(texts), (self.role,) * len(texts), torch.tensor(done), rewards_N)
-        return replies, {"reply_length": metrics["response_length"], "answered": sum(answered) / len(answered)}
-
-
-def _goes_on(rollouts: Rollouts, earlier: Replies, row: int) -> bool:
-    """Has the other side gone on after the reply of the turn before? One that has outgrown its room has not."""
-    return not earlier.done_N[row] and rollouts.transcripts[row][-2:-1] == [earlier.texts[row]]
-
-
-def make_replier(
-    context: Context,
-    *,
-    ask: Ask = as_said,
-    over: Callable[[str], bool] | None = None,
-    reward: Callable[[str], float] | None = None,
-    role: str = "user",
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> Replier:
-    """For the model whose weights `behaviour` is."""
-
-    engine = make_engine(context, samples=1, temperature=temperature, top_k=top_k, top_p=top_p)
-    engine.measures = False  # nothing is learnt from what it says
-    return Replier(engine, ask, over, reward, role)
-
-
-@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))
-@node(pool="generator", init=make_replier)
-def reply(
-    replier: Replier,
-    rollouts: Rollouts,
-    behaviour: Weights,
-    earlier: Replies | None = None,
-    *,
-    ask: Ask = as_said,
-    over: Callable[[str], bool] | None = None,
-    reward: Callable[[str], float] | None = None,
-    role: Literal["user", "tool"] = "user",
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> tuple[Replier, Replies, Metrics]:
-    """What a model says to the newest turn of each conversation: the node that answers as `generate.of(judge)`.
-
-    It sees the conversation from the other side, in the words of its own tokenizer and chat template: the user says
-    what the rollouts' model said, and its own replies are the model's. The first message is `ask(prompt, response,
-    answer)`, of a row's prompt, first turn and reference answer; by default it is that turn alone. A reply has at most
-    `max_tokens` tokens, and the rollouts' model hears it as `role`.
-
-    A row is done when `over(reply)` is true, when this model says nothing, or when the conversation has outgrown its
-    context; without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the
-    conversation so far, and 0 for a row that was never answered; without it there is none. Metrics: `reply_length`
-    (tokens), `answered` (share of rows that got a reply in this turn).
-    """
-    made = (replier.ask, replier.over, replier.reward, replier.role)
-    if made != (ask, over, reward, role):
-        raise ValueError("reply: given other options than those that its state was made with, needed the same")
-    replier.submit(tag := object(), {"rollouts": rollouts, "behaviour": behaviour, "earlier": earlier})
-    while True:
-        results: dict[Any, tuple[Replies, Metrics]] = dict(replier.step())
-        if tag in results:
-            return replier, *results[tag]
-
 
 def make_engine(
-    context: Context, *, samples: int = 8, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    context: Context,
+    *,
+    samples: int = 8,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    measures: bool = True,
 ) -> Engine:
-    """An engine for the model whose weights `behaviour` is. It reads none of them: they come with the firings."""
+    """An engine for the model whose weights `behaviour` is, or for this rank's part of it.
+
+    It reads no weights: they come with the firings.
+    """
     if samples < 1 or context.slots < 1:
         raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
-    spec = weights_spec(context)
-    return Engine(_model(spec.config, context), spec.tokenizer, context, Sampler(temperature, top_k, top_p), samples)
-
-
-def _model(config: ModelConfig, context: Context) -> Llama:
-    """The model, or this rank's part of it."""
-    ranks = Ranks.of(context)
-    check_decoding(config, ranks.mesh)
-    kind = torch_dtype(context.dtype), context.device
-    return Llama(config, *kind) if ranks.count == 1 else LlamaPart(config, *kind, ranks.count, ranks.rank)
+    spec, ranks = weights_spec(context), Ranks.of(context)
+    check_decoding(spec.config, ranks.mesh)
+    kind = spec.config, torch_dtype(context.dtype), context.device
+    model = Llama(*kind) if ranks.count == 1 else LlamaPart(*kind, ranks.count, ranks.rank)
+    return Engine(model, spec.tokenizer, context, Sampler(temperature, top_k, top_p), samples, measures=measures)
 
 
 @requires(room, same_words, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), scorable)
@@ -216,16 +86,9 @@ def generate(
     given, made = (samples, Sampler(temperature, top_k, top_p)), (engine.samples, engine.sampler)
     if given != made:
         raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
-    tag = object()
     inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
-    engine.submit(tag, inputs)
-    while True:
-        results: dict[Any, tuple[Rollouts, Metrics]] = dict(engine.step())
-        if tag in results:
-            return engine, *results[tag]
-
-
-generate.answering = reply
+    rollouts, metrics = _fire(engine, inputs)
+    return engine, rollouts, metrics
 
 
 Replied = TypeVar("Replied")
@@ -251,3 +114,144 @@ def converse(
         rewards = score(rollouts, by=math_answer)
     """
     return alternate(generate, environment, prompts, behaviour, turns=turns, samples=samples, **options)
+
+
+Ask = Callable[[str, str, str], str]
+"""(a row's prompt, the other side's first turn, the reference answer) → the first message to the model that answers."""
+
+
+def as_said(prompt: str, response: str, answer: str) -> str:
+    """What the other side said, and no more."""
+    return response
+
+
+class Replier:
+    """State of `reply`: a `Stream` on an engine of one sample."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ask: Ask,
+        over: Callable[[str], bool] | None,
+        reward: Callable[[str], float] | None,
+        role: str,
+    ) -> None:
+        self.engine, self.ask, self.over, self.reward, self.role = engine, ask, over, reward, role
+        self.asked: dict[Any, tuple[list[list[int] | None], Replies | None]] = {}
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        """Answer the newest turn of each row that is not over; `earlier` is what was said in the turn before."""
+        rollouts, earlier = inputs["rollouts"], inputs.get("earlier")
+        tokens = [self._heard(rollouts, earlier, row) for row in range(len(rollouts))]
+        self.asked[tag] = tokens, earlier
+        prompts = Prompts(rollouts.ordinals, rollouts.prompts, rollouts.answers)
+        self.engine.go_on_from(tag, prompts, tokens, inputs["behaviour"])
+
+    def step(self) -> Sequence[tuple[Any, tuple[Replies, Metrics]]]:
+        return [(tag, self._replies(tag, made, metrics)) for tag, (made, metrics) in self.engine.step()]
+
+    def busy(self) -> bool:
+        return self.engine.busy()
+
+    def reset(self) -> None:
+        self.asked.clear()
+        self.engine.reset()
+
+    def release(self) -> None:
+        self.engine.release()
+
+    def _heard(self, rollouts: Rollouts, earlier: Replies | None, row: int) -> list[int] | None:
+        """The conversation of a row as this side sees it; None for one that is over."""
+        first, *others = transcript = rollouts.transcripts[row]
+        # Where the other side has outgrown its room, it has not gone on: its transcript does not end with our reply and
+        # its answer.
+        if earlier is not None and (earlier.done_N[row] or transcript[-2:-1] != [earlier.texts[row]]):
+            return None
+        opening = self.ask(rollouts.prompts[row], first, rollouts.answers[row])
+        tokens = self.engine.tokenizer.encode_dialogue([opening, *others])
+        return tokens if 0 < len(tokens) <= self.engine.max_prefix else None
+
+    def _replies(self, tag: Any, made: Rollouts, metrics: Metrics) -> tuple[Replies, Metrics]:
+        """The replies of a turn. A row that is not answered keeps its last reply, and the reward of that."""
+        tokens, earlier = self.asked.pop(tag)
+        answered = [own is not None for own in tokens]
+        kept = made.texts if earlier is None else earlier.texts
+        texts = [new if now else old for new, old, now in zip(made.texts, kept, answered, strict=True)]
+        done = [
+            not (now and text) or (self.over is not None and bool(self.over(text)))
+            for text, now in zip(texts, answered, strict=True)
+        ]
+        rewards_N = None
+        if self.reward is not None:
+            before_N = None if earlier is None else earlier.rewards_N
+            rewards_N = torch.zeros(len(texts)) if before_N is None else before_N.clone()
+            for row in (row for row, now in enumerate(answered) if now):
+                rewards_N[row] = float(self.reward(texts[row]))
+        replies = Replies(tuple(texts), (self.role,) * len(texts), torch.tensor(done), rewards_N)
+        return replies, {"reply_length": metrics["response_length"], "answered": sum(answered) / len(answered)}
+
+
+def make_replier(
+    context: Context,
+    *,
+    ask: Ask = as_said,
+    over: Callable[[str], bool] | None = None,
+    reward: Callable[[str], float] | None = None,
+    role: str = "user",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> Replier:
+    """A `Replier` for the model whose weights `behaviour` is."""
+    # Nothing is learnt from what it says: how far its log-probabilities are from a trainer's does not matter.
+    engine = make_engine(context, samples=1, temperature=temperature, top_k=top_k, top_p=top_p, measures=False)
+    return Replier(engine, ask, over, reward, role)
+
+
+@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))
+@node(pool="generator", init=make_replier)
+def reply(
+    replier: Replier,
+    rollouts: Rollouts,
+    behaviour: Weights,
+    earlier: Replies | None = None,
+    *,
+    ask: Ask = as_said,
+    over: Callable[[str], bool] | None = None,
+    reward: Callable[[str], float] | None = None,
+    role: Literal["user", "tool"] = "user",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Replier, Replies, Metrics]:
+    """What a model says to the newest turn of each conversation: the node that answers as `generate.of(judge)`.
+
+    It sees the conversation from the other side, in the words of its own tokenizer and chat template: the user says
+    what the rollouts' model said, and its own replies are the model's. The first message is `ask(prompt, response,
+    answer)`, of a row's prompt, first turn and reference answer; by default it is that turn alone. A reply has at most
+    `max_tokens` tokens, and the rollouts' model hears it as `role`.
+
+    A row is done when `over(reply)` is true, when this model says nothing, or when the conversation has outgrown its
+    context; without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the
+    conversation so far, and 0 for a row that was never answered; without it there is none. Metrics: `reply_length`
+    (tokens), `answered` (share of rows that got a reply in this turn).
+    """
+    made = (replier.ask, replier.over, replier.reward, replier.role)
+    if made != (ask, over, reward, role):
+        raise ValueError("reply: given other options than those that its state was made with, needed the same")
+    replies, metrics = _fire(replier, {"rollouts": rollouts, "behaviour": behaviour, "earlier": earlier})
+    return replier, replies, metrics
+
+
+# `generate.of(judge)` as the second node of `alternate` is this node with the judge's weights.
+generate.answering = reply
+
+
+def _fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
+    """The outputs of one firing of a stream that is called outside of a run."""
+    tag = object()
+    stream.submit(tag, inputs)
+    while True:
+        results = dict(stream.step())
+        if tag in results:
+            return results[tag]

@@ -36,8 +36,12 @@ class Response(NamedTuple):
 
     def then(self, more: "Response") -> "Response":
         """This one, continued."""
-        arrays = (np.concatenate(pair) for pair in zip(self[:3], more[:3], strict=True))
-        return Response(*arrays, more.finished)
+        return Response(
+            np.concatenate([self.tokens, more.tokens]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            np.concatenate([self.versions, more.versions]),
+            more.finished,
+        )
 
 
 EMPTY = Response(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64), True)

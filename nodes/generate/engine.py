@@ -1,23 +1,20 @@
 """The generator: continuous batching in fixed slots, with the trainer's own model.
 
-One step decodes one token for every slot, then fills free slots from the queue, then samples. Shapes never change
-(all slots are computed, used or not; prompts are padded to a power of two and computed a fixed number of rows at a
-time), so a response is the same bits whatever its neighbours, its slot or its place in the queue, for a given number
-of slots and threads.
+One step decodes one token for every slot, then fills free slots from the queue, then samples. The prompt of a group is
+computed once and copied into a slot for each sample. In a later turn of a conversation each row's own prefix is
+computed again: no cache is kept between turns. Weights may change between two steps; each token records the version
+that made it. Left out: pages, segments of responses, speculative decoding.
 
-Ranks that share a model (`LlamaPart`) each have an engine: given the same groups in the same order they sample the
-same tokens, each from a cache of its own heads.
-
-The prompt of a group is computed once and copied into a slot for each sample. In a later turn of a conversation each
-row's own prefix is computed again: no cache is kept between turns. Weights may change between two steps; each token
-records the version that made it. Left out: pages, segments of responses, speculative decoding.
+Invariants:
+- Shapes never change: all slots are computed, used or not; prompts are padded to a power of two and computed a fixed
+  number of rows at a time. So a response has the same bits whatever its neighbours, its slot or its place in the queue,
+  for a given number of slots and threads.
+- Ranks that share a model (`LlamaPart`) each have an engine. Given the same groups in the same order they sample the
+  same tokens, each from a cache of its own heads.
+- `Slots` is numpy on the host: one step costs the same few operations however many slots there are.
 
 Shapes: S slots, V vocabulary, T tokens of a response, M samples that get a slot, R rows of a prefill, P padded prompt
 length. Names without a shape are values on the host.
-
-The slots of a generator on the host: who holds which, and what has been sampled in it.
-
-Everything here is numpy, and one step costs the same few operations however many slots there are.
 """
 
 import warnings
@@ -33,7 +30,7 @@ from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, NodeWarning, Prompts, Rollouts, Weights
 from penstock.nodes.generate.conversation import EMPTY, Group, Response, SampledRow
-from penstock.nodes.generate.kv_cache import Memory, Prefix, Room, cache_length, needed_prompt
+from penstock.nodes.generate.kv_cache import DecodeMemory, MemoryPlan, Prefix, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import Llama
 from penstock.nodes.model.hf import point_at
@@ -43,9 +40,10 @@ H = TypeVar("H")
 
 
 class Slots(Generic[H]):
-    """`positions` is where each slot's newest token stands in its conversation; `live` says which slots are held.
+    """Which sample holds which slot, and what was sampled in it.
 
-    The columns of what is sampled are steps, modulo `max_tokens`, the bound on a response's length.
+    `positions` is where each slot's newest token stands in its conversation; `live` says which slots are held. The
+    columns of what was sampled are steps, modulo `max_tokens`, the bound on a response's length.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
@@ -81,7 +79,7 @@ class Slots(Generic[H]):
         return int(self.positions[self.live].max()) + 1
 
     def take(self, holder: H, position: int) -> int:
-        """Give a free slot to `holder`, whose first token this step samples for `position`; which slot it is."""
+        """Give a free slot to `holder`, whose first token this step samples for `position`; returns the slot."""
         slot = self._free.pop()
         self._holders[slot] = holder
         self.live[slot], self.positions[slot], self._begun[slot] = True, position, self.now
@@ -102,10 +100,8 @@ class Slots(Generic[H]):
         tokens, logprobs = self._tokens[slots[:, None], columns], self._logprobs[slots[:, None], columns]
         versions, lengths = self._versions[columns], (self.now + 1 - self._begun[slots]).tolist()
         ended = []
-        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
-            response = Response(
-                tokens[row, :length], logprobs[row, :length], versions[row, :length], bool(stopped[slot])
-            )
+        for row, (slot, n) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            response = Response(tokens[row, :n], logprobs[row, :n], versions[row, :n], bool(stopped[slot]))
             ended.append((self._holders.pop(slot), response))
             self._free.append(slot)
         self.live[slots] = False
@@ -116,6 +112,7 @@ class Slots(Generic[H]):
 ROW_TILE = 16
 """Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently."""
 SHORTEST_PREFIX = 8
+CUT = ", cut to a part of the vocabulary"
 CPU_PREFILL_TOKENS, PREFILL_TOKENS = 128, 4096
 """Tokens of a prefill, padding included; a longer prompt is computed alone."""
 
@@ -131,12 +128,11 @@ class Request:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What keys the draws of the next row to be placed: its group's ordinal, which of its prompt's samples it is,
-        and which of the group's prompts. The first prompt adds nothing, so that groups of one keep their bits, and
-        counting is by ordinal, so that joined groups do."""
-        row = self.rows[self.placed]
-        prompt, sample = divmod(row, self.group.samples)
+        """What keys the draws of the next row to be placed: the ordinal of its group, the number of the sample, and the
+        number of the prompt among those of that ordinal, if that is not 0."""
+        prompt, sample = divmod(self.rows[self.placed], self.group.samples)
         ordinals = self.group.prompts.ordinals
+        # A first prompt adds nothing, so that a group of one prompt draws the same alone and joined with others.
         before = ordinals[:prompt].count(ordinals[prompt])
         return (ordinals[prompt], sample, before) if before else (ordinals[prompt], sample)
 
@@ -153,19 +149,29 @@ class Staged:
 class Engine:
     """State of the node `generate`: a `Stream`. Its memory on the device is taken at the first step.
 
-    `measures` says whether it compares its log-probabilities with the trainer's, once per batch.
-
-    Raises ValueError if there is too little of that memory left.
+    With `measures` it compares its log-probabilities with the trainer's once per batch. Raises ValueError if the device
+    has too little memory left.
     """
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, context: Context, sampler: Sampler, samples: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        context: Context,
+        sampler: Sampler,
+        samples: int,
+        *,
+        measures: bool = True,
+    ) -> None:
         self.model, self.tokenizer, self.context = model.requires_grad_(False), tokenizer, context
         self.sampler, self.samples = sampler, samples
         self.length = cache_length(model.config.max_position_embeddings, context)
         num_slots, dtype = -(-context.slots // ROW_TILE) * ROW_TILE, model.dtype
-        self.room = Room(model.attention_config, num_slots, self.length, context.max_tokens, dtype, context.device)
-        self.room.check()
-        self.memory: Memory | None = None
+        self.plan = MemoryPlan(
+            model.attention_config, num_slots, self.length, context.max_tokens, dtype, context.device
+        )
+        self.plan.check()
+        self.memory: DecodeMemory | None = None
         stops = np.zeros(model.config.vocab_size, dtype=bool)
         stops[list(tokenizer.stops)] = True
         self.slots: Slots[tuple[Group, SampledRow]] = Slots(num_slots, context.max_tokens, stops)
@@ -175,7 +181,7 @@ class Engine:
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
         self.version, self.unmeasured = -1, False
-        self.measures = True
+        self.measures = measures
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
@@ -225,10 +231,11 @@ class Engine:
             self.settled.append(group)
 
     def busy(self) -> bool:
-        return bool(self.settled) or self._sampling
+        return bool(self.settled or self.queue or self.staged or self.slots.live.any())
 
     def reset(self) -> None:
-        """Forget all groups. The memory goes with them: a number that is none would outlive its row in a cache."""
+        """Forget all groups, and give up the memory."""
+        # A NaN in the cache would outlive its row: a weight of 0 times NaN is NaN.
         self.queue.clear()
         self.settled.clear()
         self.slots.clear()
@@ -242,11 +249,15 @@ class Engine:
         """One token for each live slot; the groups that are finished with it, or had nothing left to sample."""
         finished = [(group.tag, self._result(group)) for group in self.settled]
         self.settled.clear()
-        if not self._sampling:
+        if not self.busy():
             return finished
         if self.behaviour.version != self.version:
-            self._swap()
-        memory = self.memory = self.memory or self.room.take()
+            self.version = self.behaviour.version
+            point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
+            if self.staged:  # prompts that wait for a slot are computed again with the new weights
+                self.queue.extendleft(request for _, request in reversed(self.staged.requests))
+                self.staged = None
+        memory = self.memory = self.memory or self.plan.take()
         with torch.inference_mode():
             if self.slots.live.any():
                 memory.logits_SV = self._decode(memory)
@@ -262,19 +273,7 @@ class Engine:
                 finished.append((group.tag, self._result(group)))
         return finished
 
-    @property
-    def _sampling(self) -> bool:
-        return bool(self.queue or self.staged or self.slots.live.any())
-
-    def _swap(self) -> None:
-        """Go on with the live weights. Prompts that wait for a slot are computed again with them."""
-        point_at(self.model, self.behaviour.tensors, f"weights of version {self.behaviour.version}")
-        self.version = self.behaviour.version
-        if self.staged:
-            self.queue.extendleft(request for _, request in reversed(self.staged.requests))
-            self.staged = None
-
-    def _decode(self, memory: Memory) -> Tensor:
+    def _decode(self, memory: DecodeMemory) -> Tensor:
         """Logits [S, V] after the last tokens; every slot is computed, used or not."""
         positions_S = self._to_device(self.slots.positions)
         memory.cache.begin(positions_S, self.slots.reach)
@@ -302,10 +301,11 @@ class Engine:
         return Staged(deque(enumerate(chosen)), prefix, self.model.logits(hidden_RD))
 
     def _padded(self, request: Request) -> int:
-        """A function of the prompt alone, so that its bits are."""
+        """The padded length of a prompt."""
+        # A function of the prompt alone: so the bits of its logits do not depend on which others it is computed with.
         return min(self.length, max(SHORTEST_PREFIX, 1 << (len(request.tokens) - 1).bit_length()))
 
-    def _place(self, staged: Staged, memory: Memory) -> None:
+    def _place(self, staged: Staged, memory: DecodeMemory) -> None:
         """Give free slots to samples of staged prompts, in order."""
         slots, rows, keys = [], [], []
         while self.slots.any_free and staged.requests:
@@ -322,7 +322,8 @@ class Engine:
         slots_M, rows_M, keys_M = (self._to_device(np.array(x)) for x in (slots, rows, keys))
         memory.cache.place(staged.prefix, rows_M, slots_M)
         memory.logits_SV.index_copy_(0, slots_M, staged.logits_RV[rows_M])
-        # Uniforms of whole responses; row t of the table is for the step that is t modulo the bound.
+        # All uniforms of a response at once, since one step would have too few to be worth a kernel. Row t of the table
+        # is for the step that is t modulo the bound.
         bound = self.context.max_tokens
         steps_T1 = (torch.arange(bound, device=slots_M.device)[:, None] - self.slots.now) % bound
         positions_TM = self._to_device(self.slots.positions[slots]) + steps_T1
@@ -348,14 +349,10 @@ class Engine:
 
 def _check_settings(conversation: Rollouts, sampler: Sampler) -> None:
     """Raises ValueError unless a conversation was sampled as its next turn will be."""
-
-    def settings(temperature: float, cut: bool) -> str:
-        return f"temperature {temperature:g}{', cut to a part of the vocabulary' * cut}"
-
-    given = {
-        settings(*row) for row in zip(conversation.temperature_N.tolist(), conversation.cut_N.tolist(), strict=True)
-    }
-    needed = settings(sampler.temperature, sampler.cuts)
+    told = "temperature {:g}{}".format
+    kinds = zip(conversation.temperature_N.tolist(), conversation.cut_N.tolist(), strict=True)
+    given = {told(temperature, CUT * cut) for temperature, cut in kinds}
+    needed = told(sampler.temperature, CUT * sampler.cuts)
     if given - {needed}:
         raise ValueError(
             f"generate, group {conversation.ordinals[0]}: given a conversation of {'; '.join(sorted(given))}, needed "

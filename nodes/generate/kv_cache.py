@@ -1,24 +1,14 @@
-"""Keys and values of what has been decoded so far: a fixed place per slot, attended to in fixed blocks.
+"""The memory of a generator: how long prompts and responses may be, what a slot takes, the cache, and its attention.
 
 A row's result must not depend on its neighbours, to the bit. So every slot is computed at every step, and attention
-takes the positions in blocks whose bounds never change, one after the other, carrying each row's maximum and sum
-along. A block that a row does not need leaves that row exactly as it was (weights of exp(−∞) = 0, a factor of
-exp(0) = 1), so blocks beyond the longest live row are not computed at all.
-
-Memory is laid out block by block, so that a step reads one contiguous piece per block.
+takes the positions in blocks whose bounds never change, one after the other, carrying each row's maximum and sum along.
 
 Shapes: S slots (rows), G key-value heads, H query heads, C positions, K width of a head, B positions of a block,
-R rows of a prefill, P padded prompt length, M copies. X is slots × key-value heads, N the query heads of each.
-
-What a generator keeps on its device: the cache of all slots, and the tensors of a step. Its size is known ahead.
-
-Shapes: S slots, V vocabulary, T tokens of a response.
-
-How long prompts and responses may be: a slot's room, and what is looked at before a run starts.
+R rows of a prefill, P padded prompt length, M copies, V vocabulary, T tokens of a response. X is slots × key-value
+heads, N the query heads of each.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -33,7 +23,6 @@ from penstock.nodes.data import FilePrompts
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.llama import attend_causal
 from penstock.nodes.open_model import spec_of
-from penstock.nodes.tokenizer import Tokenizer
 
 FIRST_BLOCK, LARGEST_BLOCK = 16, 256
 
@@ -49,8 +38,9 @@ def block_bounds(length: int) -> list[tuple[int, int]]:
 
 
 def stored_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """How keys and values of a model in `dtype` are kept. Attention computes in float32: a CPU would spend more time
-    on converting all of them at each step than on the step (bfloat16: 1.5 times), so there they are kept so."""
+    """How keys and values of a model in `dtype` are kept."""
+    # Attention computes in float32. A CPU would spend more time on converting all of a bfloat16 cache at each step than
+    # on the step itself (1.5 times), so it keeps float32.
     return torch.float32 if torch.device(device).type == "cpu" else dtype
 
 
@@ -62,12 +52,12 @@ class Cache:
         self.per_group = config.num_attention_heads // self.groups
         self.bounds = block_bounds(length)
         rows, places_C = slots * self.groups, torch.arange(length)
+        # Block by block in memory, so that a step reads one contiguous piece per block.
         shape = (config.num_hidden_layers, rows * length, self.width)
         stored = stored_dtype(dtype, device)
         self._keys, self._values = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
         # Row x of a block [begin, end) keeps position c at rows · begin + x · (end − begin) + c − begin.
-        sizes_C = torch.cat([torch.full((end - begin,), end - begin) for begin, end in self.bounds])
-        begins_C = torch.cat([torch.full((end - begin,), begin) for begin, end in self.bounds])
+        begins_C, sizes_C = torch.tensor([[b, e - b] for b, e in self.bounds for _ in range(b, e)]).T
         self._places_C, self._sizes_C = places_C.to(device), sizes_C.to(device)
         self._offsets_C = ((rows - 1) * begins_C + places_C).to(device)
         self._rows_X = torch.arange(rows, device=device)
@@ -77,9 +67,9 @@ class Cache:
     def blocks(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each block, both [X, B, K], as views."""
         rows = len(self._rows_X)
-        keys, values = self._keys[layer], self._values[layer]
-        pieces = [slice(rows * begin, rows * end) for begin, end in self.bounds]
-        return [(keys[p].view(rows, -1, self.width), values[p].view(rows, -1, self.width)) for p in pieces]
+        sizes = [rows * (end - begin) for begin, end in self.bounds]
+        keys, values = (torch.split(x[layer], sizes) for x in (self._keys, self._values))
+        return [(k.view(rows, -1, self.width), v.view(rows, -1, self.width)) for k, v in zip(keys, values, strict=True)]
 
     def begin(self, positions_S: Tensor, reach: int) -> None:
         """Prepare a step: row s writes at `positions_S[s]` and sees all up to it; live rows stay under `reach`."""
@@ -97,13 +87,13 @@ class Cache:
         keys.index_copy_(0, self._written_X, k_S1GK.reshape(rows, self.width).to(keys.dtype))
         values.index_copy_(0, self._written_X, v_S1GK.reshape(rows, self.width).to(values.dtype))
         q_XNK = q_S1HK.reshape(rows, self.per_group, self.width).float()
-        return self._attend(q_XNK, self.blocks(layer)).to(q_S1HK.dtype).view(q_S1HK.shape)
-
-    def _attend(self, q_XNK: Tensor, blocks: list[tuple[Tensor, Tensor]]) -> Tensor:
         scale = 1 / math.sqrt(self.width)
+        # Softmax over blocks, one after the other (Milakov and Gimelshein, 2018, arXiv 1805.02867, section 3). A block
+        # that a row does not need leaves that row exactly as it was: weights of exp(−∞) = 0, a factor of exp(0) = 1. So
+        # blocks beyond the longest live row are not computed at all.
         out_XNK = top_XN1 = total_XN1 = q_XNK  # each is set by the first block
-        for index, bias_XNB in enumerate(self._biases):
-            k_XBK, v_XBK = (x.float() for x in blocks[index])
+        for index, (bias_XNB, block) in enumerate(zip(self._biases, self.blocks(layer), strict=False)):
+            k_XBK, v_XBK = (x.float() for x in block)
             scores_XNB = torch.baddbmm(bias_XNB, q_XNK, k_XBK.transpose(1, 2), alpha=scale)
             peak_XN1 = scores_XNB.amax(-1, keepdim=True)
             if index > 0:
@@ -115,18 +105,17 @@ class Cache:
                 sum_XN1 += total_XN1 * shrink_XN1
                 part_XNK += out_XNK * shrink_XN1
             out_XNK, top_XN1, total_XN1 = part_XNK, peak_XN1, sum_XN1
-        return out_XNK.div_(total_XN1)
+        return out_XNK.div_(total_XN1).to(q_S1HK.dtype).view(q_S1HK.shape)
 
     def place(self, prefix: "Prefix", rows_M: Tensor, slots_M: Tensor) -> None:
         """Copy computed prompts into slots: row `rows_M[m]` of the prefix to slot `slots_M[m]`."""
-        for layer, (keys_RGPK, values_RGPK) in enumerate(prefix.layers):
-            keys_MGPK, values_MGPK = (x[rows_M].to(self._keys.dtype) for x in (keys_RGPK, values_RGPK))
-            for (begin, end), (k_XBK, v_XBK) in zip(self.bounds, self.blocks(layer), strict=True):
-                end = min(end, keys_MGPK.shape[2])
-                if begin < end:
-                    shape = (self.slots, self.groups, -1, self.width)
-                    k_XBK.view(shape)[:, :, : end - begin].index_copy_(0, slots_M, keys_MGPK[:, :, begin:end])
-                    v_XBK.view(shape)[:, :, : end - begin].index_copy_(0, slots_M, values_MGPK[:, :, begin:end])
+        shape = (self.slots, self.groups, -1, self.width)
+        for layer, pair_RGPK in enumerate(prefix.layers):
+            pair_MGPK = [x_RGPK[rows_M].to(self._keys.dtype) for x_RGPK in pair_RGPK]
+            for (begin, end), block in zip(self.bounds, self.blocks(layer), strict=True):
+                end = min(end, pair_MGPK[0].shape[2])
+                for x_XBK, x_MGPK in zip(block, pair_MGPK, strict=True) if begin < end else ():
+                    x_XBK.view(shape)[:, :, : end - begin].index_copy_(0, slots_M, x_MGPK[:, :, begin:end])
 
 
 class Prefix:
@@ -143,8 +132,11 @@ class Prefix:
 
 
 @dataclass
-class Memory:
-    """`tokens_S` were sampled last, and the next ones are from `logits_SV`; `uniform_TS` are whole responses' draws."""
+class DecodeMemory:
+    """What a generator keeps on its device: the cache of all slots, and the tensors of a step.
+
+    `tokens_S` were sampled last, the next ones are from `logits_SV`, and `uniform_TS` are the draws of whole responses.
+    """
 
     cache: Cache
     tokens_S: Tensor
@@ -153,8 +145,9 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Room:
-    """How much of it there is: `length` positions for each slot, `max_tokens` of them for a response."""
+class MemoryPlan:
+    """The size of a generator's memory, known before it is taken: `length` positions for each slot, `max_tokens` of
+    them for a response."""
 
     config: ModelConfig
     slots: int
@@ -171,20 +164,21 @@ class Room:
 
     def check(self) -> None:
         """Raises ValueError if the device has less memory left than the cache takes."""
-        available = available_bytes(self.device)
-        if self.cache_bytes > available:
+        taken, available = self.cache_bytes, available_bytes(self.device)
+        if taken > available:
             raise ValueError(
                 f"generate: given {self.slots} slots of {self.length} positions, whose keys and values take "
-                f"{self.cache_bytes} bytes ({_gib(self.cache_bytes)}), needed at most the {available} bytes "
-                f"({_gib(available)}) that {self.device} has left: give fewer --slots or fewer --max-tokens, or the "
-                f"program an option max_prompt (tokens of the longest prompt) below {self.length - self.max_tokens}"
+                f"{taken} bytes ({taken / 2**30:.1f} GiB), needed at most the {available} bytes "
+                f"({available / 2**30:.1f} GiB) that {self.device} has left: give fewer --slots or fewer --max-tokens, "
+                f"or the program an option max_prompt (tokens of the longest prompt) below "
+                f"{self.length - self.max_tokens}"
             )
 
-    def take(self) -> Memory:
+    def take(self) -> DecodeMemory:
         """All of it, as zeros. Raises ValueError as `check` does: weights have come since it was asked."""
         self.check()
         zeros = torch.zeros
-        return Memory(
+        return DecodeMemory(
             Cache(self.config, self.slots, self.length, self.dtype, self.device),
             tokens_S=zeros(self.slots, dtype=torch.long, device=self.device),
             logits_SV=zeros(self.slots, self.config.vocab_size, dtype=self.dtype, device=self.device),
@@ -201,24 +195,21 @@ def available_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
-
-
 MAX_PROMPT = 2048
 """Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
 program has an option `max_prompt`."""
-MOST_LOOKED_AT, MOST_TOLD = 20_000, 5
-"""Prompts of a file that are turned into tokens before a run starts, the longest texts first: a few seconds' worth. And
-how many of those that are too long are told."""
+MOST_ENCODED, MOST_TOLD = 20_000, 5
+"""Prompts of a file that are encoded before a run starts, the longest texts first: a few seconds of work. Of those that
+are too long, the first `MOST_TOLD` are named."""
 
 
 def cache_length(positions: int, context: Context) -> int:
-    """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most those of
-    the model's context. Every slot has its cache from the start: a context of 128k tokens would fit no machine.
+    """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most the
+    `positions` of the model's context.
 
     Raises GraphError for a `max_tokens` that leaves no room for a prompt.
     """
+    # Every slot has its cache from the start. Of the whole context (128k tokens of some models) no machine has room.
     if not 1 <= context.max_tokens < positions:
         needed = f"1 to {positions - 1}: the model's context has {positions} tokens, and a prompt takes at least one"
         raise GraphError(Fault("out-of-range", "--max-tokens", str(context.max_tokens), needed))
@@ -231,23 +222,28 @@ def needed_prompt(length: int, context: Context) -> str:
 
 
 def room(call: Call) -> None:
-    """What sampling requires: weights of a model that is known and says words, with room for a response, and prompts
-    with room for one after them.
+    """Requirement of a node that samples: weights of a known model with a vocabulary, whose context has room for a
+    response, and prompts with room for one after them.
 
-    All prompts of a file are looked at, as far as `MOST_LOOKED_AT` goes, and of another source the first.
+    It looks at the longest `MOST_ENCODED` prompts of a file, and at the first prompt of another source. Raises
+    GraphError.
     """
     spec = spec_of(call, "behaviour")
     if call.context is None or spec is None:
         return
-    length = cache_length(spec.config.max_position_embeddings, call.context)
+    length, tokenizer = cache_length(spec.config.max_position_embeddings, call.context), spec.tokenizer
     source, most = call.source("prompts"), length - call.context.max_tokens
     if isinstance(source, FilePrompts):
-        found = _too_long(source, spec.tokenizer, most)
+        # `bound` costs nothing, and is enough for nearly all prompts.
+        suspects = [(place, text) for place, text in source.texts() if tokenizer.bound(text) > most]
+        longest = nlargest(MOST_ENCODED, range(len(suspects)), key=lambda index: len(suspects[index][1]))
+        texts = [suspects[index] for index in sorted(longest)]
     elif isinstance(first := call.first("prompts"), Prompts):
         texts = [(f"group {ordinal}", text) for ordinal, text in zip(first.ordinals, first.texts, strict=True)]
-        found = _measured(spec.tokenizer, texts, most)
     else:
         return
+    sizes = [(place, len(tokenizer.encode_prompt(text))) for place, text in texts]
+    found = [(place, size) for place, size in sizes if size > most]
     if found:
         needed = needed_prompt(length, call.context)
         more = f", one of {len(found)} that are too long" if len(found) > MOST_TOLD else ""
@@ -255,16 +251,3 @@ def room(call: Call) -> None:
         raise GraphError(
             *(Fault("prompt-too-long", "a prompt", f"a prompt of {n} tokens{more}", needed, place) for place, n in told)
         )
-
-
-def _too_long(source: FilePrompts, tokenizer: Tokenizer, most: int) -> list[tuple[str, int]]:
-    """The file's prompts that have more tokens, with their places, in the file's order."""
-    suspects = [(place, text) for place, text in source.texts() if tokenizer.bound(text) > most]
-    longest = {place for place, _ in nlargest(MOST_LOOKED_AT, suspects, key=lambda suspect: len(suspect[1]))}
-    found = _measured(tokenizer, (suspect for suspect in suspects if suspect[0] in longest), most)
-    return sorted(found, key=lambda item: int(item[0].rpartition(":")[2]))
-
-
-def _measured(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], most: int) -> list[tuple[str, int]]:
-    counts = ((place, len(tokenizer.encode_prompt(text))) for place, text in texts)
-    return [(place, count) for place, count in counts if count > most]

@@ -1,11 +1,9 @@
-"""From logits to tokens: keyed uniforms, and one inverse-CDF draw per token.
+"""From logits to tokens: keyed uniforms, one inverse-CDF draw per token, and which distributions can be trained on.
 
-Randomness is a function of (key, position), never drawn from a stream, so that a token depends neither on timing nor
-on its neighbours. Which distributions can be trained on is here too.
+Randomness is a function of (key, position), never drawn from a stream, so that a token depends neither on timing nor on
+its neighbours. `mismatch` measures how far the generator's log-probabilities are from the trainer's at equal weights.
 
-Shapes: S rows, V vocabulary, T positions.
-
-How far the generator's log-probabilities are from the trainer's, at equal weights.
+Shapes: S rows, V vocabulary, N rollouts, T positions of a response, P packed tokens.
 """
 
 from dataclasses import dataclass
@@ -56,14 +54,6 @@ class Sampler:
     top_k: int = 0
     top_p: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"given temperature {self.temperature}, needed 0 (greedy) or more")
-        if self.top_k < 0:
-            raise ValueError(f"given top_k {self.top_k}, needed 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"given top_p {self.top_p}, needed more than 0 and at most 1")
-
     @property
     def cuts(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
@@ -75,6 +65,7 @@ class Sampler:
             return tokens_S, torch.zeros_like(tokens_S, dtype=torch.float32)
         logprobs_SV = self.logprobs(logits_SV)
         mass_SV = logprobs_SV.exp().cumsum(-1, dtype=torch.float64)
+        # The sum is in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
         # A uniform below 1 gives a target below the last entry, so the draw is a token of positive probability.
         target_S1 = (uniform_S * mass_SV[:, -1]).unsqueeze(1)
         tokens_S1 = torch.searchsorted(mass_SV, target_S1, right=True)
@@ -90,38 +81,39 @@ class Sampler:
             least_S1 = logits_SV.topk(self.top_k).values[:, -1:]
             logits_SV = logits_SV.masked_fill(logits_SV < least_S1, -torch.inf)
         if self.top_p < 1:
-            logits_SV = self._nucleus(logits_SV)
+            sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
+            probs_SV = sorted_SV.softmax(-1, dtype=torch.float64)
+            # A token is kept if the likelier ones hold less than `top_p`: the one that reaches it is the last.
+            before_SV = probs_SV.cumsum(-1) - probs_SV
+            sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
+            logits_SV = torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
         return torch.log_softmax(logits_SV, dim=-1)
-
-    def _nucleus(self, logits_SV: Tensor) -> Tensor:
-        sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
-        probs_SV = sorted_SV.softmax(-1, dtype=torch.float64)
-        before_SV = probs_SV.cumsum(-1) - probs_SV
-        sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
-        return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
 
 
 def scorable(call: Call) -> None:
-    """What a node that scores the samples requires of their distribution: a policy's update, or log-probabilities.
+    """Requirement of a node that samples: what it samples can be scored by those who score it.
 
-    A temperature travels with the rollouts, and whoever scores them applies it. Two kinds of samples are refused:
+    A temperature travels with the rollouts, and each node that scores them applies it. Two kinds of samples cannot be
+    scored by an update of a policy, or by log-probabilities: of temperature 0, and of top-k or top-p. Rollouts whose
+    rewards alone are used may be of either kind. What a node makes of several rollouts may be of either, too: the
+    update looks at the rows themselves (`LanguageModel.pack`).
 
-    - Of temperature 0. Each token has probability 1, so no ratio says anything, and there is no gradient.
-    - Of top-k or top-p. The policy that learns has another support than the one that sampled. Its own would give tokens
-      a ratio of 0 or a log-probability of −∞; that of the sampler would have to travel, with V bits or up to V ids for
-      each token (16 kB for a vocabulary of 128k), through every buffer, message and checkpoint.
-
-    Samples that only others' rewards are compared with may be of either kind. What a node makes of several rollouts may
-    be of either of them: the update looks at the rows themselves (`LanguageModel.pack`).
+    Raises GraphError with the readers that would score such samples.
     """
+    # The policy that learns has another support than one that was cut. Its own would give tokens a ratio of 0 or a
+    # log-probability of −∞; the sampler's would have to travel, with V bits or up to V ids for each token (16 kB for a
+    # vocabulary of 128k), through every buffer, message and checkpoint.
     whole = "all of the vocabulary (top_k=0, top_p=1): a policy that has changed has another support"
-    given = {name: call.options.get(name) for name in ("temperature", "top_k", "top_p")}
-    needed = {
-        "temperature": given["temperature"] == 0 and "more than 0: greedy tokens have probability 1, and no gradient",
-        "top_k": type(given["top_k"]) is int and given["top_k"] > 0 and whole,
-        "top_p": type(given["top_p"]) is float and 0 < given["top_p"] < 1 and whole,
-    }
-    if not any(needed.values()):
+    greedy = "more than 0: greedy tokens have probability 1, and no gradient"
+    options, lacks = call.options, {}
+    if options.get("temperature") == 0:
+        lacks["temperature"] = greedy
+    # An option that is not a number is a fault of its own, told by other requirements.
+    if type(top_k := options.get("top_k")) is int and top_k > 0:
+        lacks["top_k"] = whole
+    if type(top_p := options.get("top_p")) is float and 0 < top_p < 1:
+        lacks["top_p"] = whole
+    if not lacks:
         return
     makes = {path_of(Policy), path_of(Logprobs)}
     scorers = [
@@ -133,15 +125,8 @@ def scorable(call: Call) -> None:
         said = f"of rollouts that are scored by {', '.join(scorers)}"
         raise GraphError(
             *(
-                Fault(
-                    "unscored-sampling",
-                    f"{call.what}: option {name!r}",
-                    f"{given[name]}, {said}",
-                    lack,
-                    call.node.where,
-                )
-                for name, lack in needed.items()
-                if isinstance(lack, str)
+                Fault("unscored-sampling", f"{call.what}: option {n!r}", f"{options[n]}, {said}", lack, call.node.where)
+                for n, lack in lacks.items()
             )
         )
 

@@ -371,7 +371,6 @@ def test_an_engine_whose_cache_no_memory_holds_is_not_made(context: Context) -> 
         ({"max_tokens": 72}, {}, r"--max-tokens\s+given +72\s+needed +1 to 71"),
         ({"slots": 0}, {}, "given samples 8 and 0 slots"),
         ({}, {"samples": 0}, "given samples 0 and 32 slots"),
-        ({}, {"temperature": -1.0}, "given temperature -1.0"),
     ],
 )
 def test_what_cannot_work_is_an_error(

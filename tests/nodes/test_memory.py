@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from penstock.nodes.generate.kv_cache import Room, available_bytes
+from penstock.nodes.generate.kv_cache import MemoryPlan, available_bytes
 from penstock.nodes.model import ModelConfig
 
 CONFIG = ModelConfig(40, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 
 
-def room(slots: int, dtype: torch.dtype = torch.float32) -> Room:
-    return Room(CONFIG, slots, length=72, max_tokens=8, dtype=dtype, device="cpu")
+def room(slots: int, dtype: torch.dtype = torch.float32) -> MemoryPlan:
+    return MemoryPlan(CONFIG, slots, length=72, max_tokens=8, dtype=dtype, device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
