@@ -155,8 +155,9 @@ class Fault:
     where: str = ""
 
     def __str__(self) -> str:
+        # With the code, by which the page of errors has the cause and the cure.
         place = f"{self.where}: " if self.where else ""
-        return f"{place}{self.what}\n    given   {self.given}\n    needed  {self.needed}"
+        return f"{place}{self.what} [{self.code}]\n    given   {self.given}\n    needed  {self.needed}"
 
 
 class GraphError(ValueError):

@@ -66,7 +66,9 @@ def test_sound_programs_have_no_faults(name: str) -> None:
 
 def test_a_fault_reads_well() -> None:
     fault = Fault("wrong-type", "score: input 'rollouts'", "Prompts (from prompts)", "Rollouts", "my.py:7")
-    assert str(fault) == ("my.py:7: score: input 'rollouts'\n    given   Prompts (from prompts)\n    needed  Rollouts")
+    assert str(fault) == (
+        "my.py:7: score: input 'rollouts' [wrong-type]\n    given   Prompts (from prompts)\n    needed  Rollouts"
+    )
 
 
 def test_a_mistyped_input() -> None:

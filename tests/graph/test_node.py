@@ -307,5 +307,5 @@ def test_optional_inputs_and_required_options() -> None:
 
 
 def test_clocks_are_group_and_update() -> None:
-    with pytest.raises(GraphError, match="plain: clock\n    given   'weekly'"):
+    with pytest.raises(GraphError, match=r"plain: clock \[unknown-clock\]\n    given   'weekly'"):
         node(clock="weekly")(plain.fn)  # type: ignore[call-overload]

@@ -53,7 +53,10 @@ def test_an_error_of_several_faults_shows_them_all() -> None:
     faults = (Fault("no-input", "a", "1", "2", "f.py:1"), Fault("no-update", "b", "3", "4"))
     with pytest.raises(ValueError, match=r"f\.py:1: a") as raised:
         raise GraphError(*faults)
-    assert str(raised.value) == "f.py:1: a\n    given   1\n    needed  2\nb\n    given   3\n    needed  4"
+    assert (
+        str(raised.value)
+        == "f.py:1: a [no-input]\n    given   1\n    needed  2\nb [no-update]\n    given   3\n    needed  4"
+    )
     assert raised.value.faults == faults  # type: ignore[attr-defined]
 
 

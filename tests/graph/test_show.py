@@ -165,7 +165,7 @@ def test_a_file_of_json_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "a", "results": 3}'])
 def test_what_is_no_graph_is_refused_with_its_place(data: str) -> None:
-    with pytest.raises(GraphError, match=r"here.json: nothing to load\n    given .*\n    needed  the JSON of a graph"):
+    with pytest.raises(GraphError, match=r"^here.json: nothing to load \[not-a-graph\]\n"):
         loads(data, "here.json")
 
 

@@ -408,7 +408,7 @@ def test_what_is_no_list_of_such_values_is_refused() -> None:
         told(summed(rollouts, rewards=[one, rollouts]))  # type: ignore[list-item]
         return policy
 
-    with pytest.raises(GraphError, match=r"summed: input 'rewards'\n.*\n +needed  a list of values of type Rewards"):
+    with pytest.raises(GraphError, match=r"summed: input 'rewards' \[not-a-list\]\n"):
         trace(alone)
     faults = [(f.what, f.given) for f in check(trace(mistyped)) if "input" in f.what]
     assert faults == [("summed: input 'rewards[1]'", "Rollouts (from rollouts)")]
