@@ -153,13 +153,18 @@ def _reachable(folder: str) -> None:
 
 
 def encode(value: Any, what: str) -> Json:
-    """An option as JSON; a node, function or class as `{"path": …}`, a `functools.partial` of one with its keyword
-    arguments as `{"path": …, "options": {…}}`; paths absolute, so that a run can be resumed from any folder. `what`
-    names the option in the error."""
+    """An option as JSON. Raises GraphError for what JSON cannot hold; `what` names the option in the error.
+
+    A node, function or class is `{"path": …}`, a `functools.partial` of one with its keyword arguments
+    `{"path": …, "options": {…}}`.
+    """
+    # NaN is refused: no option means it, and two graphs with it would not be equal.
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
-    if isinstance(value, Integral) or (isinstance(value, Real) and not math.isnan(value)):  # such as NumPy's
+    # NumPy's numbers are no `int` or `float`, and JSON does not know them.
+    if isinstance(value, Integral) or (isinstance(value, Real) and not math.isnan(value)):
         return int(value) if isinstance(value, Integral) else float(value)
+    # Absolute, so that a run can be resumed from any folder.
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, list | tuple):

@@ -100,6 +100,7 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     what = f"{function.__name__}: return annotation"
     outputs, bundle, metrics = _outputs(sig.return_annotation, what, where, stateful)
     returns = inspect.formatannotation(sig.return_annotation).replace("dict[str, float]", "Metrics")
+    # A stream keeps nothing between its firings, so that they may come in any order.
     state = parameters[0].annotation if stateful and parameters else None
     stream = isinstance(state, type) and issubclass(state, Stream)
     if stream and (lists := [port.name for port in inputs if port.several]):
@@ -144,6 +145,7 @@ def _outputs(
         parts = parts[1:]
     metrics = parts[-1] == Metrics
     parts = parts[:-1] if metrics else parts
+    # `tuple[tuple[A, B], Metrics]`: two outputs with metrics.
     if len(parts) == 1 and get_origin(parts[0]) is tuple:
         parts = list(get_args(parts[0]))
     if len(parts) == 1 and parts[0] in (None, NoneType):

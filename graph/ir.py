@@ -165,6 +165,7 @@ class Graph:
     _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Rules and schedulers look nodes up by name at each event; the tuple keeps the program's order.
         self._by_name.update((n.name, n) for n in self.nodes)
 
     def __hash__(self) -> int:
@@ -172,6 +173,7 @@ class Graph:
 
     def __str__(self) -> str:
         """The graph as a program."""
+        # Late, since `show` imports this module.
         from penstock.graph.show import text
 
         return text(self)
@@ -255,6 +257,7 @@ class Graph:
     def digest(self) -> str:
         """A hash of the graph's meaning: equal for equal graphs, whatever file they were written in."""
         data = self.to_json()
+        # A program that moves, or that writes a default out, still has the same meaning.
         for item in [data, *data["arguments"], *data["nodes"]]:
             item.pop("where")
             item.pop("given", None)

@@ -125,6 +125,7 @@ class NodeDef(Generic[P, T]):
         return made._changed(pool=self.pool, label=self.label, written=f"{self.__name__}.of(…)")
 
     def _changed(self, **changes: Any) -> Self:
+        # A definition is shared by all programs that call it, so a variant is a copy.
         made = copy.copy(self)
         made.__dict__.update(changes)
         return made
@@ -158,6 +159,7 @@ class NodeDef(Generic[P, T]):
         """
         shape = self.interface
         returned = f"{defined(self.fn)}: {self.__name__} returned"
+        # What is returned is (state, outputs, metrics), where the signature has them.
         parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
         state = parts.pop(0) if stateful else None
         metrics: Any = parts.pop() if shape.metrics and parts else {}
@@ -170,6 +172,7 @@ class NodeDef(Generic[P, T]):
         for lack in (value.lack() for value in values if isinstance(value, Rewards)):
             if lack:
                 raise ValueError(f"{returned} {lack}")
+        # A dict that grows with each update would fill `metrics.jsonl` and the terminal.
         if len(metrics) > MOST_FIGURES:
             raise ValueError(f"{returned} {len(metrics)} figures, needed at most {MOST_FIGURES} of a firing")
         outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}

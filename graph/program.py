@@ -232,6 +232,7 @@ def trace(
         returned = program.fn(*(Handle(recorder, Ref(name)) for name in program.arguments), **values)
         graph = Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
     except GraphError as error:
+        # A call that cannot be recorded ends the trace; what was left out before it is told, too.
         if recorder.faults:
             raise GraphError(*recorder.faults, *error.faults) from None
         raise
@@ -245,14 +246,15 @@ def trace(
 def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, batch: int | None = None) -> Graph:
     """The graph of a program's evaluation on the carried values of the program, which `graph` has traced.
 
-    Options that both have with the same default are the program's: what is measured is played by the same rules. With
-    another default an option is the evaluation's own, such as a temperature of 0.
+    Options that both have with the same default get the program's values.
+
     Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program or of another
     type: a run would make a value of its own for it, which no update changes.
     """
     evaluation = program.evaluation
     assert evaluation is not None
     defaults = {flag.name: flag.default for flag in program.flags}
+    # What is measured is played by the same rules; another default is the evaluation's own, such as temperature 0.
     alike = {f.name for f in evaluation.flags if f.name in defaults and defaults[f.name] == f.default}
     shared = {name: value for name, value in graph.options if name in alike}
     traced = trace(evaluation, decoded(evaluation.fn, shared), prefix, batch=batch)
@@ -302,6 +304,7 @@ def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> d
             raise fault("unknown-result", what, given, needed, program.where)
         if not isinstance(value, Handle) or value._recorder is not recorder:
             raise fault("bad-result", f"{what} {name!r}", repr(value), needed, program.where)
+    # In the order of the arguments, so that equal programs have equal graphs however they return.
     return {name: named[name]._ref for name in arguments if name in named}
 
 

@@ -38,6 +38,7 @@ class View:
             self.arguments.setdefault(argument.name, argument)
         self.bases = {name: {name, *bases} for name, bases in graph.types}
         self.makers = {c: ref.node for c, ref in graph.results if ref != Ref(c)}
+        # A plan may put two labels into one pool, which then reads what the other holds.
         self.pools = {thing.name: pools.get(thing.name, thing.pool) for thing in self.things}
 
     def inputs(self) -> Iterator[tuple[Node, Input]]:
@@ -56,6 +57,7 @@ class View:
         return argument.type if argument and ref.output == "out" else None
 
     def fits(self, given: str, needed: str) -> bool:
+        # By name: the classes themselves may not be importable where a graph is only looked at.
         return ANY in (given, needed) or needed in self.bases.get(given, {given})
 
     def changing(self, ref: Ref) -> bool:

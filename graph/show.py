@@ -6,6 +6,7 @@
 import json
 import textwrap
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +80,7 @@ def _argument(argument: Argument) -> Box:
 
 def _node(node: Node) -> Box:
     """The note tells the clock, if it is not plain, and the first options that the call wrote."""
+    # More options would make the widest box of the picture.
     words = written(node, brief=True)[:2]
     plain = words and node.clock == "group" and node.turns is None
     note = ", ".join(words if plain else [clock(node), *words])
@@ -92,6 +94,7 @@ def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
         exactly = "delay" if node.construct == "delay" else "lag"
         lag = f", {exactly}={node.lag}" + (f", every {node.every} updates" if node.every > 1 else "")
         ref = node.inputs[0].ref
+    # A value that updates change has no box: the node that makes its next value stands for it.
     maker = graph.producer(ref.node)
     if maker is not None:
         kind: Literal["own", "feedback"] = "own" if maker == head.name and not lag else "feedback"
@@ -121,16 +124,21 @@ def text(graph: Graph) -> str:
     if graph.doc:
         summary = graph.doc.splitlines()[0]
         lines.append(f'    """{summary}"""')
-    inline = _returned_call(graph)
-    shown = [node for node in graph.nodes if not node.answers]  # the other one of the two says it for both
+    # What makes all that the program returns is written into the return statement.
+    inline, results = None, dict(graph.results)
+    if len(results) == 1 and graph.nodes and graph.arguments[0].name in results:
+        last = graph.nodes[-1]
+        inline = last if results[graph.arguments[0].name].node == last.name and len(last.outputs) == 1 else None
+    # Of two nodes that take turns the statement of the one that speaks is that of both.
+    shown = [node for node in graph.nodes if not node.answers]
     calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in shown]
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
     for (first, *rest), comment in calls:
         lines += [f"{first:<{column}}# {comment}", *rest]
     if inline is None:
-        results = [f'"{name}": {names.get(ref, ref)}' for name, ref in graph.results]
-        alone = len(results) == 1 and graph.arguments and graph.results[0][0] == graph.arguments[0].name
-        lines.append(f"    return {results[0].partition(': ')[2] if alone else '{' + ', '.join(results) + '}'}")
+        returned = [f'"{name}": {names.get(ref, ref)}' for name, ref in graph.results]
+        alone = len(results) == 1 and graph.arguments and graph.arguments[0].name in results
+        lines.append(f"    return {returned[0].partition(': ')[2] if alone else '{' + ', '.join(returned) + '}'}")
     return "\n".join(lines)
 
 
@@ -184,6 +192,7 @@ def _names(graph: Graph) -> dict[Ref, str]:
     names = {Ref(a.name): _local(a.name) for a in graph.arguments}
     results = {ref: f"next_{name}" for name, ref in graph.results if ref not in names}
     called: dict[Ref, str] = {}
+    # Only calls name their inputs: those of a filter are numbers, that of a broadcast is `value`.
     for node in graph.nodes:
         for item in node.inputs if node.construct == "call" else ():
             called.setdefault(item.ref, item.name.partition("[")[0])
@@ -198,24 +207,20 @@ def _names(graph: Graph) -> dict[Ref, str]:
     return names
 
 
-def _returned_call(graph: Graph) -> Node | None:
-    """The last node, if it makes all that the program returns: then it is written into the return statement."""
-    if len(graph.results) != 1 or not graph.nodes:
-        return None
-    (name, ref), last = graph.results[0], graph.nodes[-1]
-    alone = ref.node == last.name and len(last.outputs) == 1
-    return last if alone and name == graph.arguments[0].name else None
-
-
 def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: bool) -> list[str]:
     """The call's lines, with the options that it wrote; two nodes that take turns are one call."""
     outputs, options = [Ref(node.name, o.name) for o in node.outputs], written(node)
     words = _arguments(node, names)
     function = _function(node)
     if node.turns is not None and (other := _partner(graph, node)) is not None:
-        own, shared = _of_its_own(node, other, names)
+        # The answering node is given its inputs beforehand, and the options that both nodes have.
+        read = [item for item in other.inputs if not item.back and item.ref.node != node.name]
+        own = _arguments(replace(other, inputs=tuple(read), given=tuple(item.name for item in read)), names)
+        both = {name for name, _ in node.options}
+        for option in written(other):
+            (own if option.partition("=")[0] in both else options).append(option)
         words = [function, f"{_function(other)}.given({', '.join(own)})" if own else _function(other), *words]
-        options = [*options, *shared, f"turns={node.turns}"]
+        options.append(f"turns={node.turns}")
         outputs += [Ref(other.name, o.name) for o in other.outputs]
         function = "alternate"
     words += [f"lag={node.lag}"] if not node.fires else []
@@ -230,18 +235,6 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
         body, WIDTH, initial_indent=opening, subsequent_indent=" " * len(opening), break_long_words=False
     )
     return [line.replace("\xa0", " ") for line in wrapped]
-
-
-def _of_its_own(node: Node, other: Node, names: dict[Ref, str]) -> tuple[list[str], list[str]]:
-    """What `other`, which answers `node`, is given beforehand (its inputs, and options that both have), and its other
-    options."""
-    read = [item for item in other.inputs if not item.back and item.ref.node != node.name]
-    both = {name for name, _ in node.options}
-    options = [(word, word.partition("=")[0] in both) for word in written(other)]
-    inputs = _arguments(replace(other, inputs=tuple(read), given=tuple(item.name for item in read)), names)
-    return [*inputs, *(word for word, is_both in options if is_both)], [
-        word for word, is_both in options if not is_both
-    ]
 
 
 def _arguments(node: Node, names: dict[Ref, str]) -> list[str]:
@@ -280,4 +273,4 @@ def _partner(graph: Graph, node: Node) -> Node | None:
 
 
 def _escape(words: str) -> str:
-    return words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
+    return escape(words, quote=False).replace('"', "&quot;")

@@ -126,6 +126,7 @@ class Recorder:
         ref = self.ref(value, what, self.declare(Weights))
         if self.type_of(ref) == path_of(Weights):
             return Handle(self, ref)
+        # One broadcast for all nodes that read the same value: it would be sent once for each.
         if ref not in self._weights:
             self._weights[ref] = self.broadcast(value, None, 1)
         return self._weights[ref]
@@ -222,6 +223,7 @@ class Recorder:
             for port in answer.interface.inputs
             if port.name == EARLIER and port.optional and EARLIER not in answer.bound
         ]
+        # Without a bound the graph is still made: `check` has the fault, with all others.
         bound = encode(inf if turns is None else turns, "alternate: option 'turns'")
         for node, more in ((said, back), (heard, earlier)):
             op = "" if unknown else node.op
@@ -282,6 +284,7 @@ class Recorder:
     def _name(self, function: str) -> str:
         stem = name = self.prefix + function
         count = 1
+        # The second call of `policy_update` is `policy_update_2`, which checkpoints and figures then know it by.
         while name in self._taken:
             count += 1
             name = f"{stem}_{count}"
@@ -334,6 +337,7 @@ def _options(
     options = {}
     for key, default in sorted(interface.options.items()):
         what, value = f"{name}: option {key!r}", kwargs.get(key, default)
+        # All faulty options of a call are told at once: each is left out, and tracing goes on.
         try:
             if value is REQUIRED:
                 raise fault("missing-option", what, "nothing", "a value, since it has no default")
@@ -425,6 +429,7 @@ class Assembly:
 
     def _node(self, node: Node) -> Node:
         pool, lag = node.pool, node.lag
+        # Weights arrive where they are read.
         if not node.fires:
             pool = self._pool_of_reader(node.name) or "default"
         elif node.construct == "keep":
