@@ -16,8 +16,8 @@ from penstock.graph.protocols import Sharding, rule_of
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
 from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import SharedMemory
 from penstock.runtime.tensor.process_group import AllReduce, Transport, open_group
-from penstock.runtime.tensor.shm_transport import SharedMemory
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 MODEL = ModelConfig(9216, 2048, 8192, 3, 32, 8, 64, tie_word_embeddings=True)

@@ -21,8 +21,8 @@ from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
 from penstock.runtime.tensor.process_group import Transport
-from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 MODEL = ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True)

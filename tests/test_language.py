@@ -29,7 +29,7 @@ from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import make_report
 from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
-from penstock.runtime.tensor.checkpoint import read_shard
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 
 from .gates.replaying import replayed
 from .gates.running import (
@@ -619,7 +619,7 @@ def test_what_cannot_be_pointed_is_refused() -> None:
 def test_a_pointed_evaluation_measures_the_value_and_makes_no_other(tmp_path: Path, processes: bool) -> None:
     made = make_run(tmp_path / "run", FILE + "measures_solver", {}, replace(TOY, eval_groups=4), evaluate=True)
     run_to_end(made) if processes else run_here(made)
-    part = read_shard(made / "checkpoints" / f"{UPDATES:08d}", "trainer/0", 0)
+    part = CheckpointShard(made / "checkpoints" / f"{UPDATES:08d}", "trainer/0", 0)
     sums = {name: float(part.carried(name)[0]["values"].sum()) for name in ("proposer", "solver")}
     with pytest.raises(KeyError):
         part.carried("policy")
@@ -696,7 +696,7 @@ def test_plain_values_are_carried_kept_sent_and_gone_on_with(tmp_path: Path, pro
     parted = launch(prepared(tmp_path, "plainly", replace(TOY, updates=2)))
     launch(with_updates(parted, UPDATES))
     (kept, gone_on) = (
-        read_shard(folder / "checkpoints" / f"{UPDATES:08d}", "trainer/0", 0).carried("baseline")[1]
+        CheckpointShard(folder / "checkpoints" / f"{UPDATES:08d}", "trainer/0", 0).carried("baseline")[1]
         for folder in (whole, parted)
     )
     found = rows(whole)

@@ -53,7 +53,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import Checkpoint, RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 
 DEATH_S = 1.0
 """Seconds for which a complaint waits for a better reason in any case."""

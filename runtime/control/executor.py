@@ -49,9 +49,9 @@ from penstock.runtime.schedule.events import (
     Swap,
     Swapped,
 )
-from penstock.runtime.tensor.checkpoint import layout_of, read_shard, require_savable, value_name, write_shard
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.checkpoint import CheckpointShard, layout_of, require_savable, value_name, write_shard
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
+from penstock.runtime.tensor.shm import ObjectRef
 
 
 def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:
@@ -69,7 +69,7 @@ def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, 
 def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, ObjectRef]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
     setup, update = holdings.setup, update_of(folder.name)
-    part = read_shard(folder, setup.replica, setup.rank, setup.run)
+    part = CheckpointShard(folder, setup.replica, setup.rank, setup.run)
     for name, value in holdings.carried.items():
         value.restore(*part.carried(name, layout_of(value)))
         holdings.history.note(name, update, value)

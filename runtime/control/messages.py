@@ -27,7 +27,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.codec import MAX_BYTES, Codec, MessageError
 from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 
 __all__ = [
     "MAX_BYTES",

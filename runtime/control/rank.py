@@ -30,10 +30,9 @@ from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
 from penstock.runtime.control.weight_channels import BridgeWays, Ground, channels_of, drained
-from penstock.runtime.tensor.object_ref import owner_of
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from penstock.runtime.tensor.process_group import AtOnce, Lockstep, Pace, open_world
-from penstock.runtime.tensor.shm import SHM
+from penstock.runtime.tensor.shm import SHM, owner_of
 
 ANSWER_S = 600.0
 """Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is

@@ -28,7 +28,7 @@ from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import private
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 
 
 class History:

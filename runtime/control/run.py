@@ -41,7 +41,7 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import Origin
 from penstock.runtime.schedule.state import Ledger, UnawaitedError
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 
 Orders = dict[str, Order]
 """What each replica's ranks are to do, in order."""

@@ -58,7 +58,7 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.security import Door, Gate, Join
 from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Published, Saved, Swapped
-from penstock.runtime.tensor.object_ref import ObjectRef, owner_of
+from penstock.runtime.tensor.shm import ObjectRef, owner_of
 
 
 class WireError(OSError):

@@ -39,8 +39,8 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Gate, Join
 from penstock.runtime.control.sockets import SHARED, SILENCE, WireError, keyed
 from penstock.runtime.record.errors import visible
-from penstock.runtime.tensor.object_ref import ObjectRef, ObjectRefError
 from penstock.runtime.tensor.object_store import ObjectReader
+from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
 
 _CUT_OFF = 4 * MAX_QUESTION
 """Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""

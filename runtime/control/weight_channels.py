@@ -33,9 +33,9 @@ from penstock.runtime.tensor.delta import DeltaTransport
 from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
 from penstock.runtime.tensor.process_group import AllReduce, OpenStore, Receiving, Side, Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
-from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver, sync_in_process
 
 

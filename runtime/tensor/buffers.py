@@ -6,6 +6,7 @@ The sender's `WeightSnapshot` has one, so that the optimizer never changes what 
 Work in a thread of its own that says once how it ended.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.layout import Layout, LayoutError, Region, TensorLayout
-from penstock.runtime.tensor.shm_transport import Allocate, copy_elements
 
 _ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
 
 Device = str | torch.device
+Allocate = Callable[[int], Tensor]
+"""Zeroed memory of this many bytes, as a uint8 tensor, all of it touched."""
 T = TypeVar("T")
 Fill = Callable[[str, int, int, int], None]
 """`fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows."""
@@ -152,6 +154,15 @@ def _only_box(tensor: TensorLayout, rank: int) -> Region:
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | str:
     return tensors[name].shape if name in tensors else "nothing"
+
+
+def copy_elements(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of one shape, converting; as bytes, which is faster, between equal ones on a CPU."""
+    as_bytes = target.is_cpu and source.is_cpu and target.dtype == source.dtype
+    if as_bytes and target.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
 
 
 Done = Callable[[T | Exception], None]

@@ -1,17 +1,13 @@
-"""A checkpoint: each rank writes its carried values, node states and groups' values into one file of `files`.
+"""Checkpoints: `write_shard` writes what one rank holds (carried values, node states, groups' values), and
+`CheckpointShard` reads it for a rank of the same or of another mesh.
 
-Tensors are named by what they belong to: "carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". Beside
-a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it. States and groups'
-values are the same on all ranks of a replica.
+A shard is one safetensors file, which is there whole or not at all. Its facts are JSON in the file's metadata, so that
+they and the tensors cannot come from different moments. Tensors are named by what they belong to:
+"carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0".
 
-Tensors with JSON facts on disk: one safetensors file, which is there whole or not at all.
-
-The facts are JSON in the file's metadata, so that they and the tensors cannot come from different moments.
-
-The state of a carried value on another mesh than that it was written on: from the files of all ranks, by `reshard`.
-
-A state's tensors are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a logical tensor of the
-layout: all of them are cut as it is.
+Beside a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it (`assemble`).
+The tensors of such a state are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a logical tensor
+of the layout: all of them are divided as it is. States and groups' values are the same on all ranks of a replica.
 """
 
 import json
@@ -33,6 +29,7 @@ from penstock.runtime.record.folder import FORMAT, open_regular, part_path, refu
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.layout import Copy, Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.shm import room
 
 _FORMAT = "penstock-state-1"
 
@@ -57,13 +54,7 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
     except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
         needed = sum(t.nbytes for t in tensors.values())
-        raise StateError(f"{path}: cannot write {needed} bytes of state ({_free(path.parent)}): {error}") from error
-
-
-def load_state(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save_state` wrote; the tensors are on the CPU."""
-    file = StateFile.open(path)
-    return file.tensors(), file.facts
+        raise StateError(f"{path}: cannot write {needed} bytes of state ({room(path.parent)}): {error}") from error
 
 
 @dataclass(frozen=True)
@@ -119,14 +110,6 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         separate[name] = own
     return separate
-
-
-def _free(folder: Path) -> str:
-    try:
-        room = os.statvfs(folder)
-    except FileNotFoundError:
-        return "no such folder"
-    return f"{room.f_bavail * room.f_frsize} bytes free"
 
 
 def assemble(
@@ -267,9 +250,13 @@ def layout_of(value: Carried) -> Layout | None:
 
 
 class CheckpointShard:
-    """What the ranks of `replica` wrote in `run`, as `rank` of the same or of another mesh needs it."""
+    """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it.
 
-    def __init__(self, folder: Path, replica: str, rank: int, run: str) -> None:
+    Raises StateError for a file that is missing, no state, of another format than is written now, or of another `run`
+    ("": of any).
+    """
+
+    def __init__(self, folder: Path, replica: str, rank: int, run: str = "") -> None:
         self.rank = rank
         first = StateFile.open(part_path(folder, replica, 0))
         if text := refusal(first.path, first.facts):
@@ -277,7 +264,11 @@ class CheckpointShard:
         others = [StateFile.open(part_path(folder, replica, k)) for k in range(1, first.facts["ranks"])]
         self._files = [first, *others]
         for file in self._files:
-            _require_run(file, run)
+            # Hosts that share no folder keep their shards in folders of their own: an earlier run may have left some.
+            given = file.facts.get("run", "")
+            if run and given and given != run:
+                needed = f"needed one of run {run}: each run has a folder of its own on each host"
+                raise StateError(f"{file.path}: given a part of run {given}, {needed}")
         # The same on all ranks but for what a layout says.
         self._own = self._files[min(rank, len(others))]
 
@@ -299,18 +290,3 @@ class CheckpointShard:
         meta = self._own.facts["encoded"][name]
         tensors = self._own.tensors(f"{name}/")
         return decode(cls, [tensors[str(index)] for index in range(len(meta["tensors"]))], meta)
-
-
-def read_shard(folder: Path, replica: str, rank: int, run: str = "") -> CheckpointShard:
-    """Raises StateError for a file that is missing, no state, of another format than is written now, or of another
-    `run` ("": of any).
-    """
-    return CheckpointShard(folder, replica, rank, run)
-
-
-def _require_run(file: StateFile, run: str) -> None:
-    """Hosts that share no folder keep their parts in folders of their own, which an earlier run may have had."""
-    given = file.facts.get("run", "")
-    if run and given and given != run:
-        needed = f"needed one of run {run}: each run has a folder of its own on each host"
-        raise StateError(f"{file.path}: given a part of run {given}, {needed}")

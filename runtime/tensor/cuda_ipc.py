@@ -4,9 +4,9 @@ The blocks are taken from the CUDA driver itself (`libcuda`, by its C names, as 
 allocator: a handle names a whole block of the driver, so that of a tensor of torch's it would give away whatever else
 lies in its block, and with expandable segments or the asynchronous allocator there is no such block. Torch's own way
 (`_share_cuda_`) counts references in files that a killed process leaves behind. Here nothing is counted: a block lives
-as long as its process, and whoever has opened it must not use it longer.
+as long as its process, and a process that has opened it must not use it longer.
 
-What the driver calls are given and give is in `_Driver`; everything else is `memory`'s.
+What the driver calls are given and give is in `_Driver`; the rest is as in `one_sided`.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.runtime.tensor.one_sided import PeerMemory, WritableMemory
 from penstock.runtime.tensor.shm import SegmentError
-from penstock.runtime.tensor.shm_transport import Place, place_among, view_at
 
 _UNIT = 2 << 20  # bytes: smaller blocks of the driver share one, and a handle would give away all of that
 _HANDLE_BYTES = 64
@@ -54,79 +54,57 @@ class Export(NamedTuple):
         return Export(int(found[1]), bytes.fromhex(found[2]), int(found[3]))
 
 
-class DeviceMemory:
-    """Memory of one GPU that belongs to one rank, `owner`, for senders of the same host to write.
-
-    Where the driver has none that can be exported, it is torch's, `warn` is told why, and `shared` is false: weights
-    must then come as messages. Waits for the GPU end after `timeout` seconds.
+class DeviceMemory(WritableMemory):
+    """Memory of one GPU, for senders of the same host to write. Where the driver has none that can be exported, it is
+    torch's. Waits for the GPU end after `timeout` seconds.
     """
 
-    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    kind = "cuda_ipc"
+    fallback = "weights come as messages through the host"
 
     def __init__(
         self, device: torch.device | str, owner: str, timeout: float, warn: Callable[[str], object] = _log.warning
     ) -> None:
-        self._device = torch.device(device)
-        self._owner = owner
+        super().__init__(owner, device, warn)
         self._timeout = timeout
-        self._warn = warn
-        self._blocks: list[tuple[str, Tensor]] = []
-        self.refused = ""
 
-    @property
-    def shared(self) -> bool:
-        """Whether all that was asked for can be written by others."""
-        return bool(self._blocks) and not self.refused
-
-    def __call__(self, nbytes: int) -> Tensor:
+    def _export(self, nbytes: int) -> tuple[str, Tensor]:
         try:
-            block, buffer = _driver(self._device.index or 0).export(max(nbytes, 1))
+            block, buffer = _driver(self._device.index or 0).export(nbytes)
         except (OSError, RuntimeError) as error:
-            self.refused = str(error)
-            self._warn(f"{self._owner}: {error}; weights come as messages through the host, which is slower")
-            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        self._blocks.append((block.name(), buffer.zero_()))
-        return buffer[:nbytes]
+            raise SegmentError(str(error)) from error
+        return block.name(), buffer.zero_()
 
-    def place(self, tensor: Tensor) -> Place:
-        """Where the first element of a tensor lies; it must be in a block."""
-        return place_among(self._blocks, tensor, self._owner)
-
-    def settle(self) -> None:
-        """Until the GPU is through with what this process has given it so far: it may still read, for a step of
-        decoding that was begun before the swap, what lies in the shadow now. RuntimeError past the deadline."""
+    def wait_idle(self) -> None:
         finish(torch.cuda.current_stream(self._device), self._timeout)
 
     def close(self) -> None:
         """Nothing: others may have a block open, so that it goes with the process."""
 
 
-class OpenedMemory:
-    """Other ranks' blocks, each opened once. Copies are in a stream of their own, beside what the GPU computes."""
+class OpenedMemory(PeerMemory):
+    """Other ranks' blocks, each opened once. Copies run in a stream of their own, beside what the GPU computes."""
 
     def __init__(self, timeout: float) -> None:
+        super().__init__()
         self._timeout = timeout
-        self._opened: dict[str, Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
-        """The tensor of the dtype and shape of `like`, with these strides (in elements), that begins at `place`."""
-        if place.segment not in self._opened:
-            block = Export.parse(place.segment)
-            try:
-                self._opened[place.segment] = _driver(block.device).open(block)
-            except (OSError, RuntimeError) as error:
-                raise SegmentError(f"a block of {block.nbytes} bytes on cuda:{block.device}: {error}") from error
-        return view_at(self._opened[place.segment], place, like, strides)
+    def _open(self, name: str) -> Tensor:
+        block = Export.parse(name)
+        try:
+            return _driver(block.device).open(block)
+        except (OSError, RuntimeError) as error:
+            raise SegmentError(f"a block of {block.nbytes} bytes on cuda:{block.device}: {error}") from error
 
     def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy into each first tensor the second, and wait until the GPU has. RuntimeError past the deadline."""
         for device in {piece.device for _, piece in pairs}:
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 for target, piece in pairs:
                     if piece.device == device:
                         target.copy_(piece, non_blocking=True)
+            # The receiver reads in streams of another process, which cannot wait for this one: the host must.
             finish(stream, self._timeout)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.tensor.cuda_ipc import OpenedMemory, visible_devices
 from penstock.runtime.tensor.delta import DeltaTransport
-from penstock.runtime.tensor.one_sided import OneSidedTransport
+from penstock.runtime.tensor.one_sided import MappedMemory, MemoryKind, OneSidedTransport, WritableMemory
 from penstock.runtime.tensor.process_group import (
     AbsentError,
     LinkEnds,
@@ -39,7 +39,6 @@ from penstock.runtime.tensor.process_group import (
 )
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm import SHM
-from penstock.runtime.tensor.shm_transport import MappedMemory, MemoryKind, WritableMemory
 
 TransportChoice = Literal["auto", "messages", MemoryKind]
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "messages", *get_args(MemoryKind))

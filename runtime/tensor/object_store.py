@@ -1,8 +1,9 @@
-"""Values in shared memory: the maker puts, readers get copies, the maker frees.
+"""Values in shared memory: their maker puts them into its `ObjectStore`, readers get copies by an `ObjectReader`, and
+the maker frees them.
 
 A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
-the serial number that the handle carries: a handle that outlived its block is told from one that names another
-value. A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
+the serial number that its reference carries, so that a reference that outlived its block does not read another value.
+ A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import json
 import logging
 import secrets
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,17 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
-from penstock.runtime.tensor.object_ref import FreeList, ObjectRef, ObjectRefError
-from penstock.runtime.tensor.shm import SHM, SegmentError, ShmSegment, create_segment, open_segment, room, segment_name
+from penstock.runtime.tensor.shm import (
+    SHM,
+    ObjectRef,
+    ObjectRefError,
+    SegmentError,
+    ShmSegment,
+    create_segment,
+    open_segment,
+    room,
+    segment_name,
+)
 
 _PREFIX = struct.Struct("<4sIQQ")  # magic, bytes of JSON, serial number, bytes in all
 _MAGIC = b"PSTK"
@@ -50,6 +61,40 @@ class Usage(NamedTuple):
     segments: int
     segment_bytes: int
     puts: int
+
+
+class FreeList:
+    """Offsets into `size` bytes. Both calls are linear in the number of free pieces."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free: list[tuple[int, int]] = [(0, size)]
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of `nbytes` (> 0) now in use; None if no free piece is as long."""
+        for index, (offset, length) in enumerate(self._free):
+            if length > nbytes:
+                self._free[index] = (offset + nbytes, length - nbytes)
+                return offset
+            if length == nbytes:
+                del self._free[index]
+                return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Give back exactly what `take` gave."""
+        free = self._free
+        index = bisect_left(free, (offset, 0))
+        end = offset + nbytes
+        if index < len(free) and free[index][0] == end:
+            end += free.pop(index)[1]
+        if index and sum(free[index - 1]) == offset:
+            index -= 1
+            offset = free.pop(index)[0]
+        free.insert(index, (offset, end - offset))
+
+    def free_bytes(self) -> int:
+        return sum(length for _, length in self._free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +182,11 @@ class ObjectStore:
             offset = home.blocks.take(nbytes)
             if offset is not None:
                 return home, offset
-        home = self._grow(nbytes)
-        offset = home.blocks.take(nbytes)
-        assert offset is not None
-        return home, offset
+        self._grow(nbytes)
+        return self._take(nbytes)
 
-    def _grow(self, nbytes: int) -> _Home:
+    def _grow(self, nbytes: int) -> None:
+        """Add a segment with room for a block of `nbytes`."""
         size = -(-max(nbytes, self._next_bytes) // 4096) * 4096
         segment = create_segment(segment_name(self.run, self.owner, len(self._homes)), size, self._folders)
         if segment.path.parent != self._folders[0] and not self._fallen_back:
@@ -150,9 +194,8 @@ class ObjectStore:
             lacks = f"no room for {size} bytes of samples in {self._folders[0]} ({room(self._folders[0])})"
             self._warn(f"{self.owner}: {lacks}; they lie in {segment.path.parent} where it is full, which is slower")
         self._next_bytes = min(2 * size, _LARGEST_STEP)
-        home = _Home(segment, _address(segment), FreeList(size))
-        self._homes[segment.name] = home
-        return home
+        address = ctypes.addressof(ctypes.c_char.from_buffer(segment.view))
+        self._homes[segment.name] = _Home(segment, address, FreeList(size))
 
 
 class ObjectReader:
@@ -240,8 +283,12 @@ def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
 def _check_prefix(handle: ObjectRef, memory: bytearray | memoryview, start: int) -> None:
     if len(memory) < start + _PREFIX.size:
         raise ObjectRefError(f"{handle}: given {len(memory)} bytes, needed at least {_PREFIX.size}")
+    try:
+        expected = _META.decode(handle.meta).serial
+    except msgspec.MsgspecError as error:
+        raise ObjectRefError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
     magic, _, serial, nbytes = _PREFIX.unpack_from(memory, start)
-    if (magic, serial, nbytes) != (_MAGIC, _serial(handle), handle.nbytes):
+    if (magic, serial, nbytes) != (_MAGIC, expected, handle.nbytes):
         raise ObjectRefError(f"{handle}: the block is not in use for this value (freed?)")
 
 
@@ -272,14 +319,3 @@ def _count(shape: Sequence[int]) -> int:
             raise ValueError(f"given shape {shape}")
         count *= size
     return count
-
-
-def _serial(handle: ObjectRef) -> int:
-    try:
-        return _META.decode(handle.meta).serial
-    except msgspec.MsgspecError as error:
-        raise ObjectRefError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
-
-
-def _address(segment: ShmSegment) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(segment.view))

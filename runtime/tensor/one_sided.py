@@ -1,46 +1,57 @@
-"""Weights put straight into the receivers' shadows, which lie in shared memory or on a GPU of one host. The receiver
-copies nothing.
+"""Weights written straight into the receivers' memory on one host: `OneSidedTransport`, and the memory that it writes:
+`SharedMemory` and its view by a sender, `MappedMemory`. `cuda_ipc` has the same for a GPU's memory.
 
-A sync with one source: the receiver says which shadow is free (version, shadow, copies, bytes of the map), and where
-each piece goes in it, the first time that it names this shadow (the map: JSON). The source writes, and says that it
-has (version, copies, bytes). So nothing is ever written into a shadow that its owner has not offered, or that its GPU
-is still reading, and nothing is called written that a GPU has yet to write.
+A sync with one source: the receiver says which shadow buffer is free (version, shadow, copies, bytes of the map), and,
+the first time that it names this shadow, where each piece goes in it (the map: JSON). The source writes, and says that
+it has (version, copies, bytes). The receiver copies nothing.
+
+Invariant: nothing is written into a shadow that its owner has not offered or that its GPU still reads, and nothing is
+called written that a GPU has yet to write.
 """
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.buffers import Device, Shards, copy_elements
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import HEADER, PeerConnection, TransportError
-from penstock.runtime.tensor.shm import SegmentError
-from penstock.runtime.tensor.shm_transport import PeerMemory, Place, WritableMemory
+from penstock.runtime.tensor.shm import SHM, SegmentError, ShmSegment, create_segment, open_segment, segment_name
+
+MemoryKind = Literal["shm", "cuda_ipc"]
+"""Memory that other processes can write: segments of shared memory, or blocks of a GPU's."""
 
 _OFFER, _MAP, _DONE = range(3)  # tags
 _OFFERED = "version", "shadow", "copies", "map bytes"
 _WRITTEN = "version", "copies", "bytes"
 _KEPT = 256  # peers times shadows times buffers whose views are kept
 
+_log = logging.getLogger(__name__)
+
 
 class OneSidedTransport:
-    """One rank of a bridge whose receivers' arenas lie where senders can write them; `memory` is a receiver's, `mapped`
-    a sender's view of all of them.
+    """One rank of a link whose receivers' memory senders can write. `memory` is a receiver's own; `peers` is a
+    sender's view of all of them.
     """
 
-    def __init__(self, connection: PeerConnection, memory: WritableMemory | None, mapped: PeerMemory) -> None:
+    def __init__(self, connection: PeerConnection, memory: "WritableMemory | None", peers: "PeerMemory") -> None:
         self._connection = connection
         self._memory = memory
-        self._mapped = mapped
+        self._peers = peers
         self._places: dict[tuple[int, int], list[tuple[Place, list[int]]]] = {}  # by peer and shadow, as offered
         self._pairs: list[tuple[Sequence[Copy], Shards, int, int, list[tuple[Tensor, Tensor]]]] = []
         self._offered: list[tuple[Shards, set[int]]] = []  # shadows by number, and the peers that have their map
 
-    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+    def send(self, version: int, copies: Sequence[Copy], shards: Shards) -> int:
+        """Write `copies` of `shards` into the peers' shadows; the bytes written. Raises TransportError."""
         connection, group = self._connection, self._connection.group(version)
         offers: list[tuple[int, tuple[Copy, ...], Tensor, Work]] = []
         for peer, own in connection.by_peer(copies).items():
@@ -50,7 +61,11 @@ class OneSidedTransport:
         total, answers = 0, []
         for peer, own, offer, work in offers:
             connection.wait(work, version, peer, "the offer of a shadow")
-            nbytes = self._write(version, peer, own, copies, parts, offer)
+            number = self._accept(version, peer, len(own), offer)
+            pairs = self._paired(peer, number, own, copies, shards)
+            with connection.naming(version, peer, "the writing of the shadow"):
+                self._peers.write(pairs)
+            nbytes = sum(piece.nbytes for _, piece in pairs)
             total += nbytes
             answer = torch.tensor([version, len(own), nbytes])
             with connection.naming(version, peer, HEADER):
@@ -59,104 +74,240 @@ class OneSidedTransport:
             connection.wait(work, version, peer, HEADER)
         return total
 
-    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+    def receive(self, version: int, copies: Sequence[Copy], shards: Shards) -> int:
+        """Offer `shards`, and wait until all peers have written `copies` into them; their bytes. Raises
+        TransportError, or ChecksumError if a peer sends another version or plan.
+        """
         connection, group = self._connection, self._connection.group(version)
-        self._settle(version)
+        assert self._memory is not None, "a receiver's transport has its memory"
+        try:
+            # A step of decoding that began before the swap may still read what is the shadow now.
+            self._memory.wait_idle()
+        except RuntimeError as error:
+            raise TransportError(f"{connection.ends.channel}: version {version}: no shadow is free: {error}") from error
         pending: list[tuple[Work, int, Tensor, Tensor]] = []
         sent: list[tuple[Work, int, object]] = []
         for peer, own in connection.by_peer(copies).items():
-            offer, where = self._offer(version, peer, own, parts)
+            pieces = [shards[copy.tensor].cut(copy.region) for copy in own]
+            offer, where = self._offer(self._memory, version, peer, pieces, shards)
+            needed = torch.tensor([version, len(own), sum(piece.nbytes for piece in pieces)])
+            done = torch.empty(len(_WRITTEN), dtype=torch.int64)
             with connection.naming(version, peer, HEADER):
                 sent.append((group.send(offer, peer, _OFFER), peer, offer))
                 if len(where):
                     sent.append((group.send(where, peer, _MAP), peer, where))
-                nbytes = sum(parts[copy.tensor].cut(copy.region).nbytes for copy in own)
-                done = torch.empty(len(_WRITTEN), dtype=torch.int64)
-                pending.append(
-                    (group.receive(done, peer, _DONE), peer, done, torch.tensor([version, len(own), nbytes]))
-                )
+                pending.append((group.receive(done, peer, _DONE), peer, done, needed))
         for work, peer, _ in sent:
             connection.wait(work, version, peer, "the offer of a shadow")
         for work, peer, done, needed in pending:
             connection.wait(work, version, peer, "the word that all is written")
             connection.match(done, needed, _WRITTEN, peer)
-        return int(sum(int(needed[2]) for _, _, _, needed in pending))
+        return sum(int(needed[2]) for _, _, _, needed in pending)
 
     def close(self) -> None:
         self._connection.close()
         self._pairs.clear()
-        self._mapped.close()
+        self._peers.close()
 
-    def _settle(self, version: int) -> None:
-        assert self._memory is not None, "a receiver's transport has its memory"
-        try:
-            self._memory.settle()
-        except RuntimeError as error:
-            raise TransportError(
-                f"{self._connection.ends.channel}: version {version}: no shadow is free: {error}"
-            ) from error
-
-    def _offer(self, version: int, peer: int, own: Sequence[Copy], parts: Shards) -> tuple[Tensor, Tensor]:
+    def _offer(
+        self, memory: "WritableMemory", version: int, peer: int, pieces: Sequence[Tensor], shards: Shards
+    ) -> tuple[Tensor, Tensor]:
         """The header, and the map unless this peer has it: [[segment, byte, strides of the piece], …]."""
-        assert self._memory is not None, "a receiver's transport has its memory"
-        number = next((k for k, (known, _) in enumerate(self._offered) if known is parts), len(self._offered))
+        number = next((k for k, (known, _) in enumerate(self._offered) if known is shards), len(self._offered))
         if number == len(self._offered):
-            self._offered.append((parts, set()))
+            self._offered.append((shards, set()))
         where = b""
         if peer not in self._offered[number][1]:
-            pieces = [parts[copy.tensor].cut(copy.region) for copy in own]
-            where = json.dumps([[*self._memory.place(piece), list(piece.stride())] for piece in pieces]).encode()
+            where = json.dumps([[*memory.place(piece), list(piece.stride())] for piece in pieces]).encode()
             self._offered[number][1].add(peer)
-        header = torch.tensor([version, number, len(own), len(where)])
+        header = torch.tensor([version, number, len(pieces), len(where)])
         return header, torch.frombuffer(bytearray(where), dtype=torch.uint8) if where else torch.empty(0)
 
-    def _write(
-        self, version: int, peer: int, own: Sequence[Copy], copies: Sequence[Copy], parts: Shards, offer: Tensor
-    ) -> int:
-        """Copy all pieces for one peer into the shadow that it offers; the bytes."""
-        connection = self._connection
+    def _accept(self, version: int, peer: int, copies: int, offer: Tensor) -> int:
+        """The number of the shadow that a peer offers, whose map is known from now on."""
+        connection, group = self._connection, self._connection.group(version)
         number, map_bytes = int(offer[1]), int(offer[3])
         if map_bytes:
-            self._places[peer, number] = self._receive_map(version, peer, map_bytes)
-        needed = torch.tensor([version, number, len(own), map_bytes])
-        if offer.tolist() != needed.tolist():  # let the receiver see what is sent here, and fail too
+            buffer = torch.empty(map_bytes, dtype=torch.uint8)
+            with connection.naming(version, peer, HEADER):
+                work = group.receive(buffer, peer, _MAP)
+            connection.wait(work, version, peer, "the map of a shadow")
+            data: list[Any] = json.loads(bytes(buffer.numpy()))
+            self._places[peer, number] = [(Place(segment, offset), strides) for segment, offset, strides in data]
+        needed = torch.tensor([version, number, copies, map_bytes])
+        if offer.tolist() != needed.tolist():
+            # The receiver must see what is sent here, and fail too: otherwise it would wait for its deadline.
             word = torch.tensor([version, 0, 0])
             with connection.naming(version, peer, HEADER):
-                connection.wait(connection.group(version).send(word, peer, _DONE), version, peer, HEADER)
+                connection.wait(group.send(word, peer, _DONE), version, peer, HEADER)
         connection.match(offer, needed, _OFFERED, peer)
-        pairs = self._paired(peer, number, own, copies, parts)
-        with connection.naming(version, peer, "the writing of the shadow"):
-            self._mapped.write(pairs)
-        return sum(piece.nbytes for _, piece in pairs)
-
-    def _receive_map(self, version: int, peer: int, nbytes: int) -> list[tuple[Place, list[int]]]:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        with self._connection.naming(version, peer, HEADER):
-            work = self._connection.group(version).receive(buffer, peer, _MAP)
-        self._connection.wait(work, version, peer, "the map of a shadow")
-        data: list[Any] = json.loads(bytes(buffer.numpy()))
-        return [(Place(segment, offset), strides) for segment, offset, strides in data]
+        return number
 
     def _paired(
-        self, peer: int, number: int, own: Sequence[Copy], copies: Sequence[Copy], parts: Shards
+        self, peer: int, number: int, own: Sequence[Copy], copies: Sequence[Copy], shards: Shards
     ) -> list[tuple[Tensor, Tensor]]:
-        """Each piece with its place, as views: made once for each of our buffers and each shadow."""
-        for known_copies, known_parts, known_peer, known_number, pairs in self._pairs:
-            if known_copies is copies and known_parts is parts and (known_peer, known_number) == (peer, number):
+        """Each piece with its place in the peer's shadow, as views (place, piece)."""
+        # Made once for each of our buffers and each shadow: thousands of views cost more than copying small pieces.
+        for known_copies, known_shards, known_peer, known_number, pairs in self._pairs:
+            if known_copies is copies and known_shards is shards and (known_peer, known_number) == (peer, number):
                 return pairs
-        places = self._places[peer, number]
+        places, where = self._places[peer, number], f"{self._connection.ends.channel}"
         if len(places) != len(own):
             name = self._connection.ends.name(peer)
-            raise TransportError(
-                f"{self._connection.ends.channel}: {name} gave {len(places)} places for {len(own)} copies"
-            )
-        pieces = [parts[copy.tensor].cut(copy.region) for copy in own]
-        try:
-            views = [self._mapped.view(at, piece, strides) for piece, (at, strides) in zip(pieces, places, strict=True)]
-        except SegmentError as error:
-            raise TransportError(
-                f"{self._connection.ends.channel}: {self._connection.ends.name(peer)}: {error}"
-            ) from error
-        pairs = list(zip(views, pieces, strict=True))
-        self._pairs = [*self._pairs[1 - _KEPT :], (copies, parts, peer, number, pairs)]
+            raise TransportError(f"{where}: {name} gave {len(places)} places for {len(own)} copies")
+        pairs = []
+        for copy, (place, strides) in zip(own, places, strict=True):
+            piece = shards[copy.tensor].cut(copy.region)
+            try:
+                pairs.append((self._peers.view(place, piece, strides), piece))
+            except SegmentError as error:
+                raise TransportError(f"{where}: {self._connection.ends.name(peer)}: {error}") from error
+        self._pairs = [*self._pairs[1 - _KEPT :], (copies, shards, peer, number, pairs)]
         return pairs
+
+
+class Place(NamedTuple):
+    """A segment (or a block of a GPU's memory), and the byte in it."""
+
+    segment: str
+    offset: int
+
+
+class WritableMemory(ABC):
+    """A receiver's memory that senders' processes write. It is called as an `Allocate`. `owner` names the rank, once in
+    a run.
+
+    Where no memory can be shared it is the process's own, `warn` is told why, `refused` says so and `shared` is false:
+    weights must then come as messages.
+    """
+
+    kind: MemoryKind
+    fallback: str
+    """How weights come where no memory can be shared, for the warning."""
+
+    def __init__(self, owner: str, device: Device, warn: Callable[[str], object]) -> None:
+        self._owner = owner
+        self._device = torch.device(device)
+        self._warn = warn
+        self._exported: list[tuple[str, Tensor]] = []
+        self.refused = ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all that was asked for lies where others can write it."""
+        return bool(self._exported) and not self.refused
+
+    def __call__(self, nbytes: int) -> Tensor:
+        try:
+            name, buffer = self._export(max(nbytes, 1))
+        except SegmentError as error:
+            self.refused = str(error)
+            self._warn(f"{self._owner}: {error}; {self.fallback}, which is slower")
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._exported.append((name, buffer))
+        return buffer[:nbytes]
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where the first element of a tensor lies. Raises SegmentError if it is not in this memory."""
+        for name, buffer in self._exported:
+            offset = tensor.data_ptr() - buffer.data_ptr()
+            if 0 <= offset < buffer.nbytes:
+                return Place(name, offset)
+        raise SegmentError(f"{self._owner}: a tensor of {tensor.nbytes} bytes is in none of its segments")
+
+    @abstractmethod
+    def _export(self, nbytes: int) -> tuple[str, Tensor]:
+        """New zeroed memory under a name. Raises SegmentError where there is none."""
+
+    @abstractmethod
+    def wait_idle(self) -> None:
+        """Wait until nothing that this process has begun reads or writes it. RuntimeError past the deadline."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take back the names; the memory stays for the tensors that lie in it. May be repeated."""
+
+
+class PeerMemory(ABC):
+    """A sender's view of receivers' memory; each segment is opened once."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Tensor] = {}
+
+    def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
+        """The tensor of the dtype and shape of `like`, with these strides (in elements), that begins at `place`.
+        Raises SegmentError if that is not there.
+        """
+        if place.segment not in self._opened:
+            self._opened[place.segment] = self._open(place.segment)
+        buffer = self._opened[place.segment]
+        # Checked here, since a place comes from another process: `as_strided` would read and write beyond the end.
+        last = sum((n - 1) * stride for n, stride in zip(like.shape, strides, strict=True))
+        end = place.offset + (last + 1) * like.dtype.itemsize
+        if min(strides, default=0) < 0 or place.offset < 0 or end > buffer.nbytes:
+            raise SegmentError(f"{place}: a tensor up to byte {end} is not in the {buffer.nbytes} bytes there")
+        return buffer[place.offset : end].view(like.dtype).as_strided(like.shape, tuple(strides))
+
+    @abstractmethod
+    def _open(self, name: str) -> Tensor:
+        """All bytes of a segment."""
+
+    @abstractmethod
+    def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy into each first tensor the second; then all is there to be read. RuntimeError past the deadline."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SharedMemory(WritableMemory):
+    """Segments of shared memory of the run `run`, in the first of `folders` with room."""
+
+    kind = "shm"
+    fallback = "weights come as messages"
+
+    def __init__(
+        self, run: str, owner: str, folders: Sequence[Path] = (SHM,), warn: Callable[[str], object] = _log.warning
+    ) -> None:
+        super().__init__(owner, "cpu", warn)
+        self._run = run
+        self._folders = tuple(folders)
+        self._segments: list[ShmSegment] = []
+
+    def _export(self, nbytes: int) -> tuple[str, Tensor]:
+        segment = create_segment(segment_name(self._run, self._owner, len(self._segments)), nbytes, self._folders)
+        self._segments.append(segment)
+        return segment.name, torch.frombuffer(segment.view, dtype=torch.uint8)
+
+    def wait_idle(self) -> None:
+        """A processor's writes and reads are over when they return."""
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.unlink()
+
+
+class MappedMemory(PeerMemory):
+    """Other ranks' segments of shared memory, mapped once and written into."""
+
+    def __init__(self, folders: Sequence[Path] = (SHM,)) -> None:
+        super().__init__()
+        self._folders = tuple(folders)
+        self._segments: list[ShmSegment] = []
+
+    def _open(self, name: str) -> Tensor:
+        self._segments.append(open_segment(name, self._folders, writable=True))
+        return torch.frombuffer(self._segments[-1].view, dtype=torch.uint8)
+
+    def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, piece in pairs:
+            copy_elements(target, piece)
+
+    def close(self) -> None:
+        """Unmap, once nothing refers to the views any more."""
+        self._opened.clear()
+        for segment in self._segments:
+            # A view that is still in use keeps its mapping until the process ends.
+            with suppress(BufferError):
+                segment.close()
+        self._segments.clear()

@@ -1,8 +1,9 @@
-"""Shared-memory segments: files `penstock-<run>-<owner>-<k>` that their owner's death sets free. No torch.
+"""Shared-memory segments of a run, and references to the values that lie in them. No torch: the controller passes
+references on, and the launcher removes the segments of dead runs.
 
-A segment's owner keeps an exclusive `flock` on it for as long as it lives. The kernel drops the lock with the
-process, however it died, so that liveness needs no pid, no clock and no lock file. A run is dead when none of
-its segments is locked; `sweep` then removes them all.
+A segment is a file `penstock-<run>-<owner>-<k>`. Its owner keeps an exclusive `flock` on it for as long as it lives.
+The kernel drops the lock with the process, however it died, so that liveness needs no pid, no clock and no lock file.
+A run is dead when none of its segments is locked; `sweep` then removes them all.
 """
 
 import errno
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
+
+from penstock.runtime.packable import Packable
 
 SHM = Path("/dev/shm")
 _PREFIX = "penstock-"
@@ -83,6 +86,7 @@ def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> 
             continue
         facts = os.fstat(descriptor)
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or not facts.st_size:
+            # A file that another user could have made or change is no memory to read values from.
             os.close(descriptor)
             given = f"user {facts.st_uid}, mode {facts.st_mode & 0o777:o}, {facts.st_size} bytes"
             raise SegmentError(f"segment {name}: given {given}; needed this user's alone, and not empty")
@@ -158,3 +162,33 @@ def room(folder: Path) -> str:
     except FileNotFoundError:
         return "no such folder"
     return f"{facts.f_bavail * facts.f_frsize} of {facts.f_blocks * facts.f_frsize} bytes free"
+
+
+class ObjectRef(Packable, frozen=True):
+    """A value that stays with the worker that made it: `nbytes` at `offset` in a segment of the store of `owner`.
+
+    `meta` is JSON that the store wrote for its readers; processes in between pass it on unread. `host` is the owner's,
+    by its name in the plan: readers there map the segment, those of other hosts ask the owner at `endpoint` ("" where
+    there are no other hosts: the owner does not listen).
+    """
+
+    segment: str
+    offset: int
+    nbytes: int
+    meta: str
+    owner: str
+    host: str = ""
+    endpoint: str = ""
+
+    def __str__(self) -> str:
+        where = f" on host {self.host}" if self.host else ""
+        return f"{self.segment}[{self.offset}:{self.offset + self.nbytes}] of {self.owner}{where} {self.meta}"
+
+
+def owner_of(replica: str, rank: int) -> str:
+    """The `owner` of a rank's values: "generator.0.1" is rank 1 of generator/0."""
+    return f"{replica.replace('/', '.')}.{rank}"
+
+
+class ObjectRefError(RuntimeError):
+    """A reference to no value: never made, freed already, damaged on its way, out of reach. The peer's fault."""

@@ -29,13 +29,12 @@ from torch import Tensor
 
 from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded, Sharding
 from penstock.graph.types import Weights
-from penstock.runtime.tensor.buffers import Device, Done, DoubleBuffer, WeightSnapshot, in_background
+from penstock.runtime.tensor.buffers import Allocate, Device, Done, DoubleBuffer, WeightSnapshot, in_background
 from penstock.runtime.tensor.digest import MODES, Add, ChecksumError, Checksums, Mode, alone, hashed_tensors
 from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
 from penstock.runtime.tensor.process_group import LocalTransport, Receiving, Transport
 from penstock.runtime.tensor.quantise import Agree, Converter, Restorer
 from penstock.runtime.tensor.reshard import reshard
-from penstock.runtime.tensor.shm_transport import Allocate
 from penstock.runtime.tensor.wire_format import converted, mesh_of, rules_from_json, rules_to_json, target_layout
 
 _DTYPES = tuple(ITEMSIZE)

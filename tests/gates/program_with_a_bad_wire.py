@@ -15,10 +15,10 @@ _receive = OneSidedTransport.receive
 """How weights come to a receiver on the sender's host."""
 
 
-def _receive_badly(self: OneSidedTransport, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-    received = _receive(self, version, copies, parts)
+def _receive_badly(self: OneSidedTransport, version: int, copies: Sequence[Copy], shards: Shards) -> int:
+    received = _receive(self, version, copies, shards)
     if version == 2:
-        parts["values"].tensor.view(torch.int32)[7] ^= 1
+        shards["values"].tensor.view(torch.int32)[7] ^= 1
     return received
 
 

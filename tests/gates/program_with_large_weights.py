@@ -20,12 +20,12 @@ from penstock.graph import broadcast, node, program
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.runtime.tensor import link, shm_transport
+from penstock.runtime.tensor import link, one_sided
 from penstock.runtime.tensor.process_group import PeerGroup
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
 PATIENCE_S = 60.0
-COPY, SEND = shm_transport.copy_elements, PeerGroup.send
+COPY, SEND = one_sided.copy_elements, PeerGroup.send  # type: ignore[attr-defined]
 
 
 class LargePolicy(FakePolicy):
@@ -78,7 +78,7 @@ def make_large_policy(context: Context) -> Carried:
     on_a_host_of_its_own(options["way"])
     if options["mark"]:
         halfway = Halfway(Path(options["mark"]), options["at"])
-        shm_transport.copy_elements = halfway.copy
+        one_sided.copy_elements = halfway.copy  # type: ignore[attr-defined]
         PeerGroup.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
     return LargePolicy(context)
 

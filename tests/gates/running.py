@@ -25,7 +25,7 @@ from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.process import processes_of, sweep_processes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.tensor.checkpoint import read_shard
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.shm import SHM
 
 HERE = Path(__file__).parent
@@ -239,7 +239,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def final_state(folder: Path, update: int) -> dict[str, Tensor]:
     """All tensors of the policy's state (weights and optimizer) in the checkpoint before `update`."""
-    return read_shard(folder / "checkpoints" / f"{update:08d}", "trainer/0", 0).carried("policy")[0]
+    return CheckpointShard(folder / "checkpoints" / f"{update:08d}", "trainer/0", 0).carried("policy")[0]
 
 
 def assert_equal_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:

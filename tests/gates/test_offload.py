@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.tensor import offload
-from penstock.runtime.tensor.checkpoint import read_shard
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 
 from .running import Running, assert_equal_bits, make_run, run_here, run_to_end, status_here
 from .test_resume import figures, interrupt_at
@@ -47,7 +47,7 @@ def kept(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in names:
         path = folder / "checkpoints" / name
-        part = read_shard(path, "trainer/0", 0)
+        part = CheckpointShard(path, "trainer/0", 0)
         for value in ("policy", "average"):
             found |= {f"{name}/{value}/{tensor}": t for tensor, t in part.carried(value)[0].items()}
     return found

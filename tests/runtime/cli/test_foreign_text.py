@@ -21,7 +21,7 @@ from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.metrics import open_tensorboard
-from penstock.runtime.tensor.checkpoint import load_state, save_state
+from penstock.runtime.tensor.checkpoint import StateFile, save_state
 from tests.runtime.report.runs import simulated_run
 
 from .conftest import Processes
@@ -128,7 +128,8 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
     assert Join.read(path / "keys" / "local.json").folder == str(path)
     endpoint.encode()
     save_state(path / f"{ODD}.safetensors", {"a": torch.ones(2)}, {"b": 1})
-    tensors, facts = load_state(path / f"{ODD}.safetensors")
+    kept = StateFile.open(path / f"{ODD}.safetensors")
+    tensors, facts = kept.tensors(), kept.facts
     assert (tensors["a"].tolist(), facts) == ([1.0, 1.0], {"b": 1})
     if board := open_tensorboard(path, required=False):
         board.write({"update": 0, "version": 1, "time_s": 1.0, "loss": 0.5})

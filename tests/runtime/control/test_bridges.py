@@ -19,11 +19,10 @@ from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.delta import DeltaTransport
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.one_sided import OneSidedTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport, SharedMemory
 from penstock.runtime.tensor.process_group import Side, Transport, TransportError
 from penstock.runtime.tensor.send_recv import Bucket, MessageTransport
 from penstock.runtime.tensor.shm import sweep
-from penstock.runtime.tensor.shm_transport import SharedMemory
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 from tests.runtime.tensor.peer import Policy
 

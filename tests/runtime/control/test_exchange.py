@@ -36,8 +36,8 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.control.sockets import WireError
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer, reply
-from penstock.runtime.tensor.object_ref import ObjectRef, ObjectRefError
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
+from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
 from tests.halt import halt
 
 from .sockets import mutated, stranger, until

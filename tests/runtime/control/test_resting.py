@@ -13,7 +13,7 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.weight_channels import LocalWays
 from penstock.runtime.schedule.events import Abort, Command, Done, Failed, Fire, Save, Saved
 from penstock.runtime.tensor import offload
-from penstock.runtime.tensor.checkpoint import read_shard
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 
 from .nodes_for_tests import make_setup as make_other_setup
 from .nodes_that_leave import Cupboard, Heavy, make_setup
@@ -50,7 +50,7 @@ def where(executor: Executor) -> str:
 
 
 def written(folder: Path) -> Tensor:
-    return read_shard(folder, "worker/0", 0).carried("policy")[0]["momentum"]
+    return CheckpointShard(folder, "worker/0", 0).carried("policy")[0]["momentum"]
 
 
 def test_it_is_away_but_for_those_who_work_with_it(tmp_path: Path) -> None:

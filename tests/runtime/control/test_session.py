@@ -26,9 +26,9 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.schedule.events import Done, Published
-from penstock.runtime.tensor.checkpoint import read_shard
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.quantise import ConversionError
+from penstock.runtime.tensor.shm import ObjectRef
 from penstock.runtime.tensor.weight_sync import WeightPublisher
 
 UPDATES = 5
@@ -147,7 +147,7 @@ def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 def last_policy(folder: RunFolder) -> list[float]:
     saved = latest_checkpoint(folder)
     assert saved is not None
-    tensors, facts = read_shard(saved.folder, "trainer/0", 0).carried("policy")
+    tensors, facts = CheckpointShard(saved.folder, "trainer/0", 0).carried("policy")
     return [facts["version"], *tensors["values"].tolist(), *tensors["momentum"].tolist()]
 
 

@@ -15,7 +15,7 @@ from penstock.nodes.curriculum import Varied
 from penstock.runtime.control.rank_state import History, Values, join
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import CodecError, decode, encode, private
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 
 from .nodes_for_tests import make_setup
 

@@ -42,7 +42,7 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.sockets import MAX_DRAIN_BYTES, MAX_NOTES, Client, Server, WireError
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 from tests.halt import halt
 
 from .sockets import Raw, Role, bench, mutated, stranger, until

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor import shm_transport as memories
+from penstock.runtime.tensor import one_sided as memories
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.digest import digest
 from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
 from penstock.runtime.tensor.process_group import Transport
-from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 from tests.runtime.tensor.peer import CHANNEL, Policy, answer, published, receive
 
@@ -79,7 +79,7 @@ def main(side: Any, folder: str, timeout: str, device: str) -> None:
                 publisher.send(order["send"], transport)
                 answer(sent=order["send"], way=type(transport.transport).__name__)
             elif "die" in order:
-                memories.copy_elements = die_after_one_piece
+                memories.copy_elements = die_after_one_piece  # type: ignore[attr-defined]
             else:
                 receive(receiver, order, transport)
                 receiver.swap(order["version"])

@@ -16,8 +16,8 @@ from penstock.graph.protocols import Axes, Rule, Sharding
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy, Mesh, Region, sharded
 from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.one_sided import SharedMemory
 from penstock.runtime.tensor.process_group import AllReduce, Transport
-from penstock.runtime.tensor.shm_transport import SharedMemory
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 from .peer import published, receive

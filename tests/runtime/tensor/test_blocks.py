@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.tensor.object_ref import FreeList
+from penstock.runtime.tensor.object_store import FreeList
 
 SIZE = 64
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.graph.protocols import Axes, Sharding
 from penstock.runtime.record.folder import part_path, sync
-from penstock.runtime.tensor.checkpoint import StateError, layout_of, read_shard, save_state, write_shard
+from penstock.runtime.tensor.checkpoint import CheckpointShard, StateError, layout_of, save_state, write_shard
 from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.layout import Mesh
 
@@ -82,7 +82,7 @@ def test_every_mesh_reads_what_any_other_wrote(tmp_path: Path, before: Axes, aft
     _write(tmp_path, before)
     for rank in range(Mesh(after).size):
         value = _value(after, rank)
-        tensors, facts = read_shard(tmp_path, "trainer/0", rank).carried("policy", layout_of(value))
+        tensors, facts = CheckpointShard(tmp_path, "trainer/0", rank).carried("policy", layout_of(value))
         needed, _ = value.state()
         assert facts == {"version": 3}
         assert tensors.keys() == needed.keys()
@@ -99,7 +99,7 @@ def test_parts_that_more_ranks_left_there_are_not_read(tmp_path: Path, after: Ax
     _write(tmp_path, (("fsdp", 2),))
     for rank in range(Mesh(after).size):
         value = _value(after, rank)
-        tensors, _ = read_shard(tmp_path, "trainer/0", rank).carried("policy", layout_of(value))
+        tensors, _ = CheckpointShard(tmp_path, "trainer/0", rank).carried("policy", layout_of(value))
         assert all(torch.equal(tensors[name], t) for name, t in value.state()[0].items() if t.numel())
 
 
@@ -107,7 +107,7 @@ def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
     _write(tmp_path, (("fsdp", 3), ("tp", 2)))
     (tmp_path / "trainer-0-4.safetensors").unlink()
     with pytest.raises(StateError, match=r"trainer-0-4\.safetensors: not a readable state"):
-        read_shard(tmp_path, "trainer/0", 0)
+        CheckpointShard(tmp_path, "trainer/0", 0)
 
 
 def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path:
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"trainer-0-0\.safetensors: not a readable state"):
-        read_shard(tmp_path, "trainer/0", 0)
+        CheckpointShard(tmp_path, "trainer/0", 0)
 
 
 def test_all_that_a_rank_wrote_is_on_the_disk_when_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +156,9 @@ def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:
     for rank, run in enumerate(("ours", "theirs")):
         write_shard(tmp_path, "trainer/0", rank, 2, {"policy": Whole(rank)}, {}, {}, run=run)
     with pytest.raises(StateError, match=r"trainer-0-1\.safetensors: given a part of run theirs, needed .* ours"):
-        read_shard(tmp_path, "trainer/0", 0, "ours")
+        CheckpointShard(tmp_path, "trainer/0", 0, "ours")
     write_shard(tmp_path, "trainer/0", 1, 2, {"policy": Whole(1)}, {}, {}, run="ours")
-    assert read_shard(tmp_path, "trainer/0", 0, "ours").carried("policy")[1] == {"version": 3}
+    assert CheckpointShard(tmp_path, "trainer/0", 0, "ours").carried("policy")[1] == {"version": 3}
 
 
 def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path:
     path = tmp_path / "trainer-0-0.safetensors"
     save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})
     with pytest.raises(StateError, match=rf"{path}: given a checkpoint of format 1, needed 2: go on with"):
-        read_shard(tmp_path, "trainer/0", 0)
+        CheckpointShard(tmp_path, "trainer/0", 0)
 
 
 def test_a_temporary_file_of_another_rank_may_be_gone_before_it_is_synced(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.runtime.tensor import cuda_ipc
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory, Export, OpenedMemory, finish, visible_devices
+from penstock.runtime.tensor.one_sided import Place
 from penstock.runtime.tensor.shm import SHM, SegmentError, create_segment, open_segment, sweep
-from penstock.runtime.tensor.shm_transport import Place
 
 HANDLE = bytes(range(64))
 RUN = f"testblocks{os.getpid()}"

@@ -4,11 +4,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from penstock.runtime.tensor.checkpoint import StateError, load_state, save_state
+from penstock.runtime.tensor.checkpoint import StateError, StateFile, save_state
+
+
+def load_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    file = StateFile.open(path)
+    return file.tensors(), file.facts
 
 
 def test_tensors_and_facts_come_back_equal(tmp_path: Path) -> None:

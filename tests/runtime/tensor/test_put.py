@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from penstock.runtime.tensor import shm_transport as memories
+from penstock.runtime.tensor import one_sided as memories
+from penstock.runtime.tensor.buffers import copy_elements
 from penstock.runtime.tensor.digest import ChecksumError, digest
 from penstock.runtime.tensor.link import ReplicaLink
-from penstock.runtime.tensor.one_sided import OneSidedTransport
+from penstock.runtime.tensor.one_sided import MappedMemory, OneSidedTransport, Place, SharedMemory
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.shm import SHM, SegmentError, sweep
-from penstock.runtime.tensor.shm_transport import MappedMemory, Place, SharedMemory, copy_elements
 from penstock.runtime.tensor.weight_sync import SyncError, WeightPublisher, WeightReceiver
 from tests.halt import halt
 
@@ -202,7 +202,7 @@ def test_a_gpu_that_is_late_is_named_with_the_version(run: Path, monkeypatch: An
         hurry(receiving.transport, 2)
         blamed, other = sync(1)
     else:
-        monkeypatch.setattr(SharedMemory, "settle", late)
+        monkeypatch.setattr(SharedMemory, "wait_idle", late)
         hurry(sending.transport, 2)
         other, blamed = sync(1)
     with pytest.raises(TransportError, match=rf"version 1: {said}.*{LATE}"):

@@ -12,10 +12,9 @@ import torch
 from penstock.graph.protocols import Axes
 from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import LayoutError
-from penstock.runtime.tensor.one_sided import OneSidedTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport, SharedMemory
 from penstock.runtime.tensor.process_group import LocalTransport
 from penstock.runtime.tensor.shm import sweep
-from penstock.runtime.tensor.shm_transport import SharedMemory
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 from tests.runtime.control.sockets import until
 

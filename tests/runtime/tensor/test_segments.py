@@ -118,7 +118,7 @@ def test_sweep_of_one_run_takes_it_whatever_holds_it(tmp_path: Path) -> None:
 
 
 def test_what_the_launcher_and_the_controller_use_needs_no_torch() -> None:
-    modules = ", ".join(f"penstock.runtime.tensor.{name}" for name in ("segments", "handle", "layout", "blocks"))
+    modules = ", ".join(f"penstock.runtime.tensor.{name}" for name in ("shm", "layout", "reshard", "wire_format"))
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=300, check=False).returncode == 0
 

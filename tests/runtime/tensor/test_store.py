@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.graph.types import Prompts, Rewards, Rollouts
-from penstock.runtime.tensor.object_ref import ObjectRef, ObjectRefError
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
-from penstock.runtime.tensor.shm import SegmentError
+from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError, SegmentError
 
 RUN = f"t{os.getpid()}"
 
@@ -101,7 +100,7 @@ def test_nothing_leaks_over_ten_thousand_puts(store: ObjectStore) -> None:
 READ = """
 import sys
 from penstock.graph.types import Rollouts
-from penstock.runtime.tensor.object_ref import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef
 from penstock.runtime.tensor.object_store import ObjectReader
 run, segment, offset, nbytes, meta, owner = sys.argv[1:]
 value = ObjectReader(run).get(ObjectRef(segment, int(offset), int(nbytes), meta, owner), Rollouts)

@@ -12,11 +12,10 @@ from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import link
 from penstock.runtime.tensor.link import TRANSPORTS, ReplicaLink, TransportChoice, writable_kinds
-from penstock.runtime.tensor.one_sided import OneSidedTransport
+from penstock.runtime.tensor.one_sided import OneSidedTransport, SharedMemory, WritableMemory
 from penstock.runtime.tensor.process_group import Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm import sweep
-from penstock.runtime.tensor.shm_transport import SharedMemory, WritableMemory
 
 pytestmark = pytest.mark.timeout(300)
 RUN = f"testways{os.getpid()}"
