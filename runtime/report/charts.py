@@ -1,8 +1,8 @@
-"""Small charts as SVG: curves over updates or time, and histograms, each with a label that says what it shows. Pure.
+"""The charts of a report: small SVGs of curves and histograms, each with a label that says what it shows. Pure.
 
-Colours, lines and fonts are classes of the page's style, so that charts follow its light and dark themes.
-
-The charts of a report: what the run's rows say of learning, staleness and speed, and what lay in queues. Pure.
+`groups` are the report's charts: what the run's rows say of learning, staleness and speed, and what lay in queues.
+`curves` and `histogram` draw one. Colours, lines and fonts are classes of the page's style, so that charts follow its
+light and dark themes.
 """
 
 import json
@@ -17,7 +17,7 @@ from penstock.runtime.record.metrics import Row, columns
 from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import Facts
-from penstock.runtime.report.summary import Report, lags, tokens_by_lag, tokens_by_version
+from penstock.runtime.report.summary import Report, lags, tokens_by
 
 WIDTH, HEIGHT = 360.0, 168.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 24.0
@@ -71,12 +71,14 @@ def curves(
     xs = Scale(points[0][0], points[-1][0])
     parts = _axes(ys, xs, whole=all(point[0] == int(point[0]) for point in points))
     if limit:
-        parts += _limit(ys.at(limit[0], HEIGHT - BOTTOM, TOP), limit[1])
+        y = ys.at(limit[0], HEIGHT - BOTTOM, TOP)
+        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(WIDTH - RIGHT - 2, y - 4 if y > TOP + 8 else y + 13, limit[1], "end", "limit-label"))
     for series in reversed(range(len(names))):
         parts += _curve([(p[0], p[series + 1]) for p in shown], xs, ys, series, steps)
     said = "; ".join(_said(name, [p[i + 1] for p in points]) for i, name in enumerate(names))
     rows = [(number(p[0]), *(number(y) for y in p[1:])) for p in thinned(points, 40)]
-    kept = [[_short(v) if isfinite(v) else None for v in p] for p in shown]
+    kept = [[float(f"{v:.6g}") if isfinite(v) else None for v in p] for p in shown]
     frame = json.dumps([LEFT, WIDTH - RIGHT, xs.low, xs.high])
     return Figure(title, _svg(parts, f"{title}: {said}"), said, tuple(names), json.dumps(kept), frame, x, rows)
 
@@ -122,6 +124,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     chosen: set[int] = {0, len(points) - 1}
+    # The least and the largest, not every n-th point: a single spike is what a reader looks for.
     series = range(1, len(points[0]))
     stretches = max(1, most // 2 // max(1, len(series)))
     for place, one in product(range(stretches), series):
@@ -145,19 +148,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
 def _said(name: str, values: Sequence[float]) -> str:
     known = [v for v in values if isfinite(v)]
     if not known:
         return f"{name}: no values"
     if len(known) == 1:
         return f"{name} {number(known[0])}"
-    return (
-        f"{name} from {number(known[0])} to {number(known[-1])}, between {number(min(known))} and {number(max(known))}"
-    )
+    first, last, least, most = map(number, (known[0], known[-1], min(known), max(known)))
+    return f"{name} from {first} to {last}, between {least} and {most}"
 
 
 def _nice(values: Sequence[float]) -> Scale:
@@ -205,11 +203,6 @@ def _curve(points: Sequence[tuple[float, float]], xs: Scale, ys: Scale, series: 
     return parts
 
 
-def _limit(y: float, label: str) -> list[str]:
-    line = f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return [line, _text(WIDTH - RIGHT - 2, y - 4 if y > TOP + 8 else y + 13, label, "end", "limit-label")]
-
-
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
     named = f' class="{kind}"' if kind else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
@@ -225,7 +218,7 @@ def _svg(parts: Sequence[str], label: str, readable: bool = True) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class ChartGroup:
     """Charts under one heading."""
 
     anchor: str
@@ -257,16 +250,16 @@ SPEED = (
 )
 
 
-def groups(report: Report) -> list[Group]:
+def chart_groups(report: Report) -> list[ChartGroup]:
     """The headings that have something to show."""
     rows, points = report.facts.rows, accuracies(report.facts)
     accuracy = [curves("Accuracy on held-out problems", ["accuracy"], points, x="version")] if points else []
     found = [
-        Group("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
-        Group("staleness", "Staleness", STALENESS, _staleness(report)),
-        Group("off-policy", "How far off policy", OFF_POLICY, _rows(rows, POLICY)),
-        Group("queues", "Queues", QUEUES, _queues(report)),
-        Group("speed", "Speed", "", _rows(rows, SPEED)),
+        ChartGroup("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
+        ChartGroup("staleness", "Staleness", STALENESS, _staleness(report)),
+        ChartGroup("off-policy", "How far off policy", OFF_POLICY, _rows(rows, POLICY)),
+        ChartGroup("queues", "Queues", QUEUES, _queues(report)),
+        ChartGroup("speed", "Speed", "", _rows(rows, SPEED)),
     ]
     return [group for group in found if group.figures]
 
@@ -326,9 +319,9 @@ def _staleness(report: Report) -> list[Figure]:
     bound = (limit, f"bound: lag {limit}")
     if found := lags(report):
         figures.append(histogram("Lag of groups, at their start", sorted(found.items()), "lag", "groups", bound))
-    if by_lag := tokens_by_lag(report.facts):
+    if by_lag := tokens_by(report.facts, "lag"):
         figures.append(histogram("Lag of tokens", list(by_lag.items()), "lag", "tokens", bound))
-    if by_version := tokens_by_version(report.facts):
+    if by_version := tokens_by(report.facts, "version"):
         figures.append(histogram("Tokens by version", list(by_version.items()), "version", "tokens"))
     rows = report.facts.rows
     points = [(float(row["update"]), _value(row.get("lag_mean")), _value(row.get("lag_max"))) for row in rows]
@@ -338,11 +331,9 @@ def _staleness(report: Report) -> list[Figure]:
 
 
 def _queues(report: Report) -> list[Figure]:
-    stages = report.facts.training
-    depths = [depth for stage in stages for depth in stage.depths]
+    depths = [depth for stage in report.facts.training for depth in stage.depths]
     if len(depths) < 2:
         return []
-    figures = []
     pools = list(depths[0].in_work)
     steps = [name for name in depths[0].ready if any(depth.ready.get(name) for depth in depths)]
 
@@ -350,8 +341,7 @@ def _queues(report: Report) -> list[Figure]:
         points: list[Point] = [(d.time / NS, *(float(value(d, name)) for name in names)) for d in depths]
         return curves(title, names, points, x="seconds", steps=True)
 
-    figures.append(series("Firings in work, by pool", pools[:6], lambda d, name: d.in_work.get(name, 0)))
-    if steps:
-        figures.append(series("Groups that wait, by node", steps[:6], lambda d, name: d.ready.get(name, 0)))
-    figures.append(series("Finished groups that wait for their update", ["groups"], lambda d, _: d.finished))
-    return figures
+    work = series("Firings in work, by pool", pools[:6], lambda d, name: d.in_work.get(name, 0))
+    ready = [series("Groups that wait, by node", steps[:6], lambda d, name: d.ready.get(name, 0))] if steps else []
+    finished = series("Finished groups that wait for their update", ["groups"], lambda d, _: d.finished)
+    return [work, *ready, finished]

@@ -1,8 +1,9 @@
 """What ranks did and when, followed event by event: of a run's log, or of a simulation. Pure.
 
-Times are whole nanoseconds on one clock, so that sums are exact. A command is asked of every rank of a replica and
-answered by each. A rank does one thing after the other, but for a stream, which works on several firings at once: so
-work that is no stream's began when it was asked for, or when the rank was done with what it had before.
+`Follow.step` takes an event and the commands that answered it, and `close` gives what came of it as `Followed`. Times
+are whole nanoseconds on one clock, so that sums are exact. A command is sent to every rank of a replica, and each
+answers. A rank does one thing after the other, except for a stream, which works on several firings at once. So work
+that is no stream's began when it was asked for, or when the rank was done with what it had before.
 """
 
 from collections import Counter, defaultdict
@@ -135,8 +136,6 @@ class Follow:
         self._open.clear()
         return self.found
 
-    # What was answered ------------------------------------------------------------------------------------
-
     def _hear(self, time: int, event: Event) -> None:
         match event:
             case Done(firing, replica, rank):
@@ -160,7 +159,8 @@ class Follow:
 
     def _over(self, time: int, key: tuple[object, ...], outcome: str) -> None:
         work = self._open.pop(key, None)
-        if work is None:  # a source: read ahead, and free of charge
+        if work is None:
+            # A source's: it reads ahead, and keeps no rank busy.
             return
         work.end, work.outcome = time, outcome
         if work.kind in IN_WORK:
@@ -177,8 +177,6 @@ class Follow:
             work.start = max(work.start, min(self._free[work.rank_id], work.end))
             self._free[work.rank_id] = work.end
 
-    # What was asked ---------------------------------------------------------------------------------------
-
     def _fire(self, time: int, fire: Fire, cause: Cause) -> None:
         firing, step = fire.firing, self.tables.steps[fire.firing.node]
         if step.source:
@@ -191,18 +189,8 @@ class Follow:
             self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
         kind: Kind = "update" if step.per_update else "group"
         for rank in range(len(self.tables.replicas[fire.replica].ranks)):
-            work = Work(
-                fire.replica,
-                firing.node,
-                firing.index,
-                time,
-                time,
-                kind,
-                version,
-                rank=rank,
-                turn=firing.turn,
-                cause=cause,
-            )
+            at = (fire.replica, firing.node, firing.index, time, time, kind, version)
+            work = Work(*at, rank=rank, turn=firing.turn, cause=cause)
             self._open["fire", firing, fire.replica, rank] = work
             self.in_work[fire.replica, rank] += 1
 

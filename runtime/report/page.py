@@ -1,10 +1,12 @@
-"""The report as one HTML file: everything that the template shows, in words and numbers. Pure but for the templates.
+"""The report as one HTML file: all that the template shows, in words and numbers. Pure but for the templates.
 
-`schedule_html` is a schedule as a page of its own: lanes that zoom and pan, with nothing to load.
+`page` is a run's report. `schedule_html` is a schedule as a page of its own: lanes that zoom and pan, with nothing to
+load. `render` fills any template of this folder.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from penstock import __version__
 from penstock.graph.svg import Measured, svg_in_page
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
-from penstock.runtime.report.charts import accuracies, groups, numbers, percent
+from penstock.runtime.report.charts import accuracies, chart_groups, numbers, percent
 from penstock.runtime.report.follow import NS, Followed, RankId, Work
 from penstock.runtime.report.run_history import Account
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
@@ -29,7 +31,7 @@ from penstock.runtime.report.summary import (
     sync_parts,
     whole_accounts,
 )
-from penstock.runtime.report.what_if import Case, Prediction, Table
+from penstock.runtime.report.what_if import Prediction, Table
 from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -51,24 +53,27 @@ def schedule_html(bars: Sequence[Bar], title: str) -> str:
     their own ("policy>generator/0"), which are drawn in the lane of their replica.
     """
     begin, end = span(bars)
+
+    def ns(time: float) -> int:
+        return round((time - begin) * NS)
+
     rows: dict[str, Row] = {}
     for lane in lanes(bars):
-        name = lane.name.rpartition(">")[2]
+        channel, _, name = lane.name.rpartition(">")
         row = rows.setdefault(name, Row(name, pool_of(name), Strip([])))
-        row.real.work += [_work(bar, name, begin) for track in lane.tracks for bar in track]
+        for bar in (bar for track in lane.tracks for bar in track):
+            # A sync on a lane of its own ("policy>generator/0") has the name of its channel.
+            shown = pool_of(bar.lane) if channel else bar.name
+            row.real.work.append(
+                Work(name, shown, bar.index, ns(bar.start), ns(bar.end), bar.kind, bar.version, cause=(bar.detail, 0))
+            )
     pools = list(dict.fromkeys(row.pool for row in rows.values()))
     ordered = sorted(rows.values(), key=lambda row: pools.index(row.pool))
     for row in ordered:
         row.real.swaps = sorted((w.end, w.index) for w in row.real.work if w.kind == "swap")
-    ends = [(update, round((time - begin) * NS)) for update, time in boundaries(bars)]
-    data, merged = encode(Chart(ordered, ends, end=round((end - begin) * NS)))
+    ends = [(update, ns(time)) for update, time in boundaries(bars)]
+    data, merged = encode(Chart(ordered, ends, end=ns(end)))
     return render("schedule.html.j2", title=title, data=data, merged=merged)
-
-
-def _work(bar: Bar, lane: str, begin: float) -> Work:
-    start, end = round((bar.start - begin) * NS), round((bar.end - begin) * NS)
-    name = bar.name if bar.lane == lane else bar.lane.rpartition("/")[0]  # a channel's, on a lane of its own
-    return Work(lane, name, bar.index, start, end, bar.kind, bar.version, cause=(bar.detail, 0))
 
 
 STATES = {"busy": Cause("busy", "busy"), **CAUSES}
@@ -80,7 +85,7 @@ def page(report: Report, template: str = "report.html.j2") -> str:
     nodes = node_times(report)
     chart = make_chart(report)
     data, merged = encode(chart) if chart.rows else ("", 0)
-    charts = groups(report)
+    charts = chart_groups(report)
     training, whole = rank_accounts(facts.training), whole_accounts(facts)
     table = _what_if(report.table) if report.table and report.table.cases else None
     contents = [("graph", "Graph"), *([("schedule", "Schedule"), ("idle", "Busy and idle")] if data else [])]
@@ -98,7 +103,15 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         contents=contents + [(group.anchor, group.title) for group in charts],
         graph=_graph(report, nodes),
         graph_said=_graph_said(report),
-        nodes=[_node(node) for node in nodes],
+        nodes=[
+            {
+                **asdict(node),
+                "firings": f"{node.firings:,}",
+                "median": seconds(node.median_s),
+                "share": percent(node.share),
+            }
+            for node in nodes
+        ],
         data=data,
         merged=merged,
         predicted=any(row.predicted for row in chart.rows),
@@ -124,9 +137,6 @@ def seconds(value: float | None) -> str:
     size = abs(value)
     number, unit = (value, "s") if size >= 1 else (value * 1e3, "ms") if size >= 1e-3 else (value * 1e6, "µs")
     return f"{f'{number:#.3g}'.rstrip('.')} {unit}" if 0 < size < 1000 else f"{number:.0f} s"
-
-
-# The head -----------------------------------------------------------------------------------------------------
 
 
 def _head(report: Report) -> list[dict[str, str]]:
@@ -164,16 +174,13 @@ def _done(report: Report) -> int:
     return len({update for stage in report.facts.training for update in stage.followed.ends})
 
 
-# The graph ----------------------------------------------------------------------------------------------------
-
-
 def _graph(report: Report, nodes: Iterable[NodeTime]) -> str:
     known = {n.node: n for n in nodes}
     notes = {n.node: f"{seconds(n.median_s)} · {percent(n.share)} of the time" for n in known.values() if n.firings}
     shares = {n.node: n.share for n in known.values()}
     found = report.bound
-    labels = {node.pool for node in report.graph.nodes if node.fires and known.get(node.name) and found
-              and known[node.name].pool == found.pool}  # fmt: skip
+    fire = [node for node in report.graph.nodes if node.fires and node.name in known]
+    labels = {node.pool for node in fire if found and known[node.name].pool == found.pool}
     return svg_in_page(report.graph, Measured(notes, shares, set(found.cycle) if found else set(), labels))
 
 
@@ -188,14 +195,6 @@ def _graph_said(report: Report) -> str:
     )
 
 
-def _node(node: NodeTime) -> dict[str, Any]:
-    values = {"median": seconds(node.median_s), "share": percent(node.share), "bounds": node.bounds}
-    return {"node": node.node, "pool": node.pool, "clock": node.clock, "firings": f"{node.firings:,}", **values}
-
-
-# The schedule -------------------------------------------------------------------------------------------------
-
-
 def make_chart(report: Report) -> Chart:
     """All lanes of the run, with what was predicted under what was."""
     facts = report.facts
@@ -203,20 +202,21 @@ def make_chart(report: Report) -> Chart:
     order = {pool: place for place, pool in enumerate(dict.fromkeys(n.pool for n in node_times(report)))}
     rooms = {replica.name: replica.capacity for replica in served(report.graph, facts.config.plan).replicas}
     rows: dict[RankId, Row] = {}
-    for lane in sorted(lanes, key=lambda known: order.get(known[0].rpartition("/")[0], len(order))):
+    for lane in sorted(lanes, key=lambda known: order.get(pool_of(known[0]), len(order))):
         room = rooms.get(lane[0], 0)
-        rows[lane] = Row(rank_name(lane, lanes), lane[0].rpartition("/")[0], Strip([]), room=room)
+        rows[lane] = Row(rank_name(lane, lanes), pool_of(lane[0]), Strip([]), room=room)
     for stage in facts.stages:
         _add({lane: row.real for lane, row in rows.items()}, stage.followed)
-    if any(report.predictions):
+    predictions = [prediction for prediction in report.predictions if prediction]
+    if predictions:
         for row in rows.values():
             row.predicted = Strip([])
-        for prediction in filter(None, report.predictions):
+        for prediction in predictions:
             _add({lane: row.predicted for lane, row in rows.items() if row.predicted}, prediction.followed)
     stages = [("starting", life.begin, life.begin + life.starting) for life in facts.lives]
     stages += [(stage.name, stage.begin, stage.end) for stage in facts.stages]
     ends = [end for stage in facts.training for end in stage.followed.ends.items()]
-    last = [w.end for p in filter(None, report.predictions) for w in p.followed.work]
+    last = [w.end for p in predictions for w in p.followed.work]
     return Chart(list(rows.values()), ends, stages, [life.begin for life in facts.lives[1:]], max([facts.end, *last]))
 
 
@@ -244,26 +244,23 @@ def _schedule_said(report: Report) -> str:
     )
 
 
-# Idle time ----------------------------------------------------------------------------------------------------
-
-
 def _idle(caption: str, accounts: Mapping[RankId, Account], known: Iterable[RankId]) -> dict[str, Any]:
     known = list(known)
     present = [state for state in STATES if any(account.get(state) for account in accounts.values())]
     rows = []
     for lane, account in accounts.items():
         wall = sum(account.values())
-        shares = [(state, account.get(state, 0)) for state in present]
-        said = [(state, f"{STATES[state].title} {percent(time / max(wall, 1))}") for state, time in shares if time]
-        parts = [
-            {"state": state, "flex": round(account[state] / max(wall, 1), 5), "said": words} for state, words in said
-        ]
-        cells = [{"state": state, "ns": time, "text": f"{time / NS:.3f}" if time else "0"} for state, time in shares]
+        parts, cells = [], []
+        for state in present:
+            time, share = account.get(state, 0), account.get(state, 0) / max(wall, 1)
+            cells.append({"state": state, "ns": time, "text": f"{time / NS:.3f}" if time else "0"})
+            if time:
+                said = f"{STATES[state].title} {percent(share)}"
+                parts.append({"state": state, "flex": round(share, 5), "said": said})
         name = rank_name(lane, known)
-        rows.append(
-            {"name": name, "wall": wall, "total": f"{wall / NS:.3f}", "parts": parts, "cells": cells,
-             "said": f"{name}: {', '.join(words for _, words in said)}"}
-        )  # fmt: skip
+        said = f"{name}: {', '.join(str(part['said']) for part in parts)}"
+        row = {"name": name, "wall": wall, "total": f"{wall / NS:.3f}", "parts": parts, "cells": cells, "said": said}
+        rows.append(row)
     return {"caption": caption, "names": [STATES[state].column for state in present], "rows": rows}
 
 
@@ -271,9 +268,6 @@ def _occupied(report: Report) -> str:
     full = [f"{pool} {percent(share)}" for pool, share in occupancy(report).items()]
     held = "occupancy, no idle time; a response counts until its group is done"
     return f"Slots in use while busy ({held}): {', '.join(full)}." if full else ""
-
-
-# What if ------------------------------------------------------------------------------------------------------
 
 
 def _what_if(table: Table) -> dict[str, Any]:
@@ -285,11 +279,11 @@ def _what_if(table: Table) -> dict[str, Any]:
         text = seconds(case.period_s) if case else "–"
         return {"case": f"{lag}.{size}", "text": text, "now": (lag, size) == (table.lag, table.replicas)}
 
-    value = {
-        "lag": table.lag,
-        "replicas": table.replicas,
-        "cases": [_case(case) for case in table.cases],
-    }
+    cases = [
+        {**asdict(case), "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()}}
+        for case in table.cases
+    ]
+    value = {"lag": table.lag, "replicas": table.replicas, "cases": cases}
     return {
         "pool": table.pool,
         "lag": table.lag,
@@ -299,17 +293,8 @@ def _what_if(table: Table) -> dict[str, Any]:
         "lag_at": lags_.index(table.lag) if table.lag in lags_ else 0,
         "size_at": sizes.index(table.replicas) if table.replicas in sizes else 0,
         "rows": [{"size": size, "cells": [cell(lag, size) for lag in lags_]} for size in sizes],
+        # No "</script>" may stand in it: it goes into a script element.
         "json": json.dumps(value).replace("<", "\\u003c"),
-    }
-
-
-def _case(case: Case) -> dict[str, Any]:
-    return {
-        "lag": case.lag,
-        "replicas": case.replicas,
-        "period_s": case.period_s,
-        "lag_mean": case.lag_mean,
-        "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()},
     }
 
 
@@ -322,13 +307,12 @@ def _what_if_said(table: Table, prediction: Prediction | None) -> str:
     )
     if took:
         said += f" Compare them with each other: the run itself took {there}."
-    if table.crowding >= 0.005:
-        said += (
-            f" In this run {percent(table.crowding)} of a group's time was due to groups decoded beside it (a fit): "
-            "with more replicas that part shrinks."
-        )
-    else:
-        said += (
-            " That groups decode faster with fewer of them on a replica is not counted: the run does not tell how much."
-        )
+    fitted = (
+        f" In this run {percent(table.crowding)} of a group's time was due to groups decoded beside it (a fit): "
+        "with more replicas that part shrinks."
+    )
+    unknown = (
+        " That groups decode faster with fewer of them on a replica is not counted: the run does not tell how much."
+    )
+    said += fitted if table.crowding >= 0.005 else unknown
     return said if table.complete else said + " Time ran out before the table was complete."

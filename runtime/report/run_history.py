@@ -1,13 +1,14 @@
-"""What a run folder says, read once: its stages followed event by event, its rows, its end. Pure but for reading.
+"""The history of a run, read once from its folder: stages followed event by event, rows, end. Pure but for reading.
 
-A folder may be incomplete: a run that was killed has no summary and no end in its log, and half a frame there. What is
-missing is said in `notes`; the rest is as good as ever.
+A folder may be incomplete: a run that was killed has no summary and no end in its log, and half a frame there. `notes`
+say what is missing or damaged; the rest is read as usual.
 
 `accounts` says where each rank's time went: busy, or idle by cause, in whole nanoseconds that add up to the wall time
-exactly. Work that failed is of no use, and the trainer's snapshot of its weights is a part of the sync: both count as
-idle, by their cause. How full the slots of a stream are is its occupancy, and says nothing about idle time.
+exactly. Work that failed counts as idle, and so does the trainer's snapshot of its weights, which is a part of the
+sync. How full the slots of a stream are is its occupancy, and says nothing about idle time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,56 +31,6 @@ Account = dict[str, int]
 """Nanoseconds by "busy" and by cause."""
 
 
-def accounts(
-    work: Iterable[Work], reasons: Mapping[RankId, Sequence[tuple[int, str]]], begin: int, end: int
-) -> dict[RankId, Account]:
-    """Of each rank between two times. `reasons` say from when on a rank that has no work is idle for which cause."""
-    edges: list[tuple[int, RankId, str, int]] = []
-    for item in work:
-        state = _state(item)
-        start, stop = min(max(item.start, begin), end), min(max(item.end, begin), end)
-        if state and stop > start and item.rank_id in reasons:
-            edges += [(start, item.rank_id, state, 1), (stop, item.rank_id, state, -1)]
-    for lane, changes in reasons.items():
-        edges += [(min(max(time, begin), end), lane, cause, 0) for time, cause in changes]
-    counts = {lane: {"busy": 0, "failed": 0, "syncing": 0} for lane in reasons}
-    idle = dict.fromkeys(reasons, "starting")
-    found = Utilisation(reasons, begin, "starting")
-    for time, lane, state, change in sorted(edges, key=lambda edge: edge[0]):
-        found.let(time)
-        if change:
-            counts[lane][state] += change
-        else:
-            idle[lane] = state
-        found.change(lane, next((name for name, count in counts[lane].items() if count), idle[lane]))
-    found.let(end)
-    return cast(dict[RankId, Account], found.take())
-
-
-def union(work: Iterable[Work]) -> int:
-    """Nanoseconds in which at least one of them was in work."""
-    total, until = 0, 0
-    for start, end in sorted((item.start, item.end) for item in work):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
-    """Slots in use times nanoseconds, on one replica, by work that has so many rows each; rows beyond `slots` wait."""
-    total, now, held = 0, 0, 0
-    for time, change in sorted(edge for item, rows in work for edge in ((item.start, rows), (item.end, -rows))):
-        total += min(held, slots) * (time - now)
-        now, held = time, held + change
-    return total
-
-
-def _state(item: Work) -> str:
-    if item.kind in ("group", "update"):
-        return "failed" if item.outcome == "failed" else "busy"
-    return "syncing" if item.kind == "publish" else ""
-
-
 TRAIN = "train"
 """The stage that updates."""
 
@@ -93,8 +44,8 @@ class ReportError(RecordError):
 
 @dataclass(frozen=True)
 class Depth:
-    """What lay in queues from a time on: groups finished and not consumed, groups that wait for `step`, firings in work
-    by pool."""
+    """What lay in queues from `time` on: groups that are finished and not consumed, groups that wait by node, and
+    firings in work by pool."""
 
     time: int
     finished: int
@@ -119,8 +70,8 @@ class Stage:
 
 @dataclass
 class Life:
-    """A run, or what a resume added: `starting` until its first stage begins. `ended` is None after a kill. `accuracy`:
-    what was known of it when the last stage began."""
+    """A run, or what a resume added. `starting` are the nanoseconds until its first stage begins. `ended` is None after
+    a kill. `cut` is the update that a resume began with. `accuracy` is what was known when the last stage began."""
 
     begin: int
     end: int
@@ -133,7 +84,7 @@ class Life:
 
 @dataclass
 class Facts:
-    """All that the page is made of. Times are nanoseconds since the run began, pauses between lives left out."""
+    """All that a report is made of. Times are nanoseconds since the run began, pauses between lives left out."""
 
     folder: str
     config: RunConfig
@@ -167,29 +118,40 @@ class Facts:
     def failures(self) -> tuple[str, str]:
         """How many groups failed and firings were tried again, in words, and what the last one raised; "" for none."""
         summary = self.summary or {}
-        fates = summary.get("fates")
-        failed = fates.get("failed") if isinstance(fates, dict) else 0
+        failed = (summary.get("fates") or {}).get("failed")
         counts = [(failed, "groups failed"), (summary.get("retried"), "firings were tried again")]
-        said = [f"{count:,} {what}" for count, what in counts if isinstance(count, int) and count]
+        said = [f"{count:,} {what}" for count, what in counts if count]
         return ", ".join(said), str(summary.get("last_failure") or "") if said else ""
 
 
 def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
-    """Raises RecordError for a folder without its configuration, or one that a newer version wrote. Of a run that is
-    `alive`, what is not written yet is no fault, and an end of an earlier life is none."""
+    """The history of the run in `folder`. In a run that is `alive`, what is not written yet is not noted, and the end
+    of an earlier life is not the run's. Raises RecordError for a folder without its configuration, or one that a newer
+    version wrote."""
     notes: list[str] = []
     asked = folder.read_json("config.json", ConfigFile).get("asked", {})
     config = RunConfig.load(folder)
     lives = _lives(folder, notes, alive)
     rows = _rows(folder, lives, notes, alive)
-    summary = _so_far(rows) if alive else _summary(folder, notes)
+    summary: Mapping[str, Any] | None = None
+    if alive:
+        sums = {name: sum(row[name] for row in rows if isinstance(row.get(name), int)) for name in ("groups", *LOST)}
+        fates = {"consumed": sums["groups"], "dropped": sums["dropped"], "failed": sums["failed"]}
+        summary = {"status": "running", "groups": sums["groups"], "fates": fates, "retried": sums["retried"]}
+    elif not (folder.path / "summary.json").exists():
+        notes.append("There is no summary.json: nothing was left to write one.")
+    else:
+        try:
+            summary = folder.read_json("summary.json", Summary)
+        except RecordError as error:
+            notes.append(f"summary.json cannot be read: {error}")
     notes += _not_finite(rows, summary)
     return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
 
 
 def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:
-    """Of a run that is alive, the last row may be on its way."""
     rows, damage = read_undamaged(folder.metrics)
+    # The last row of a run that is alive may be on its way.
     if damage is not None and not (alive and isinstance(damage, HalfRow)):
         notes.append(f"metrics.jsonl is damaged; what comes before the damage is shown. {damage}")
     elif not rows and not alive:
@@ -201,48 +163,29 @@ def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: boo
 
 
 def _not_finite(rows: Sequence[Row], summary: Mapping[str, Any] | None) -> list[str]:
-    """The figures that were no numbers, which charts leave out."""
+    """Notes on metrics that were no finite number, which charts leave out."""
     found: dict[str, tuple[str, list[int]]] = {}
     for row in rows:
-        wrong = row.get("not_finite")
-        for name, value in wrong.items() if isinstance(wrong, dict) else ():
-            found.setdefault(str(name), (str(value), []))[1].append(row["update"])
+        for name, value in row.get("not_finite", {}).items():
+            found.setdefault(name, (value, []))[1].append(row["update"])
     said = [
         f"{name} was no number in {len(updates)} updates, in {updates[0]} first ({value})"
         for name, (value, updates) in found.items()
     ]
-    known = (summary or {}).get("not_finite")
-    accuracies = [name for name in ("accuracy_before", "accuracy_after") if isinstance(known, dict) and name in known]
+    known = (summary or {}).get("not_finite", {})
+    accuracies = [name for name in ("accuracy_before", "accuracy_after") if name in known]
     return said + [f"{name.replace('_', ' ')} training was no number" for name in accuracies]
 
 
 def _updates(lives: Sequence[Life]) -> set[int]:
-    """The updates that the event log has, but for those that a resume took back, and for one that a kill may have come
-    into."""
+    """The updates that must have a row: those of the event log, except those that a resume took back."""
     found: set[int] = set()
     for life in lives:
         found = {update for update in found if life.cut is not None and update < life.cut}
         done = {update for stage in life.stages if stage.name == TRAIN for update in stage.followed.ends}
+        # A kill may have come between the last update and its row.
         found |= done if life.ended is not None else done - {max(done, default=0)}
     return found
-
-
-def _summary(folder: RunFolder, notes: list[str]) -> Mapping[str, Any] | None:
-    if not (folder.path / "summary.json").exists():
-        notes.append("There is no summary.json: nothing was left to write one.")
-        return None
-    try:
-        summary: Mapping[str, Any] = folder.read_json("summary.json", Summary)
-    except RecordError as error:
-        notes.append(f"summary.json cannot be read: {error}")
-        return None
-    return summary
-
-
-def _so_far(rows: list[Row]) -> Mapping[str, Any]:
-    sums = {name: sum(row[name] for row in rows if isinstance(row.get(name), int)) for name in ("groups", *LOST)}
-    fates = {"consumed": sums["groups"], "dropped": sums["dropped"], "failed": sums["failed"]}
-    return {"status": "running", "groups": sums["groups"], "fates": fates, "retried": sums["retried"]}
 
 
 def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
@@ -270,14 +213,12 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
 
 
 def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
-    stages: list[Stage] = []
-    begins = [begin + round(log.steps[0].time * NS) for log in segment.stages if log.steps]
-    last = max((log.steps[-1].time for log in segment.stages if log.steps), default=0.0)
-    end = max(begin + round(last * NS), *begins, begin)
     logs = [log for log in segment.stages if log.steps]
-    for place, log in enumerate(logs):
-        until = begins[place + 1] if place + 1 < len(logs) else end
-        stages.append(_stage(number, log, begin, until, notes))
+    begins = [begin + round(log.steps[0].time * NS) for log in logs]
+    last = max((log.steps[-1].time for log in logs), default=0.0)
+    end = max(begin + round(last * NS), *begins, begin)
+    # A stage lasts until the next one begins.
+    stages = [_stage(number, log, begin, until, notes) for log, until in zip(logs, [*begins[1:], end], strict=False)]
     starting = (begins[0] if begins else end) - begin
     accuracy = segment.stages[-1].facts.get("accuracy", {}) if segment.stages else {}
     return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
@@ -288,26 +229,27 @@ def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> S
         origin = Origin.from_json(log.facts)
         tables = compile_tables(origin.graph, origin.plan)
         begin = zero + round(log.steps[0].time * NS)
-        watch = _Watch(origin, tables, begin, end)
+        replayed = _Replayed(origin, tables, begin, end)
     except ValueError as error:
         raise ReportError(f"events.log: given a stage of another format ({error}); needed format {FORMAT}") from None
     for step in log.steps:
         try:
-            watch.step(zero + round(step.time * NS), cast(Event, read_record(step.event)))
+            replayed.step(zero + round(step.time * NS), cast(Event, read_record(step.event)))
         except ValueError as error:
+            # What was read so far is still right; a report that shows less is better than none.
             notes.append(
                 f"Stage {origin.stage!r} is shown up to record {step.record} of the event log: the scheduler of this "
                 f"version decides otherwise than the one that wrote it ({error})."
             )
             break
-    watch.sample()
-    followed = watch.follow.close(watch.time if watch.broken else end)
-    found = accounts(followed.work, watch.reasons, begin, end)
-    return Stage(origin.stage, life, origin, tables, begin, end, followed, found, watch.depths)
+    replayed.sample()
+    followed = replayed.follow.close(replayed.time if replayed.broken else end)
+    found = accounts(followed.work, replayed.reasons, begin, end)
+    return Stage(origin.stage, life, origin, tables, begin, end, followed, found, replayed.depths)
 
 
-class _Watch:
-    """The scheduler of a stage, run again: what its ranks did, why they were idle, what lay in queues."""
+class _Replayed:
+    """Runs the scheduler of a stage again: notes what its ranks did, why they were idle, what lay in queues."""
 
     def __init__(self, origin: Origin, tables: Tables, begin: int, end: int) -> None:
         self.scheduler = origin.scheduler(tables)
@@ -327,10 +269,7 @@ class _Watch:
         self.broken = False
         self.time = max(time, self.time)
         self.follow.step(self.time, event, commands)
-        self._note(self.time)
-
-    def _note(self, time: int) -> None:
-        """Of each rank without work, why."""
+        # Of each rank without work, why. Ranks of one replica have one cause, which costs a look at the scheduler.
         found: dict[str, str] = {}
         for lane in self.lanes:
             if self.follow.in_work[lane]:
@@ -341,15 +280,64 @@ class _Watch:
                 found[replica] = "straggler" if loaded else detailed_cause(self.scheduler, replica)
             changes = self.reasons[lane]
             if not changes or changes[-1][1] != found[replica]:
-                changes.append((time, found[replica]))
+                changes.append((self.time, found[replica]))
 
     def sample(self) -> None:
-        """What lies in queues since the last event."""
-        first: Sequence[RankId] = [lane for lane in self.lanes if lane[1] == 0]
-        in_work: dict[str, int] = {}
-        for lane in first:
-            pool = self.scheduler.tables.pool_of[lane[0]]
-            in_work[pool] = in_work.get(pool, 0) + self.follow.in_work[lane]
+        """Note what has been lying in queues since the last event."""
+        in_work: defaultdict[str, int] = defaultdict(int)
+        for lane in self.lanes:
+            # Every rank of a replica has the same firings: the first one stands for it.
+            if lane[1] == 0:
+                in_work[self.scheduler.tables.pool_of[lane[0]]] += self.follow.in_work[lane]
         steps = self.scheduler.tables.steps.values()
         ready = {s.name: len(self.scheduler.ready[s.name]) for s in steps if not s.per_update and not s.source}
         self.depths.append(Depth(self.time, self.scheduler.ledger.finished, ready, in_work))
+
+
+def accounts(
+    work: Iterable[Work], reasons: Mapping[RankId, Sequence[tuple[int, str]]], begin: int, end: int
+) -> dict[RankId, Account]:
+    """Of each rank, nanoseconds between `begin` and `end` by "busy" and by cause. `reasons` are (time, cause) by rank:
+    from that time on, the rank is idle for this cause while it has no work."""
+    edges: list[tuple[int, RankId, str, int]] = []
+    for item in work:
+        state = "syncing" if item.kind == "publish" else ""
+        if item.kind in ("group", "update"):
+            state = "failed" if item.outcome == "failed" else "busy"
+        start, stop = min(max(item.start, begin), end), min(max(item.end, begin), end)
+        if state and stop > start and item.rank_id in reasons:
+            edges += [(start, item.rank_id, state, 1), (stop, item.rank_id, state, -1)]
+    for lane, changes in reasons.items():
+        edges += [(min(max(time, begin), end), lane, cause, 0) for time, cause in changes]
+    # In the order in which they count: a rank that does two things at once is busy if one of them is of use.
+    counts = {lane: {"busy": 0, "failed": 0, "syncing": 0} for lane in reasons}
+    idle = dict.fromkeys(reasons, "starting")
+    found = Utilisation(reasons, begin, "starting")
+    for time, lane, state, change in sorted(edges, key=lambda edge: edge[0]):
+        found.let(time)
+        if change:
+            counts[lane][state] += change
+        else:
+            idle[lane] = state
+        found.change(lane, next((name for name, count in counts[lane].items() if count), idle[lane]))
+    found.let(end)
+    return cast(dict[RankId, Account], found.take())
+
+
+def union(work: Iterable[Work]) -> int:
+    """Nanoseconds in which at least one of the firings was in work."""
+    total, until = 0, 0
+    for start, end in sorted((item.start, item.end) for item in work):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
+    """The integral over time of the slots in use on one replica, in nanoseconds. `work` has the number of rows of each
+    firing. Rows beyond `slots` wait."""
+    total, now, held = 0, 0, 0
+    for time, change in sorted(edge for item, rows in work for edge in ((item.start, rows), (item.end, -rows))):
+        total += min(held, slots) * (time - now)
+        now, held = time, held + change
+    return total

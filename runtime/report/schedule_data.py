@@ -1,13 +1,14 @@
-"""Lanes of bars as compact columns for a page: numbers of a fixed meaning, deflated, in base64. Pure.
+"""A schedule as compact data for a page: columns of numbers, deflated, in base64. Pure.
 
-Times are whole microseconds, starts and indices as differences to the bar before, names and causes as numbers into
-tables. A long run's bars are merged (`thin`): a page stays small however many there are, and says so.
+`encode` makes it from a `Chart`; `templates/page.js` reads it. Times are whole microseconds, starts and indices are
+differences to the bar before, names and causes are numbers into tables. In the middle of a long run, bars are merged
+(`thin`): a page stays small however many there are, and says so.
 """
 
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,10 +68,12 @@ class Merged(Work):
     last: int = 0
 
 
-@dataclass
 class _Tables:
-    names: dict[tuple[str, str], int] = field(default_factory=dict)
-    causes: dict[str, int] = field(default_factory=dict)
+    """The number of each (name, kind) and of each cause, in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[str, str], int] = {}
+        self.causes: dict[str, int] = {}
 
 
 def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
@@ -100,33 +103,21 @@ def thin(strips: Sequence[Strip], most: int) -> int:
     starts = sorted(work.start for strip in strips for work in strip.work)
     kept = most // 3
     begin, end = starts[kept], starts[-kept]
-    gone = 0
     for strip in strips:
-        before = len(strip.work)
-        strip.work = _merge(strip.work, begin, end)
-        gone += before - len(strip.work)
-    return gone
-
-
-def _merge(work: Iterable[Work], begin: int, end: int) -> list[Work]:
-    found: list[Work] = []
-    groups: dict[tuple[str, str, int | None], Merged] = {}
-    for item in work:
-        if not begin < item.start < end or item.kind != "group" or item.outcome == "failed":
-            found.append(item)
-            continue
-        key = (item.kind, item.name, item.version)
-        known = groups.get(key)
-        if known is None:
-            groups[key] = Merged(
-                item.lane, item.name, item.index, item.start, item.end, item.kind, item.version, rank=item.rank,
-                last=item.index,
-            )  # fmt: skip
-        else:
-            known.start, known.end = min(known.start, item.start), max(known.end, item.end)
-            known.index, known.last = min(known.index, item.index), max(known.last, item.index)
-            known.count += 1
-    return found + list(groups.values())
+        kept_work: list[Work] = []
+        merged: dict[tuple[str, int | None], Merged] = {}
+        for item in strip.work:
+            # What failed stays a bar of its own: it is what a reader looks for.
+            if not begin < item.start < end or item.kind != "group" or item.outcome == "failed":
+                kept_work.append(item)
+                continue
+            at = (item.lane, item.name, item.index, item.start, item.end, item.kind, item.version)
+            one = merged.setdefault((item.name, item.version), Merged(*at, rank=item.rank, count=0, last=item.index))
+            one.start, one.end = min(one.start, item.start), max(one.end, item.end)
+            one.index, one.last = min(one.index, item.index), max(one.last, item.index)
+            one.count += 1
+        strip.work = [*kept_work, *merged.values()]
+    return total - sum(len(strip.work) for strip in strips)
 
 
 def _row(row: Row, tables: _Tables) -> dict[str, Any]:
@@ -143,11 +134,9 @@ def _strip(strip: Strip, tables: _Tables) -> dict[str, Any]:
     tracks, _ = place(main)
     sync_tracks, num_syncs = place(syncs)
     evaluates = [item.name.startswith(EVALUATION) for item in main]
+    placed = list(zip(tracks, evaluates, strict=True))
     return {
-        "tracks": [
-            max((track for track, other in zip(tracks, evaluates, strict=True) if other == part), default=-1) + 1
-            for part in (False, True)
-        ],
+        "tracks": [max((track for track, other in placed if other == part), default=-1) + 1 for part in (False, True)],
         "main": _columns(main, tracks, tables),
         "syncTracks": num_syncs,
         "sync": _columns(syncs, sync_tracks, tables),

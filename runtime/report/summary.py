@@ -1,22 +1,25 @@
-"""A run's report as a value: its facts, the stage that the figures are of, what the simulator makes of it. Pure but for
-the time it may take, which the caller measures.
+"""A run's report as a value: its history, the stage that the figures are of, what the simulator makes of it. Pure.
+
+`make_report` makes it, within the time that the caller allows. `report.page` draws it; `figures` are the same facts as
+JSON. Where there are several training stages (a resumed run), rank accounts and lags are of all of them, and node times
+and the what-if table of the one with the most updates.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import decodes, samples_of
+from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Account, Facts, Stage, slot_time, union
 from penstock.runtime.report.what_if import (
     SYNC,
-    Fit,
     Prediction,
     Table,
     bound,
@@ -44,12 +47,13 @@ class NodeTime:
 
 @dataclass(frozen=True)
 class Report:
-    """`stage` is the training stage with the most updates; None of a run that began none. `predictions` are in the
-    order of the training stages."""
+    """`stage` is the training stage with the most updates, None for a run that began none; `prediction` is of it.
+    `predictions` are of all training stages, in their order; None for a stage that cannot be fitted. `bound` is the
+    least period of any schedule."""
 
     facts: Facts
     stage: Stage | None
-    fitted: Fit | None
+    prediction: Prediction | None
     predictions: tuple[Prediction | None, ...]
     bound: Bound | None
     table: Table | None
@@ -59,22 +63,16 @@ class Report:
     def graph(self) -> Graph:
         return self.stage.origin.graph if self.stage is not None else self.facts.config.graph
 
-    @property
-    def prediction(self) -> Prediction | None:
-        """Of the stage that the figures are of."""
-        pairs = zip(self.facts.training, self.predictions, strict=True)
-        return next((prediction for stage, prediction in pairs if stage is self.stage), None)
-
 
 def make_report(facts: Facts, out_of_time: Callable[[], bool]) -> Report:
-    """The simulations stop where the time is up; what is missing then is said in the table."""
+    """The report of a run. Once `out_of_time()` is true, no further case of the what-if table is simulated."""
     training = facts.training
     stage = max(training, key=lambda s: len(s.followed.ends), default=None)
     fits = [fit(s) for s in training]
     predictions = tuple(predict(s, f) if f is not None else None for s, f in zip(training, fits, strict=True))
-    chosen = next(((f, p) for s, f, p in zip(training, fits, predictions, strict=True) if s is stage), (None, None))
-    fitted, prediction = chosen
-    found, table, line = None, None, ""
+    chosen = zip(training, fits, predictions, strict=True)
+    fitted, prediction = next(((f, p) for s, f, p in chosen if s is stage), (None, None))
+    found, table = None, None
     if stage is not None and fitted is not None and prediction is not None:
         origin = stage.origin
         found = bound(origin.graph, origin.plan, fitted.means, fitted.durations.publish, origin.rules)
@@ -84,25 +82,20 @@ def make_report(facts: Facts, out_of_time: Callable[[], bool]) -> Report:
     measured, error = (prediction.measured_s, prediction.error) if prediction else (None, None)
     busy = {pool: shares.get("busy", 0.0) for pool, shares in pool_shares(facts).items()}
     line = verdict(stage.origin.graph if stage else facts.config.graph, found, measured, error, table, busy)
-    return Report(facts, stage, fitted, predictions, found, table, line)
-
-
-# What the page and the figures share ---------------------------------------------------------------------------
+    return Report(facts, stage, prediction, predictions, found, table, line)
 
 
 def rank_accounts(stages: Iterable[Stage]) -> dict[RankId, Account]:
     """Nanoseconds of each rank by state, over several stages."""
-    total: dict[RankId, Account] = {}
+    total: dict[RankId, Counter[str]] = {}
     for stage in stages:
         for lane, account in stage.accounts.items():
-            known = total.setdefault(lane, {})
-            for state, time in account.items():
-                known[state] = known.get(state, 0) + time
-    return total
+            total.setdefault(lane, Counter()).update(account)
+    return {lane: dict(account) for lane, account in total.items()}
 
 
 def whole_accounts(facts: Facts) -> dict[RankId, Account]:
-    """The same of the whole run: while processes start, all ranks are at it."""
+    """The same of the whole run. While processes start, all ranks are idle."""
     total = rank_accounts(facts.stages)
     starting = sum(life.starting for life in facts.lives)
     for account in total.values():
@@ -112,15 +105,13 @@ def whole_accounts(facts: Facts) -> dict[RankId, Account]:
 
 def pool_shares(facts: Facts) -> dict[str, dict[str, float]]:
     """Of each pool, the share of training by state: the mean over its ranks."""
-    pools: dict[str, Account] = {}
+    pools: dict[str, Counter[str]] = {}
     for (replica, _), account in rank_accounts(facts.training).items():
-        known = pools.setdefault(replica.rpartition("/")[0], {})
-        for state, time in account.items():
-            known[state] = known.get(state, 0) + time
+        pools.setdefault(pool_of(replica), Counter()).update(account)
     return {
-        pool: {state: time / sum(account.values()) for state, time in account.items()}
+        pool: {state: time / account.total() for state, time in account.items()}
         for pool, account in pools.items()
-        if sum(account.values())
+        if account.total()
     }
 
 
@@ -130,7 +121,7 @@ def occupancy(report: Report) -> dict[str, float]:
     """
     stage, found = report.stage, dict[str, float]()
     if stage is None:
-        return found
+        return {}
     graph = stage.origin.graph
     streaming = {node.name: node for node in graph.nodes if node.stream and node.clock == "group"}
     rows = {name: samples_of(graph, node) if decodes(graph, node) else 0 for name, node in streaming.items()}
@@ -153,16 +144,16 @@ def node_times(report: Report) -> list[NodeTime]:
         return []
     found, marked = report.bound, set(cycle_nodes(report.graph, report.bound)) if report.bound else set()
     wall = max(stage.end - stage.begin, 1)
-    by_node: dict[str, list[Work]] = {}
+    by_node: defaultdict[str, list[Work]] = defaultdict(list)
     for item in stage.followed.work:
         if item.kind in ("group", "update"):
-            by_node.setdefault(item.name, []).append(item)
+            by_node[item.name].append(item)
     times = []
     for node in report.graph.nodes:
         if not node.fires:
             continue
         step = stage.tables.steps[node.name]
-        work = by_node.get(node.name, [])
+        work = by_node[node.name]
         lanes = {w.rank_id for w in work}
         ranks = sum(len(replica.ranks) for replica in stage.tables.by_pool[step.pool])
         share = sum(union(w for w in work if w.rank_id == lane) for lane in lanes) / (wall * ranks)
@@ -177,11 +168,11 @@ def node_times(report: Report) -> list[NodeTime]:
 
 def sync_parts(stages: Iterable[Stage]) -> list[tuple[str, str, int, float, float]]:
     """Of each channel and part of a sync (pause, wire, apply): how many, median and largest seconds."""
-    found: dict[tuple[str, str], list[float]] = {}
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for stage in stages:
         for work in stage.followed.work:
             if work.kind in SYNC and not work.outcome:
-                found.setdefault((work.name, work.kind), []).append((work.end - work.start) / NS)
+                found[work.name, work.kind].append((work.end - work.start) / NS)
     names = {"publish": "pause", "send": "wire", "swap": "apply"}
     return [(channel, names[kind], len(s), median(s), max(s)) for (channel, kind), s in sorted(found.items())]
 
@@ -191,24 +182,15 @@ def lags(report: Report) -> Counter[int]:
     return sum((stage.followed.lags for stage in report.facts.training), Counter[int]())
 
 
-def tokens_by_lag(facts: Facts) -> dict[int, float]:
-    """Fresh tokens by lag, where the updates report them (`tokens_lag_K`)."""
-    return _counted(facts.rows, lambda update, lag: lag)
-
-
-def tokens_by_version(facts: Facts) -> dict[int, float]:
-    """Fresh tokens by the version of the weights that they were sampled with."""
-    return _counted(facts.rows, lambda update, lag: update - lag)
-
-
-def _counted(rows: Sequence[dict[str, Any]], key: Callable[[int, int], int]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for row in rows:
+def tokens_by(facts: Facts, key: Literal["lag", "version"]) -> dict[int, float]:
+    """Fresh tokens by the lag, or by the version, of the weights that they were sampled with, where the updates report
+    them (`tokens_lag_K`)."""
+    found: defaultdict[int, float] = defaultdict(float)
+    for row in facts.rows:
         for name, value in row.items():
             lag = name.removeprefix("tokens_lag_")
             if lag != name and lag.isdigit() and isinstance(value, int | float) and isfinite(value):
-                place = key(row["update"], int(lag))
-                found[place] = found.get(place, 0.0) + value
+                found[int(lag) if key == "lag" else row["update"] - int(lag)] += value
     return dict(sorted(found.items()))
 
 
@@ -232,11 +214,7 @@ def figures(report: Report) -> dict[str, Any]:
         "model_error": prediction.error if prediction else None,
         "bound_s": report.bound.seconds if report.bound else None,
         "bound_cause": report.bound.cause if report.bound else None,
-        "nodes": [
-            {"node": n.node, "pool": n.pool, "clock": n.clock, "firings": n.firings, "median_s": n.median_s,
-             "share": n.share, "bounds": n.bounds}
-            for n in node_times(report)
-        ],
+        "nodes": [asdict(node) for node in node_times(report)],
         "ranks": [
             {"rank": rank_name(lane, whole), "wall_ns": sum(account.values()), "training_ns": training.get(lane, {}),
              "whole_ns": account}
@@ -250,15 +228,12 @@ def figures(report: Report) -> dict[str, Any]:
         ],
         "lags": {str(lag): count for lag, count in sorted(lags(report).items())},
         "lag_bound": report.stage.tables.max_lag if report.stage else None,
-        "tokens_by_lag": {str(lag): count for lag, count in tokens_by_lag(facts).items()},
-        "tokens_by_version": {str(version): count for version, count in tokens_by_version(facts).items()},
+        "tokens_by_lag": {str(lag): count for lag, count in tokens_by(facts, "lag").items()},
+        "tokens_by_version": {str(version): count for version, count in tokens_by(facts, "version").items()},
         "what_if": table and {
             "pool": table.pool, "lag": table.lag, "replicas": table.replicas, "updates": table.updates,
             "crowding": table.crowding, "complete": table.complete,
-            "cases": [
-                {"lag": c.lag, "replicas": c.replicas, "period_s": c.period_s, "lag_mean": c.lag_mean, "busy": c.busy}
-                for c in table.cases
-            ],
+            "cases": [asdict(case) for case in table.cases],
         },
     }  # fmt: skip
 

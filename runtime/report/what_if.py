@@ -1,19 +1,18 @@
-"""What the simulator makes of a run: the same scheduler on a virtual clock, with the durations that the run had.
+"""What the simulator makes of a run: its prediction, other lags and numbers of generators, and the verdict in one line.
 
-A firing that the run did takes as long as it did there, and decides as it did there (filters, turns); any other draws
-from those of its node. So what a prediction and the run differ by is what the simulator leaves out: how long orders
-and answers are on their way, and that work on one machine slows other work down.
+Pure. The simulator runs the run's own scheduler on a virtual clock, with the durations that the run had.
 
-What another lag, or another number of generators, would have made of a run: a table of simulations. Pure.
-
-Every firing takes as long as it did in the run. A replica that has fewer groups at once decodes each of them faster:
-how much is fitted to the run (`crowding`), and where the run does not tell, nothing is assumed.
-
-The run in one line: what bounds it, what another lag or another split would gain, how far the model is off. Pure.
+- `fit` takes durations and verdicts (of filters, of further turns) from a stage. A firing that the run did takes as
+  long and decides as it did there; any other one draws from those of its node.
+- `predict` simulates the stage itself. The prediction differs from the run by what the simulator leaves out: how long
+  commands and answers are on their way, and that work on one machine slows other work down.
+- `what_if` simulates other lags and numbers of generators. A replica that has fewer groups at once decodes each of them
+  faster: `crowding` fits by how much. Where the run does not tell, nothing is assumed.
+- `bound` is the least period of any schedule, and `verdict` the run in one line: what bounds it, what another lag or
+  another number of generators would gain, how far the model is off.
 """
 
-from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -22,7 +21,7 @@ from statistics import fmean, median
 from penstock.graph import check
 from penstock.graph.analysis import Bound, period_bound
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.cluster.placement import Plan, Pool, served
+from penstock.runtime.cluster.placement import Plan, Replica, served
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
 from penstock.runtime.report.run_history import Stage
@@ -56,8 +55,8 @@ class Empirical:
 
 
 @dataclass(frozen=True)
-class Recorded(Verdicts):
-    """The verdicts that a run came to; `known` are the firings that it has one for, others draw by the shares."""
+class RecordedVerdicts(Verdicts):
+    """The verdicts that a run came to. `known` are the firings that it has one for; others draw by the shares."""
 
     known: frozenset[Firing] = frozenset()
     dropping: frozenset[Firing] = frozenset()
@@ -161,34 +160,31 @@ def _median_s(work: Iterable[Work], kind: str) -> float:
 def _verdicts(stage: Stage) -> Verdicts:
     """Those of the run; of other firings the shares that it had."""
     done = [Firing(w.name, w.index, w.turn) for w in stage.followed.work if w.kind == "group" and w.rank == 0]
-    steps = stage.tables.steps
-    drops = _shares(done, [s.name for s in steps.values() if s.filters], stage.followed.dropped)
-    again = _shares(done, [s.name for s in steps.values() if s.answers], stage.followed.again)
-    dropping, going_on = frozenset(stage.followed.dropped), frozenset(stage.followed.again)
-    return Recorded(drops, again, 0, frozenset(done), dropping, going_on)
+    counts = Counter(firing.node for firing in done)
 
+    def shares(names: Iterable[str], chosen: set[Firing]) -> dict[str, float]:
+        return {name: sum(f.node == name for f in chosen) / counts[name] for name in names if counts[name]}
 
-def _shares(done: Sequence[Firing], names: Sequence[str], told: set[Firing]) -> dict[str, float]:
-    counts = {name: sum(f.node == name for f in done) for name in names}
-    return {name: sum(f.node == name for f in told) / count for name, count in counts.items() if count}
+    dropped, again, steps = stage.followed.dropped, stage.followed.again, stage.tables.steps.values()
+    drops = shares((step.name for step in steps if step.filters), dropped)
+    goes_on = shares((step.name for step in steps if step.answers), again)
+    return RecordedVerdicts(drops, goes_on, 0, frozenset(done), frozenset(dropped), frozenset(again))
 
 
 def predict(stage: Stage, fitted: Fit) -> Prediction | None:
     """The stage on a virtual clock, for as many updates as the run has done or as are quickly simulated; None if it
     has done none."""
-    ends = [end / NS for _, end in sorted(stage.followed.ends.items())]
+    ends = _ends(stage)
     if not ends:
         return None
-    updates = quick_updates(stage)
-    start = stage.origin.rules.start
-    rules = replace(stage.origin.rules, end=min(stage.origin.rules.end, start + updates))
-    tables = compile_tables(stage.origin.graph, served(stage.origin.graph, stage.origin.plan))
-    follow = Follow(tables, streams(stage.origin.graph), stage.origin.live)
+    updates, origin = quick_updates(stage), stage.origin
+    rules = replace(origin.rules, end=min(origin.rules.end, origin.rules.start + updates))
+    tables = compile_tables(origin.graph, served(origin.graph, origin.plan))
+    follow = Follow(tables, streams(origin.graph), origin.live)
 
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         follow.step(stage.begin + round(time * NS), event, commands)
 
-    origin = stage.origin
     found = simulate(tables, rules, fitted.durations, origin.live, observe, fitted.verdicts, origin.cut)
     followed = follow.close(stage.begin + round(found.wall_s * NS))
     begin, filling = stage.begin / NS, stage.tables.max_lag + 1
@@ -196,14 +192,24 @@ def predict(stage: Stage, fitted: Fit) -> Prediction | None:
     return Prediction(followed, found, updates, predicted, compared, period(begin, ends, filling))
 
 
+def _ends(stage: Stage) -> list[float]:
+    """Seconds on the report's clock at which the stage's updates were over."""
+    return [end / NS for _, end in sorted(stage.followed.ends.items())]
+
+
 def quick_updates(stage: Stage) -> int:
     """How many of the stage's updates are simulated: all of a short run."""
-    per_update = stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
-    return min(len(stage.followed.ends), max(16, MOST_EVENTS // per_update))
+    return min(len(stage.followed.ends), max(16, MOST_EVENTS // _events_per_update(stage)))
+
+
+def _events_per_update(stage: Stage) -> int:
+    """About: a few for each group and node, and those of the update and its sync."""
+    return stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
 
 
 def period(begin: float, ends: Sequence[float], filling: int) -> float:
-    """Seconds per update of at least one, the first `filling` left out if there are as many others."""
+    """Seconds per update of the updates that were over at `ends` (one at least, seconds). The first `filling` of them
+    fill the pipeline; they are left out if there are as many others."""
     skip = _skipped(len(ends), filling)
     first = ends[skip - 1] if skip else begin
     return (ends[-1] - first) / (len(ends) - skip)
@@ -214,12 +220,13 @@ def _skipped(updates: int, filling: int) -> int:
 
 
 def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rules: Rules) -> Bound:
-    """What no schedule can beat with these durations, and because of what. A pool that publishes has the snapshots as
-    work of its own, which `graph.passes` does not know of."""
+    """The period that no schedule can beat with these durations, and its cause. `means` are seconds by node, `publish`
+    those of a snapshot of the weights."""
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in served(graph, plan).pools}
     held = {name: pool.name for pool in plan.pools for name in pool.holds}
     pools = {node.name: held[node.name] for node in graph.nodes if node.name in held}
     found = period_bound(graph, means, rules.batch, capacity, pools)
+    # A pool that publishes makes the snapshots besides its updates, which `graph.analysis` does not know of.
     work: dict[str, float] = defaultdict(float)
     for node in graph.nodes:
         if node.fires and node.clock == "update":
@@ -278,9 +285,9 @@ def what_if(stage: Stage, fitted: Fit, out_of_time: Callable[[], bool]) -> Table
     lags = sorted({*range(5), now[0], now[0] + 1})
     sizes = sorted({max(1, now[1] // 2), now[1], now[1] + 1, 2 * now[1], 3 if now[1] == 1 else now[1]})
     wanted = [(lag, size) for size in sizes for lag in lags]
+    # The run itself first, then its neighbours: time may run out.
     wanted.sort(key=lambda case: (case[1] != now[1], abs(case[1] - now[1]), case[0] != now[0], abs(case[0] - now[0])))
-    per_update = rules.batch * (stage.tables.num_group_steps + 1) + 8
-    updates = min(MOST_UPDATES, max(LEAST_UPDATES, EVENTS // (per_update * len(wanted))))
+    updates = min(MOST_UPDATES, max(LEAST_UPDATES, EVENTS // (_events_per_update(stage) * len(wanted))))
     crowd = crowding(group_work(stage, pool))
     durations = with_crowding(stage, fitted.durations, pool, crowd)
     cases: list[Case] = []
@@ -291,27 +298,26 @@ def what_if(stage: Stage, fitted: Fit, out_of_time: Callable[[], bool]) -> Table
         other, grown = with_lag(graph, now[0], lag), with_replicas(plan, pool, size)
         cases.append(_case(other, grown, limits, durations, fitted.verdicts, (lag, size)))
     cases.sort(key=lambda case: (case.replicas, case.lag))
-    return Table(pool, *now, updates, _measured_s(stage, updates), crowd.share, tuple(cases), len(cases) == len(wanted))
-
-
-def _measured_s(stage: Stage, updates: int) -> float | None:
-    ends = [end / NS for _, end in sorted(stage.followed.ends.items())]
-    return period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
+    ends = _ends(stage)
+    measured_s = period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
+    return Table(pool, *now, updates, measured_s, crowd.share, tuple(cases), len(cases) == len(wanted))
 
 
 def _case(
     graph: Graph, plan: Plan, rules: Rules, durations: Durations, verdicts: Verdicts, names: tuple[int, int]
 ) -> Case:
-    if check(graph):  # with too small a lag for how seldom weights are sent, some update would wait for ever
+    # With too small a lag for how seldom weights are sent, some update would wait for ever.
+    if check(graph):
         return Case(*names, None)
     try:
         tables = compile_tables(graph, served(graph, plan))
         found = simulate(tables, rules, durations, verdicts=verdicts)
-    except ValueError:  # such a lag or plan is refused, or filters drop too much
+    except ValueError:
+        # Such a lag or plan is refused, or filters drop too much.
         return Case(*names, None)
-    busy: dict[str, list[float]] = {}
+    busy: defaultdict[str, list[float]] = defaultdict(list)
     for replica, seconds in found.busy.items():
-        busy.setdefault(pool_of(replica), []).append(seconds / found.wall_s if found.wall_s else 0.0)
+        busy[pool_of(replica)].append(seconds / found.wall_s if found.wall_s else 0.0)
     shares = {pool: sum(values) / len(values) for pool, values in busy.items()}
     return Case(*names, period(0.0, found.ends, FILLING), found.lag_mean, shares)
 
@@ -328,22 +334,19 @@ def with_lag(graph: Graph, now: int, lag: int) -> Graph:
 
 
 def with_replicas(plan: Plan, name: str, size: int) -> Plan:
-    """The plan with so many replicas of a pool, all like its first one."""
-
-    def changed(pool: Pool) -> Pool:
-        first = pool.replicas[0]
-        return replace(pool, replicas=tuple(replace(first, name=f"{name}/{i}") for i in range(size)))
-
-    return Plan(tuple(changed(pool) if pool.name == name else pool for pool in plan.pools))
+    """The plan with `size` replicas of a pool, all like its first one."""
+    first = next(pool for pool in plan.pools if pool.name == name).replicas[0]
+    return _with_pool(plan, name, [replace(first, name=f"{name}/{i}") for i in range(size)])
 
 
 def with_capacity(plan: Plan, name: str, capacity: int) -> Plan:
-    """The plan whose replicas of a pool have so many firings in work at once."""
+    """The plan whose replicas of a pool may have `capacity` firings in work at once."""
+    replicas = next(pool for pool in plan.pools if pool.name == name).replicas
+    return _with_pool(plan, name, [replace(replica, capacity=capacity) for replica in replicas])
 
-    def changed(pool: Pool) -> Pool:
-        return replace(pool, replicas=tuple(replace(replica, capacity=capacity) for replica in pool.replicas))
 
-    return Plan(tuple(changed(pool) if pool.name == name else pool for pool in plan.pools))
+def _with_pool(plan: Plan, name: str, replicas: Sequence[Replica]) -> Plan:
+    return Plan(tuple(replace(p, replicas=tuple(replicas)) if p.name == name else p for p in plan.pools))
 
 
 LEAST_FIRINGS = 16
@@ -375,9 +378,8 @@ def crowding(work: Sequence[Work]) -> Crowding:
     A firing's seconds are fitted to a + b n by least squares, n being the mean number of firings that its replica had
     in work meanwhile; the share is b n / (a + b n) at the mean of n. 0 where n does not vary enough to tell.
     """
-    pairs: list[tuple[float, float]] = []
-    for item, busy in _integrals(work, float):
-        pairs.append((busy / (item.end - item.start), float(item.end - item.start)))
+    seconds = [(item.end - item.start, total) for item, total in _integrals(work, float)]
+    pairs = [(total / took, float(took)) for took, total in seconds]
     if len(pairs) < LEAST_FIRINGS:
         return Crowding(0.0, 1.0)
     mean_n, mean_s = fmean(n for n, _ in pairs), fmean(s for _, s in pairs)
@@ -390,36 +392,29 @@ def crowding(work: Sequence[Work]) -> Crowding:
 
 def _integrals(work: Sequence[Work], value: Callable[[int], float]) -> list[tuple[Work, float]]:
     """Each firing with the integral, over its time, of a function of the number in work on its replica."""
-    by_replica: dict[str, list[Work]] = {}
+    by_replica: defaultdict[str, list[Work]] = defaultdict(list)
     for item in work:
-        by_replica.setdefault(item.lane, []).append(item)
+        by_replica[item.lane].append(item)
     found: list[tuple[Work, float]] = []
     for items in by_replica.values():
-        times, sums = _integral(items, value)
-        for item in items:
-            begin, end = (sums[bisect_right(times, time) - 1] for time in (item.start, item.end))
-            found.append((item, end - begin))
+        edges = sorted([(item.start, 1) for item in items] + [(item.end, -1) for item in items])
+        # By time, the integral from the first one on.
+        total: dict[int, float] = {edges[0][0]: 0.0}
+        now, count = edges[0][0], 0
+        for time, change in edges:
+            if time > now:
+                total[time] = total[now] + value(count) * (time - now)
+                now = time
+            count += change
+        found += [(item, total[item.end] - total[item.start]) for item in items]
     return found
 
 
-def _integral(items: Sequence[Work], value: Callable[[int], float]) -> tuple[list[int], list[float]]:
-    """At each time at which a firing begins or ends, the integral until then of a function of the number in work."""
-    edges = sorted([(item.start, 1) for item in items] + [(item.end, -1) for item in items])
-    times, sums, count, total = [edges[0][0]], [0.0], 0, 0.0
-    for time, change in edges:
-        if time > times[-1]:
-            total += value(count) * (time - times[-1])
-            times.append(time)
-            sums.append(total)
-        count += change
-    return times, sums
-
-
 def with_crowding(stage: Stage, durations: Durations, pool: str, crowd: Crowding) -> Durations:
-    """The durations with those of a pool's per-group nodes depending on how many firings a replica has in work.
+    """The durations, with those of a pool's per-group nodes depending on how many firings a replica has in work.
 
-    A firing that begins and ends beside the same others as in the run takes as long as it did there. Without crowding
-    the durations are returned as they are.
+    A firing with the same others in work as in the run takes as long as it did there. Without crowding the durations
+    are returned as they are.
     """
     if not crowd.share:
         return durations
@@ -504,14 +499,14 @@ def verdict(
         return "No update could be followed, so nothing can be said of what bounds this run."
     parts = [_bounds(graph, bound, period_s, busy)]
     if table is not None:
-        parts += [*_lag(table), *_split(table)]
+        parts += _gains(table)
     if error is not None:
         parts.append(f"model error {_percent(abs(error))}")
     return "; ".join(parts) + "."
 
 
 def role(graph: Graph, pool: str) -> str:
-    """A pool in words: by what it does for an update where that is plain, else by its name."""
+    """A pool in words: "training" or "generation" where it does that and has the usual name, else its name."""
     per_update = any(n.pool == pool and n.clock == "update" and n.outputs for n in graph.nodes if n.fires)
     made = {graph.producer(argument.name) for argument in graph.carried}
     if per_update and any(n.name in made for n in graph.nodes if n.pool == pool):
@@ -539,40 +534,27 @@ def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, floa
     return f"The cycle {names} bounds this run" + (f", {bound.span} updates at a time" if bound.span > 1 else "")
 
 
-def _lag(table: Table) -> list[str]:
-    cases = [c for c in table.cases if c.replicas == table.replicas and c.period_s]
-    now = _now(table, cases)
-    if now is None:
-        return []
-    best = _best(cases, key=lambda c: c.lag)
-    gain = now / (best.period_s or now) - 1
-    if best.lag != table.lag and gain >= GAIN:
-        return [f"lag {best.lag} would gain {_percent(gain)}"]
-    smaller = [c.lag for c in cases if c.lag < table.lag and (c.period_s or 0) <= now * (1 + SAME)]
-    return [f"lag {min(smaller)} would do as well" if smaller else "another lag would gain nothing"]
-
-
-def _split(table: Table) -> list[str]:
-    cases = [c for c in table.cases if c.lag == table.lag and c.period_s]
-    now = _now(table, cases)
-    if now is None:
-        return []
-    best = _best(cases, key=lambda c: c.replicas)
-    gain = now / (best.period_s or now) - 1
-    many = "1 generator" if best.replicas == 1 else f"{best.replicas} generators"
-    return [f"{many} would gain {_percent(gain)}"] if best.replicas != table.replicas and gain >= GAIN else []
-
-
-def _now(table: Table, cases: list[Case]) -> float | None:
-    """The simulated period of the run as it was; None where `cases` has no other to compare it with."""
-    now = table.case(table.lag, table.replicas)
-    return now.period_s or None if now is not None and len(cases) > 1 else None
-
-
-def _best(cases: list[Case], key: Callable[[Case], int]) -> Case:
-    """The least lag, or the fewest replicas, of those that are as good as the best."""
-    least = min(c.period_s or 0.0 for c in cases)
-    return min((c for c in cases if (c.period_s or 0.0) <= least * (1 + SAME)), key=key)
+def _gains(table: Table) -> list[str]:
+    """What another lag, and another number of generators, would gain; nothing where no other was simulated."""
+    said: list[str] = []
+    run = table.case(table.lag, table.replicas)
+    for name, fixed in (("lag", "replicas"), ("replicas", "lag")):
+        cases = [c for c in table.cases if c.period_s and getattr(c, fixed) == getattr(table, fixed)]
+        if run is None or not run.period_s or len(cases) < 2:
+            continue
+        least = min(c.period_s or 0.0 for c in cases)
+        # The least lag, or the fewest generators, of those that are as good as the best.
+        value, period_s = min(
+            (getattr(c, name), c.period_s) for c in cases if (c.period_s or 0.0) <= least * (1 + SAME)
+        )
+        gain = run.period_s / (period_s or run.period_s) - 1
+        if value != getattr(table, name) and gain >= GAIN:
+            generators = "1 generator" if value == 1 else f"{value} generators"
+            said.append(f"{f'lag {value}' if name == 'lag' else generators} would gain {_percent(gain)}")
+        elif name == "lag":
+            smaller = [c.lag for c in cases if c.lag < table.lag and (c.period_s or 0) <= run.period_s * (1 + SAME)]
+            said.append(f"lag {min(smaller)} would do as well" if smaller else "another lag would gain nothing")
+    return said
 
 
 def _percent(share: float) -> str:

@@ -1,9 +1,9 @@
-"""The report into its file: asked for by a verb, or at the end of a run, which a report must never change.
+"""The report as a file: asked for by a verb, at the end of a run, or drawn anew while the run goes on.
 
-The report of a run while it goes on: drawn anew when its folder has more to say, and not too often.
-
-One thread draws, so that no two drawings are at once; others read `snapshot`, which is replaced as a whole. A run's
-machine is the run's: the drawing takes a tenth of one core at most.
+`write_report` writes it once. `end_with_report` does so at the end of a run, and never raises: a report must not change
+how a run ends. `Live` draws a run that goes on whenever its folder has more to say. One thread draws, so that no two
+drawings are at once; others read `snapshot`, which is replaced as a whole. The machine belongs to the run: drawing
+takes a tenth of one core at most.
 """
 
 import os
@@ -28,14 +28,15 @@ wanted."""
 SHARE_OF_RUN, LEAST_S, MOST_S = 0.05, 0.5, 3.0
 """The same at the end of a run: a share of the run's seconds between two limits."""
 LARGE_LOG = 3 << 20
-"""Bytes of an event log that takes some seconds to read: more than somebody has who has pressed Ctrl-C."""
+"""Bytes of an event log that takes some seconds to read: too long for a user who has pressed Ctrl-C."""
 
 
 def write_report(
     folder: RunFolder, path: Path, limit_s: float = SIMULATING_S, choice: str = "--out FILE", *, alive: bool = False
 ) -> Report:
-    """Raises RecordError for a folder that cannot be read, or a file that cannot be written; `choice` is the flag that
-    names it. `alive`: the run goes on, which the page says."""
+    """Write the report of the run in `folder` to `path`. Simulates for `limit_s` seconds at most, about. `alive`: the
+    run goes on, which the page says. Raises RecordError for a folder that cannot be read, or a file that cannot be
+    written; `choice` is the flag that names that file."""
     facts = read_facts(folder, alive=alive)
     if alive:
         facts.notes.insert(0, "The run goes on: what it has written so far is shown.")
@@ -45,7 +46,7 @@ def write_report(
 
 
 def time_limit(seconds: float) -> Callable[[], bool]:
-    """Is the time up? It begins when that is asked for the first time."""
+    """A function that says whether `seconds` have passed since its first call."""
     asked: list[float] = []
 
     def is_up() -> bool:
@@ -56,8 +57,10 @@ def time_limit(seconds: float) -> Callable[[], bool]:
 
 
 def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple[Path | None, str]:
-    """The report of a run that has ended, or why there is none. Never raises: what a run has learnt matters more. A
-    signal ends the drawing, and so does the size of the log of a run that was `stopped`: somebody waits."""
+    """Write the report of a run that has ended. Returns its path, or None and why there is none. Never raises.
+
+    A signal ends the drawing. The report of a long run that was `stopped` is not drawn: its user waits.
+    """
     path = folder.path / REPORT
     try:
         if stopped and os.path.getsize(folder.events) > LARGE_LOG:
@@ -124,7 +127,8 @@ class Live:
             time.sleep(LOOK_S)
 
     def _sizes(self) -> tuple[int, int, bool]:
-        """Bytes of the records, and whether the run is over; which is asked first, so that nothing is missed."""
+        """Bytes of events.log and metrics.jsonl, and whether the run is over."""
+        # Asked first: what the run writes between the two questions is then drawn once more, and not missed.
         ended = not self.folder.alive
         return _size(self.folder.events), _size(self.folder.metrics), ended
 

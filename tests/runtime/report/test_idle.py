@@ -81,5 +81,5 @@ def test_slots_in_use_are_rows_and_never_more_than_there_are() -> None:
 def test_occupancy_counts_a_slot_for_each_sample_of_a_group(tmp_path: Path) -> None:
     seconds = Durations({"fake_generate": 1.0, "fake_score": 0.0, "fake_update": 0.0})
     report = make_report(read_facts(simulated_run(tmp_path / "run", batch=4, durations=seconds).folder), lambda: True)
-    # The groups of two updates begin together, with four samples each, on a replica of 64 slots and room for 18 groups.
-    assert occupancy(report)["generator"] == 2 * 4 * 4 / 64
+    # The groups of two updates begin together, with four samples each, on a replica with the default number of slots.
+    assert occupancy(report)["generator"] == 2 * 4 * 4 / report.facts.config.flags.slots
