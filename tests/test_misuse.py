@@ -25,38 +25,38 @@ def line(mark: str) -> str:
 
 ONE = "rewards of samples=1, one response to a prompt"
 MISUSE = {
-    "alone": ("group_advantage", ONE, "2 or more responses to a prompt"),
-    "one_left_out": ("leave_one_out_advantage", ONE, "2 or more responses to a prompt"),
-    "alone_and_learnt": ("group_advantage", ONE, "2 or more responses to a prompt"),
-    "refused_plainly": ("unwell", "nobody can", f"what well requires ({FILE}:"),
-    "many_greedy": ("greedy_advantage", "greedy rewards of samples=4", "samples=1: one greedy response"),
-    "no_pair": ("dpo_update", ONE, "2 or more responses to a prompt"),
-    "penalised_by_nothing": ("policy_update: option 'kl'", "0.1 without a reference", "see reference_logprobs"),
-    "expected_by_nothing": ("gae: option 'kl'", "0.1 without a reference", "see reference_logprobs"),
-    "without_old": ("policy_update: loss tis", "no proximal_P for it", "see policy_logprobs"),
-    "without_a_peak": ("policy_update: option 'lr'", "cosine without peak", "partial(cosine, peak=…)"),
-    "below_nothing": ("policy_update: lr linear: option 'warmup'", "-1", "a whole number of at least 0"),
-    "two_rates": ("policy_update: option 'lr'", "a learning rate beside the input `rate`", "one of the two"),
-    "twins": ("policy_update", "two terms of the name 'ppo'", "names of their own, which the figures of each begin"),
-    "dotted": ("term: option 'name'", "'my.term'", "letters, digits and _"),
-    "term_without_old": ("term: loss tis", "no proximal_P for it", "see policy_logprobs"),
-    "unnamed": ("group_advantage: option 'by'", "sub-groups of no rollouts", "the input `rollouts`"),
-    "own": ("policy_update: loss own_loss", "no reference_P for it", "see reference_logprobs"),
-    "empty_exam": ("measure: option 'problems'", "0", "a whole number of at least 1"),
+    "alone": ("group_advantage", ONE, "too-few-samples"),
+    "one_left_out": ("leave_one_out_advantage", ONE, "too-few-samples"),
+    "alone_and_learnt": ("group_advantage", ONE, "too-few-samples"),
+    "refused_plainly": ("unwell", "nobody can", "unmet-requirement"),
+    "many_greedy": ("greedy_advantage", "greedy rewards of samples=4", "too-many-samples"),
+    "no_pair": ("dpo_update", ONE, "too-few-samples"),
+    "penalised_by_nothing": ("policy_update: option 'kl'", "0.1 without a reference", "missing-reference"),
+    "expected_by_nothing": ("gae: option 'kl'", "0.1 without a reference", "missing-reference"),
+    "without_old": ("policy_update: loss tis", "no proximal_P for it", "missing-proximal"),
+    "without_a_peak": ("policy_update: option 'lr'", "cosine without peak", "unbound-schedule"),
+    "below_nothing": ("policy_update: lr linear: option 'warmup'", "-1", "out-of-range"),
+    "two_rates": ("policy_update: option 'lr'", "a learning rate beside the input `rate`", "two-learning-rates"),
+    "twins": ("policy_update", "two terms of the name 'ppo'", "duplicate-term"),
+    "dotted": ("term: option 'name'", "'my.term'", "bad-name"),
+    "term_without_old": ("term: loss tis", "no proximal_P for it", "missing-proximal"),
+    "unnamed": ("group_advantage: option 'by'", "sub-groups of no rollouts", "missing-rollouts"),
+    "own": ("policy_update: loss own_loss", "no reference_P for it", "missing-reference"),
+    "empty_exam": ("measure: option 'problems'", "0", "out-of-range"),
 }
 
 
 @pytest.mark.parametrize("name", MISUSE)
 def test_what_a_node_or_a_loss_cannot_work_with_is_a_fault_at_its_line(name: str) -> None:
     (fault,) = check(graph(name))
-    what, given, needed = MISUSE[name]
-    assert (fault.what, fault.given, fault.where) == (what, given, line(name))
-    assert needed in fault.needed
+    assert (fault.what, fault.given, fault.code) == MISUSE[name]
+    assert fault.where == line(name)
 
 
 def test_all_options_that_are_too_small_are_told() -> None:
     faults = check(graph("empty_buffer"))
     assert [(f.what, f.given) for f in faults] == [("replay: option 'take'", "0"), ("replay: option 'max_age'", "-1")]
+    assert {f.code for f in faults} == {"out-of-range"}
     assert {f.where for f in faults} == {line("empty_buffer")}
 
 
