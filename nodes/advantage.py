@@ -1,8 +1,7 @@
 """How much better a response is than what was to be expected: nodes that make advantages of rewards.
 
-Those of one prompt group fire per group, those of a whole batch per update. Shapes: N responses.
-
-Advantages from rewards, as free functions. Rewards are data, so none of these needs a gradient.
+Those of one prompt group fire per group, those of a whole batch per update. Below the nodes are the functions of
+rewards and groups that they are made of. Rewards are data, so nothing here has a gradient.
 
 Shapes: N responses, G prompts. `group_N` (int64) says which prompt each response answers, 0 to G − 1, each at least
 once and in any order; `rewards_N` are floating point. Rows may as well be tokens: nothing here knows of responses.
@@ -17,13 +16,6 @@ from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Advantages, Rewards, Rollouts
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
-
-
-def consecutive_groups(num_rows: int, samples: int) -> Tensor:
-    """`group_N` where the `samples` responses to a prompt are consecutive rows; ValueError unless they fill groups."""
-    if num_rows % samples:
-        raise ValueError(f"consecutive_groups: given {num_rows} rows, needed a multiple of samples={samples}")
-    return torch.arange(num_rows) // samples
 
 
 def uniform_groups(rewards_N: Tensor, group_N: Tensor) -> Tensor:
@@ -67,31 +59,6 @@ def rloo_advantages(rewards_N: Tensor, group_N: Tensor) -> Tensor:
         group = int(lengths_G.argmin())
         raise ValueError(f"rloo_advantages: given {int(lengths_G[group])} samples in group {group}, needed 2 or more")
     return group_mean_advantages(rewards_N, group_N) * (lengths_G / (lengths_G - 1))[group_N]
-
-
-def reinforce_plus_plus_advantages(rewards_N: Tensor, group_N: Tensor | None = None) -> Tensor:
-    """(A − mean) / deviation over all rows of the batch, A = r, or r − mean of the group where groups are given.
-
-    REINFORCE++ and REINFORCE++ with baseline (Hu et al. 2025, arXiv 2501.03262), global advantage normalisation, with
-    the population deviation. Where tokens bear a penalty, rows are tokens, r the reward less the penalties to come.
-    """
-    advantages_N = rewards_N if group_N is None else group_mean_advantages(rewards_N, group_N)
-    return whiten(advantages_N, torch.ones_like(advantages_N, dtype=torch.bool))
-
-
-def remax_advantages(rewards_N: Tensor, greedy_G: Tensor, group_N: Tensor) -> Tensor:
-    """A = r − reward of the greedy response to the same prompt: ReMax (Li et al. 2023, arXiv 2310.10505), section 4."""
-    return rewards_N - greedy_G[group_N]
-
-
-def overlong_penalty(lengths_N: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """What is added to a reward: 0 up to `max_length` − `buffer` tokens, down a line to −1 at `max_length`, then −1.
-
-    Soft overlong punishment: DAPO (arXiv 2503.14476), equation 13, L_max and L_cache. float32 [N].
-    """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"overlong_penalty: given buffer={buffer}, needed 1 to max_length={max_length}")
-    return ((max_length - buffer - lengths_N) / buffer).clamp(-1.0, 0.0)
 
 
 def whiten(values_P: Tensor, mask_P: Tensor) -> Tensor:
@@ -174,16 +141,17 @@ def greedy_advantage(rewards: Rewards, greedy: Rewards) -> Advantages:
     if len(greedy.values_N) != 1:
         raise ValueError(f"greedy_advantage: given {len(greedy.values_N)} greedy responses to a prompt, needed one")
     values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
-    return Advantages(remax_advantages(values_N, torch.as_tensor(greedy.values_N), _one_group(values_N)))
+    return Advantages(values_N - torch.as_tensor(greedy.values_N))
 
 
 @node(pool="scorer", clock="update")
 def batch_normalized(advantage: Advantages) -> Advantages:
-    """(A − mean) / standard deviation over the responses of a whole batch (REINFORCE++, arXiv 2501.03262).
+    """(A − mean) / population deviation over the responses of a whole batch. All are 0 where they do not differ.
 
-    All are 0 where they do not differ.
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), global advantage normalisation; with advantages of
+    `group_advantage`, REINFORCE++ with baseline.
     """
-    return Advantages(reinforce_plus_plus_advantages(advantage.values_N))
+    return Advantages(whiten(advantage.values_N, torch.ones_like(advantage.values_N, dtype=torch.bool)))
 
 
 def _samples(rewards: Rewards, name: str) -> Tensor:

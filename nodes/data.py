@@ -1,26 +1,18 @@
-"""Where prompts and demonstrations come from: generated arithmetic, or a JSONL file with GSM8K's fields.
+"""Where prompts, demonstrations and pairs come from: generated arithmetic, or a JSONL file.
 
-Both are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
-`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file.
+All of them are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
+`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file with the
+fields of GSM8K (of pairs: prompt, chosen and rejected).
 
-Arithmetic problems that cost nothing to make: sums and differences of two numbers, with a sloppy teacher.
+Arithmetic costs nothing to make. A problem reads "347+586=", its answer "933". The teacher first writes a draft, each
+digit worked out by itself: "823". The answer follows, with what is carried or borrowed: "823:0933". A sloppy teacher
+stops after the draft, so there is something left for reinforcement learning to find: going on pays. 500 problems, the
+same for every seed, are held out: training never shows them.
 
-A problem reads "347+586=", its answer "933". The teacher first writes a draft, each digit worked out by itself: "823".
-The answer follows, with what is carried or borrowed: "823:0933". A sloppy teacher stops after the draft, so there
-is something left for reinforcement learning to find: going on pays.
-
-500 problems, the same for every seed, are held out: training never shows them.
-
-Where pairs of responses come from, one better than the other: made-up arithmetic, or a JSONL file.
-
-Both are pure functions of the ordinal. `context.data` is as in `data`; a file's fields are prompt, chosen and rejected.
-
-Sums and differences for a model that can call a calculator, and a teacher who seldom does.
-
-A problem reads "37+58=", its answer "95" (see `arithmetic`). The teacher mostly answers in the head, digit by digit and
-without carrying: "85", which is wrong half of the time. Its other demonstrations are conversations with `python_tool`:
-the call "<python>37+58</python>" and the end of the turn, the reply "<output>95</output>", and the answer that it
-holds: "95". So calling pays, and reinforcement learning can find that out.
+For a model that can call a calculator a problem has two digits, "37+58=". The teacher mostly answers with the draft,
+"85", which is wrong half of the time. Its other demonstrations are conversations with `python_tool`: the call
+"<python>37+58</python>" and the end of the turn, the reply "<output>95</output>", and the answer that it holds: "95".
+So calling pays.
 """
 
 import hashlib
@@ -32,7 +24,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.graph.protocols import Source
 from penstock.graph.types import Batchable, Context, Prompts
@@ -40,8 +32,138 @@ from penstock.nodes.score import FINAL, reference_number
 from penstock.nodes.tokenizer import EOS
 
 HELD_OUT = 500
-SLOPPY = 0.65
-"""The share of demonstrations that stop after the draft."""
+"""Problems of arithmetic, and at most so many rows of a file, that are the evaluation's."""
+SLOPPY, CALLS = 0.65, 0.3
+"""The share of demonstrations that stop after the draft, and of those for a calculator that call it."""
+CALCULATOR_DIGITS = 2
+ROWS = 32
+"""Demonstrations in one group, so that an update of 128 takes four groups."""
+
+R = TypeVar("R")
+
+
+class DataError(ValueError):
+    """The data cannot be used as it is: what was given, what is needed, file and line."""
+
+
+@dataclass
+class Demonstrations(Batchable):
+    """Prompts with what a teacher wrote after each, one entry per row.
+
+    Attributes:
+        texts: the prompts, N.
+        responses: what the teacher wrote, N.
+    """
+
+    texts: tuple[str, ...]
+    responses: tuple[str, ...]
+
+    maker: ClassVar[str] = "penstock.nodes.data:open_demonstrations"
+    pool: ClassVar[str] = "trainer"
+
+
+@dataclass
+class Pairs(Batchable):
+    """Prompts with two responses, one preferred to the other, one entry per row.
+
+    Attributes:
+        texts: the prompts, N.
+        chosen: the preferred responses, N.
+        rejected: the others, N.
+    """
+
+    texts: tuple[str, ...]
+    chosen: tuple[str, ...]
+    rejected: tuple[str, ...]
+
+    maker: ClassVar[str] = "penstock.nodes.data:open_pairs"
+    pool: ClassVar[str] = "trainer"
+
+
+class Calculations(Prompts):
+    """Problems of two digits for ever, or the held-out ones in turn."""
+
+    maker = "penstock.nodes.data:open_calculations"
+
+
+class ToolDemonstrations(Demonstrations):
+    """What the teacher wrote, the tool's replies included. It is for a model that reads bytes."""
+
+    maker = "penstock.nodes.data:open_tool_demonstrations"
+
+
+def open_prompts(context: Context) -> Source:
+    """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
+    digits = arithmetic_digits(context.data)
+    if digits is None:
+        return FilePrompts(context, read_jsonl(Path(context.data)))
+    return _Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)))
+
+
+def open_calculations(context: Context) -> Source:
+    """The same of two digits, for a model that can call a calculator."""
+    return _Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)))
+
+
+def open_demonstrations(context: Context) -> Source:
+    """A teacher's demonstrations, `ROWS` per ordinal."""
+    digits = arithmetic_digits(context.data)
+    if digits is None:
+        rows = Epochs(context, read_jsonl(Path(context.data)))
+        return _Made(
+            lambda ordinal: Demonstrations(*zip(*((r.question, r.solution) for r in rows.group(ordinal)), strict=True))
+        )
+
+    def read(ordinal: int) -> Demonstrations:
+        problems = _problems(context, digits, ordinal)
+        responses = [p.demonstration(is_sloppy(context, ordinal, row)) for row, p in enumerate(problems)]
+        return Demonstrations(tuple(p.text for p in problems), tuple(responses))
+
+    return _Made(read)
+
+
+def open_tool_demonstrations(context: Context) -> Source:
+    """Demonstrations of a teacher with a calculator, `ROWS` per ordinal."""
+
+    def response(problem: Problem, ordinal: int, row: int) -> str:
+        if context.key("calls", ordinal, row) % 10_000 >= CALLS * 10_000:
+            return problem.draft
+        call = problem.text.removesuffix("=")
+        return f"<python>{call}</python>{EOS}<output>{problem.answer}</output>{problem.answer}"
+
+    def read(ordinal: int) -> ToolDemonstrations:
+        problems = _problems(context, CALCULATOR_DIGITS, ordinal)
+        responses = (response(problem, ordinal, row) for row, problem in enumerate(problems))
+        return ToolDemonstrations(tuple(p.text for p in problems), tuple(responses))
+
+    return _Made(read)
+
+
+def open_pairs(context: Context) -> Source:
+    """The pairs that `context.data` names, `ROWS` per ordinal.
+
+    Those of arithmetic are the right answer against a wrong one: the draft alone where that is wrong, or one with a
+    wrong digit.
+    """
+    digits = arithmetic_digits(context.data)
+    if digits is None:
+        rows = Epochs(context, read_rows(Path(context.data), ("prompt", "chosen", "rejected"), _pair))
+        return _Made(lambda ordinal: Pairs(*zip(*rows.group(ordinal), strict=True)))
+
+    def read(ordinal: int) -> Pairs:
+        problems = _problems(context, digits, ordinal)
+        rejected = (wrong_answer(p, context.key("wrong", ordinal, row)) for row, p in enumerate(problems))
+        chosen = tuple(p.demonstration(sloppy=False) for p in problems)
+        return Pairs(tuple(p.text for p in problems), chosen, tuple(rejected))
+
+    return _Made(read)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A source whose values a function of the ordinal makes."""
+
+    read: Callable[[int], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +210,21 @@ def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
     return next(p for p in draws if p not in _held_out_set(digits))
 
 
+def _problem_of(context: Context, digits: int, ordinal: int) -> tuple[tuple[int], tuple[str], tuple[str]]:
+    """The ordinal, the text and the answer of a training problem, or of the held-out ones in turn."""
+    if context.split == "evaluate":
+        problem = held_out(digits)[ordinal % HELD_OUT]
+    else:
+        problem = draw_problem(context, digits, ordinal)
+    return (ordinal,), (problem.text,), (problem.answer,)
+
+
+def _problems(context: Context, digits: int, ordinal: int) -> list[Problem]:
+    return [draw_problem(context, digits, ordinal, row) for row in range(ROWS)]
+
+
 def is_sloppy(context: Context, *parts: int) -> bool:
-    """Does the teacher stop this demonstration after the draft?"""
+    """Whether the teacher stops this demonstration after the draft."""
     return context.key("sloppy", *parts) % 10_000 < SLOPPY * 10_000
 
 
@@ -97,8 +232,9 @@ def is_sloppy(context: Context, *parts: int) -> bool:
 def held_out(digits: int) -> tuple[Problem, ...]:
     """The problems of the evaluation, which depend on nothing but the number of digits."""
     chosen: dict[Problem, None] = {}
-    for key in _fixed_keys():
-        chosen[Problem.draw(key, digits)] = None
+    for index in count():
+        digest = hashlib.blake2b(f"held-out/{index}".encode(), digest_size=8).digest()
+        chosen[Problem.draw(int.from_bytes(digest, "big") >> 1, digits)] = None
         if len(chosen) == HELD_OUT:
             break
     return tuple(chosen)
@@ -109,85 +245,20 @@ def _held_out_set(digits: int) -> frozenset[Problem]:
     return frozenset(held_out(digits))
 
 
-def _fixed_keys() -> Iterator[int]:
-    for index in count():
-        digest = hashlib.blake2b(f"held-out/{index}".encode(), digest_size=8).digest()
-        yield int.from_bytes(digest, "big") >> 1
-
-
-ROWS = 32
-"""Demonstrations in one group, so that an update of 128 takes four groups."""
-MAX_HELD_OUT = 500
-
-
-R = TypeVar("R")
-
-
-class DataError(ValueError):
-    """The data cannot be used as it is: what was given, what is needed, file and line."""
-
-
-@dataclass
-class Demonstrations(Batchable):
-    """Prompts with what a teacher wrote after each, one entry per row.
-
-    Attributes:
-        texts: the prompts, N.
-        responses: what the teacher wrote, N.
-    """
-
-    texts: tuple[str, ...]
-    responses: tuple[str, ...]
-
-    maker: ClassVar[str] = "penstock.nodes.data:open_demonstrations"
-    pool: ClassVar[str] = "trainer"
-
-
-def open_prompts(context: Context) -> Source:
-    """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
-    digits = arithmetic_digits(context.data)
-    if digits is None:
-        return FilePrompts(context, read_jsonl(Path(context.data)))
-    return ArithmeticPrompts(context, digits)
-
-
-def open_demonstrations(context: Context) -> Source:
-    """A teacher's demonstrations, `ROWS` per ordinal."""
-    digits = arithmetic_digits(context.data)
-    if digits is None:
-        return FileDemonstrations(context, read_jsonl(Path(context.data)))
-    return ArithmeticDemonstrations(context, digits)
-
-
-class ArithmeticPrompts:
-    """Training problems for ever, or the held-out ones again and again."""
-
-    def __init__(self, context: Context, digits: int) -> None:
-        self.context, self.digits = context, digits
-
-    def read(self, ordinal: int) -> Prompts:
-        if self.context.split == "evaluate":
-            problems = held_out(self.digits)
-            problem = problems[ordinal % len(problems)]
-        else:
-            problem = draw_problem(self.context, self.digits, ordinal)
-        return Prompts((ordinal,), (problem.text,), (problem.answer,))
-
-
-class ArithmeticDemonstrations:
-    """A teacher who is mostly sloppy."""
-
-    def __init__(self, context: Context, digits: int) -> None:
-        self.context, self.digits = context, digits
-
-    def read(self, ordinal: int) -> Demonstrations:
-        problems = [draw_problem(self.context, self.digits, ordinal, row) for row in range(ROWS)]
-        responses = [p.demonstration(is_sloppy(self.context, ordinal, row)) for row, p in enumerate(problems)]
-        return Demonstrations(tuple(p.text for p in problems), tuple(responses))
+def wrong_answer(problem: Problem, key: int) -> str:
+    """A response whose final number is not the answer, drawn by a key: the draft, or the whole with another digit."""
+    key, draft_alone = divmod(key, 2)
+    if draft_alone and int(problem.draft) != int(problem.answer):
+        return problem.draft
+    right = problem.demonstration(sloppy=False)
+    key, back = divmod(key, problem.digits + 1)
+    place = len(right) - 1 - back
+    other = (int(right[place]) + 1 + key % 9) % 10
+    return f"{right[:place]}{other}{right[place + 1 :]}"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FileProblem:
     """A problem of a file: `answer` is the final number, `solution` the whole text that leads to it, `place` is
     "file:line"."""
 
@@ -205,7 +276,7 @@ class Epochs(Generic[R]):
 
     def __init__(self, context: Context, rows: Sequence[R]) -> None:
         order = _permutation(len(rows), 0)
-        num_held_out = min(MAX_HELD_OUT, len(rows) // 10)
+        num_held_out = min(HELD_OUT, len(rows) // 10)
         evaluate = context.split == "evaluate"
         chosen = order[:num_held_out] if evaluate and num_held_out else order[num_held_out:]
         self.rows = [rows[i] for i in chosen]
@@ -217,8 +288,12 @@ class Epochs(Generic[R]):
             return self.rows[place]
         return self.rows[_permutation(len(self.rows), self.context.key("epoch", epoch))[place]]
 
+    def group(self, ordinal: int) -> list[R]:
+        """`ROWS` rows."""
+        return [self.row(ordinal * ROWS + i) for i in range(ROWS)]
 
-class FilePrompts(Epochs[Row]):
+
+class FilePrompts(Epochs[FileProblem]):
     def read(self, ordinal: int) -> Prompts:
         row = self.row(ordinal)
         return Prompts((ordinal,), (row.question,), (row.answer,))
@@ -228,13 +303,7 @@ class FilePrompts(Epochs[Row]):
         return ((row.place, row.question) for row in self.rows)
 
 
-class FileDemonstrations(Epochs[Row]):
-    def read(self, ordinal: int) -> Demonstrations:
-        rows = [self.row(ordinal * ROWS + i) for i in range(ROWS)]
-        return Demonstrations(tuple(r.question for r in rows), tuple(r.solution for r in rows))
-
-
-def read_jsonl(path: Path) -> list[Row]:
+def read_jsonl(path: Path) -> list[FileProblem]:
     """All problems of a file with one JSON object per line. A faulty row raises `DataError` with file and line."""
     return read_rows(path, ("question", "answer"), _problem)
 
@@ -276,7 +345,7 @@ def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mappi
     return row
 
 
-def _problem(row: Mapping[str, str], where: str) -> Row:
+def _problem(row: Mapping[str, str], where: str) -> FileProblem:
     _, mark, final = row["answer"].rpartition(FINAL)
     if not mark:
         raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
@@ -284,7 +353,13 @@ def _problem(row: Mapping[str, str], where: str) -> Row:
         reference_number(final)
     except ValueError as error:
         raise DataError(f"{where}: {error} after {FINAL!r}") from None
-    return Row(row["question"], final.strip(), row["answer"], where)
+    return FileProblem(row["question"], final.strip(), row["answer"], where)
+
+
+def _pair(row: Mapping[str, str], where: str) -> tuple[str, str, str]:
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{where}: given the same text as 'chosen' and 'rejected', needed two that differ")
+    return row["prompt"], row["chosen"], row["rejected"]
 
 
 def arithmetic_digits(data: str) -> int | None:
@@ -306,120 +381,3 @@ def _permutation(size: int, key: int) -> Sequence[int]:
     order = list(range(size))
     random.Random(key).shuffle(order)
     return order
-
-
-@dataclass
-class Pairs(Batchable):
-    """Prompts with two responses, one preferred to the other, one entry per row.
-
-    Attributes:
-        texts: the prompts, N.
-        chosen: the preferred responses, N.
-        rejected: the others, N.
-    """
-
-    texts: tuple[str, ...]
-    chosen: tuple[str, ...]
-    rejected: tuple[str, ...]
-
-    maker: ClassVar[str] = "penstock.nodes.data:open_pairs"
-    pool: ClassVar[str] = "trainer"
-
-
-def open_pairs(context: Context) -> Source:
-    """The pairs that `context.data` names, `ROWS` per ordinal."""
-    digits = arithmetic_digits(context.data)
-    if digits is None:
-        return FilePairs(context, read_rows(Path(context.data), ("prompt", "chosen", "rejected"), _pair))
-    return ArithmeticPairs(context, digits)
-
-
-class ArithmeticPairs:
-    """The right answer against a wrong one: the draft alone where that is wrong, or one with a wrong digit."""
-
-    def __init__(self, context: Context, digits: int) -> None:
-        self.context, self.digits = context, digits
-
-    def read(self, ordinal: int) -> Pairs:
-        problems = [draw_problem(self.context, self.digits, ordinal, row) for row in range(ROWS)]
-        wrong = [wrong_answer(p, self.context.key("wrong", ordinal, row)) for row, p in enumerate(problems)]
-        chosen = tuple(p.demonstration(sloppy=False) for p in problems)
-        return Pairs(tuple(p.text for p in problems), chosen, tuple(wrong))
-
-
-def wrong_answer(problem: Problem, key: int) -> str:
-    """A response whose final number is not the answer, drawn by a key: the draft, or the whole with another digit."""
-    key, draft_alone = divmod(key, 2)
-    if draft_alone and int(problem.draft) != int(problem.answer):
-        return problem.draft
-    right = problem.demonstration(sloppy=False)
-    key, back = divmod(key, problem.digits + 1)
-    place = len(right) - 1 - back
-    other = (int(right[place]) + 1 + key % 9) % 10
-    return f"{right[:place]}{other}{right[place + 1 :]}"
-
-
-class FilePairs(Epochs[tuple[str, str, str]]):
-    def read(self, ordinal: int) -> Pairs:
-        texts, chosen, rejected = zip(*(self.row(ordinal * ROWS + i) for i in range(ROWS)), strict=True)
-        return Pairs(texts, chosen, rejected)
-
-
-def _pair(row: Mapping[str, str], where: str) -> tuple[str, str, str]:
-    if row["chosen"] == row["rejected"]:
-        raise DataError(f"{where}: given the same text as 'chosen' and 'rejected', needed two that differ")
-    return row["prompt"], row["chosen"], row["rejected"]
-
-
-DIGITS = 2
-CALLS = 0.3
-"""The share of demonstrations with a call."""
-
-
-class Calculations(Prompts):
-    """Problems of two digits for ever, or the held-out ones in turn."""
-
-    maker = "penstock.nodes.data:open_calculations"
-
-
-class ToolDemonstrations(Demonstrations):
-    """What the teacher wrote, the tool's replies included. It is for a model that reads bytes."""
-
-    maker = "penstock.nodes.data:open_tool_demonstrations"
-
-
-class _Calculations:
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def read(self, ordinal: int) -> Prompts:
-        if self.context.split == "evaluate":
-            problems = held_out(DIGITS)
-            problem = problems[ordinal % len(problems)]
-        else:
-            problem = draw_problem(self.context, DIGITS, ordinal)
-        return Calculations((ordinal,), (problem.text,), (problem.answer,))
-
-
-class _ToolDemonstrations:
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def read(self, ordinal: int) -> Demonstrations:
-        problems = [draw_problem(self.context, DIGITS, ordinal, row) for row in range(ROWS)]
-        responses = [self._response(problem, ordinal, row) for row, problem in enumerate(problems)]
-        return ToolDemonstrations(tuple(problem.text for problem in problems), tuple(responses))
-
-    def _response(self, problem: Problem, *parts: int) -> str:
-        if self.context.key("calls", *parts) % 10_000 >= CALLS * 10_000:
-            return problem.draft
-        call = problem.text.removesuffix("=")
-        return f"<python>{call}</python>{EOS}<output>{problem.answer}</output>{problem.answer}"
-
-
-def open_calculations(context: Context) -> Source:
-    return _Calculations(context)
-
-
-def open_tool_demonstrations(context: Context) -> Source:
-    return _ToolDemonstrations(context)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import torch
+from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Rewards, Rollouts
-from penstock.nodes.advantage import overlong_penalty
 from penstock.nodes.option_checks import count
 
 Rule = Callable[[str, str, str], float]
@@ -149,12 +149,17 @@ def penalize_overlong(
     max_length: int | None = None,
     context: Context | None = None,
 ) -> Rewards:
-    """Rewards less what a response's length costs: nothing up to `max_length` − `buffer` tokens, then up to 1.
+    """Rewards less what a response's length costs: 0 up to `max_length` − `buffer` tokens, up a line to 1 at
+    `max_length`, then 1.
 
     `max_length` None is the run's `max_tokens`, where responses are cut. Soft overlong punishment: DAPO
-    (arXiv 2503.14476), equation 13. Raises ValueError without either, outside of a run.
+    (arXiv 2503.14476), equation 13, L_max and L_cache. Raises ValueError without either, outside of a run, and for a
+    buffer that is longer.
     """
     longest = context.max_tokens if max_length is None and context is not None else max_length
     if longest is None:
         raise ValueError("penalize_overlong: given no max_length outside of a run, needed one")
-    return rewards + overlong_penalty(rollouts.response_lengths_N, max_length=longest, buffer=buffer)
+    if not 0 < buffer <= longest:
+        raise ValueError(f"penalize_overlong: given buffer={buffer}, needed 1 to max_length={longest}")
+    penalty_N: Tensor = ((longest - buffer - rollouts.response_lengths_N) / buffer).clamp(-1.0, 0.0)
+    return rewards + penalty_N

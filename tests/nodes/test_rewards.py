@@ -24,6 +24,18 @@ def test_a_penalty_falls_along_a_line_to_the_longest_length() -> None:
     assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]
 
 
+def test_a_penalty_is_one_at_most() -> None:
+    rollouts, _ = batch()
+    found = penalize_overlong.fn(Rewards(torch.ones(5)), rollouts, max_length=3, buffer=2)
+    assert found.values_N.tolist() == [0.0, 1.0, 0.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("buffer", [0, 5])
+def test_a_buffer_outside_the_length_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match=f"buffer={buffer}"):
+        penalize_overlong.fn(Rewards(torch.ones(5)), batch()[0], max_length=4, buffer=buffer)
+
+
 def test_the_longest_length_is_the_runs_bound_on_responses() -> None:
     rollouts, _ = batch()
     rewards = Rewards(torch.ones(5))
