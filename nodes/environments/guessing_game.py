@@ -36,6 +36,7 @@ class _Secrets:
 
 
 def open_secrets(context: Context) -> Source:
+    """The source of `Secrets`. Raises ValueError for bounds that hold no range."""
     return _Secrets(context)
 
 

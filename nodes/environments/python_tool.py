@@ -24,18 +24,12 @@ from penstock.nodes.option_checks import count, positive
 
 DEADLINE_S = 500.0
 """For a whole group, which waits for other groups' calls as well: every call has limits of its own."""
-_LOOKING = Lock()
+_FIRST_LOOK = Lock()
 _CALL = re.compile(r"<python>((?:(?!<python>).)*?)</python>", re.DOTALL)
 
 
 class ToolTimeout(RuntimeError):
     """A call had no end at its deadline: whose it was, and the code."""
-
-
-def find_call(text: str) -> str | None:
-    """The code of the last call in a text; None if there is none."""
-    calls = _CALL.findall(text)
-    return calls[-1] if calls else None
 
 
 def isolated(call: Call) -> None:
@@ -87,11 +81,18 @@ def python_tool(
     return Replies(texts, ("tool",) * len(texts), done_N), metrics
 
 
+def find_call(text: str) -> str | None:
+    """The code of the last call in a text; None if there is none."""
+    calls = _CALL.findall(text)
+    return calls[-1] if calls else None
+
+
 def _run_all(codes: list[str], limits: Limits, workers: int, sandbox: bool) -> dict[str, Answer]:
     """The answer to each piece of code; equal ones are run once."""
     if not codes:
         return {}
-    with _LOOKING:  # found once
+    # The threads of several groups come here at once: one looks for the sandbox, the others wait for what it finds.
+    with _FIRST_LOOK:
         if sandbox:
             isolation()
         else:

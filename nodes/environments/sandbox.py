@@ -88,15 +88,15 @@ def run_python(code: str, limits: Limits, *, sandbox: bool = True) -> Answer:
 
 
 def _run(code: str, limits: Limits, wrapper: Sequence[str]) -> Answer:
+    """Run `code` in a process that the command `wrapper` isolates."""
     process = _start(code, limits, wrapper)
     try:
         output, late = _listen(process, monotonic() + limits.seconds, limits.max_output)
     finally:
         status = _end(process)
     text = output[: limits.max_output].decode(errors="replace").rstrip("\n")
-    too_much = len(output) > limits.max_output
+    too_much, trouble = len(output) > limits.max_output, ""
     late = not too_much and (late or _killed_by(signal.SIGALRM, status))
-    trouble = ""
     if too_much:
         trouble = f"OutputError: more than {limits.max_output} bytes"
     elif late:
@@ -109,7 +109,8 @@ def _run(code: str, limits: Limits, wrapper: Sequence[str]) -> Answer:
 
 
 def _killed_by(number: signal.Signals, status: int) -> bool:
-    return status in (-number, 128 + number)  # the second is bubblewrap's way of saying it
+    # bubblewrap reports a signal of its child as 128 + its number, as a shell does.
+    return status in (-number, 128 + number)
 
 
 def isolation() -> tuple[str, ...]:
@@ -186,16 +187,12 @@ def _call_filter() -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _python() -> str:
-    return os.path.realpath(sys.executable)
-
-
 def _start(code: str, limits: Limits, wrapper: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """In a session of its own, so that all of it can be killed."""
-    # One second more than the deadline: it is for a process whose parent has died.
+    """Start a process that runs `code`, in a session of its own, so that all of it can be killed."""
+    # The alarm, one second after the deadline, is for a process whose parent has died.
     user = _OVERFLOW_USER if wrapper and os.getuid() == 0 else -1
     numbers = (limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, user, int(not wrapper))
-    child = [_python(), "-I", "-S", "-c", _CHILD.read_text(), *map(str, numbers)]
+    child = [os.path.realpath(sys.executable), "-I", "-S", "-c", _CHILD.read_text(), *map(str, numbers)]
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as calls:
         source.write(code.encode(errors="replace"))
         source.seek(0)
@@ -219,16 +216,17 @@ def _start(code: str, limits: Limits, wrapper: Sequence[str]) -> "subprocess.Pop
 
 
 def _listen(process: "subprocess.Popen[bytes]", deadline: float, max_output: int) -> tuple[bytes, bool]:
-    """What it writes until it ends, has written more than `max_output`, or its deadline passes (and whether it did).
-
-    Its end counts, not that of its output: a child of its own might keep that open.
-    """
+    """What a process writes until it ends, has written more than `max_output` bytes, or its deadline passes; and
+    whether the deadline has passed."""
     assert process.stdout is not None
+    # The end of the process counts, not that of its output: a child of its own might keep that open.
     poll, output, closed = select.poll(), b"", False
     poll.register(process.stdout, select.POLLIN)
     while len(output) <= max_output:
         left = max(0.0, deadline - monotonic())
-        ended = _ended(process)  # after the clock: what has ended is not late, however long this thread had to wait
+        # After the clock: what has ended is not late, however long this thread had to wait. It stays a zombie
+        # (WNOWAIT), so that its group's number cannot become another's before the group is killed.
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         heard = not closed and bool(poll.poll(0 if ended else 1000 * min(left, _GLANCE_S)))
         if heard:
             piece = os.read(process.stdout.fileno(), 1 << 16)
@@ -240,13 +238,8 @@ def _listen(process: "subprocess.Popen[bytes]", deadline: float, max_output: int
     return output, False
 
 
-def _ended(process: "subprocess.Popen[bytes]") -> bool:
-    """It stays a zombie, so that its group's number cannot become another's before the group is killed."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Kill all that is left of it; its exit status."""
+    """Kill all that is left of a process and of its children; returns its exit status."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     assert process.stdout is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.graph.protocols import Stream
-from penstock.nodes.environments.environment import Calls, OverdueError
+from penstock.nodes.environments.environment import Calls, OverdueError, stack_of
 
 pytestmark = pytest.mark.timeout(120)
 PATIENCE_S = 60.0
@@ -95,7 +95,7 @@ def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends(cl
 
     calls = Calls(reads, 0.2)
     submit(calls, ["hangs[3.1]"])
-    until(lambda: "os.read(reader, 1)" in calls.calls["hangs[3.1]"].place())
+    until(lambda: "os.read(reader, 1)" in stack_of(calls.calls["hangs[3.1]"].thread))
     assert calls.step() == []
     clock.now += 0.2
     error = answered(calls, 1)["hangs[3.1]"]
