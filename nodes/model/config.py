@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
 FAMILIES = ("llama",)
 """Supported values of `model_type`."""
 ROPE_KINDS = ("default", "linear", "llama3")
-_FIXED = (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False))
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Settings that this decoder has no choice of; null and a missing key mean the same."""
 
 
@@ -73,26 +74,22 @@ class ModelConfig:
         return embeddings + self.num_hidden_layers * layer + self.hidden_size
 
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
-        """The content of `config.json` but for the head, for readers that know `rope_parameters` and for older ones."""
-        rope = {"rope_theta": self.rope_theta, "rope_type": "default", **_scaling_to_json(self.rope_scaling)}
-        eos = list(self.eos_token_ids)
+        """The content of `config.json` but for the head."""
+        # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
+        eos, scaling = list(self.eos_token_ids), {}
+        if self.rope_scaling is not None:
+            scaling = asdict(self.rope_scaling)
+            if self.rope_scaling.rope_type != "llama3":
+                scaling = {key: scaling[key] for key in ("rope_type", "factor")}
         return {
             "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
+            **{key: getattr(self, key) for key in (*_SIZES, "num_key_value_heads", "head_dim")},
+            **_FIXED,
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": _scaling_to_json(self.rope_scaling) or None,
-            "rope_parameters": rope,
+            "rope_scaling": scaling or None,
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default", **scaling},
             "tie_word_embeddings": self.tie_word_embeddings,
             "initializer_range": self.initializer_range,
             "bos_token_id": self.bos_token_id,
@@ -104,32 +101,32 @@ class ModelConfig:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "ModelConfig":
-        """From the content of a `config.json`. What this decoder would compute differently is an error."""
+        """From the content of a `config.json`. Raises ModelError for what this decoder would compute differently."""
         family = data.get("model_type")
         if family not in FAMILIES:
             raise ModelError(f"given model_type {family!r}, needed one of: {', '.join(FAMILIES)}")
-        for key, needed in _FIXED:
+        for key, needed in _FIXED.items():
             if data.get(key) not in (None, needed):
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}, or nothing")
         if quantised := data.get("quantization_config"):
             raise ModelError(f"given quantization_config {quantised!r}, needed none: weights as they are, unquantised")
-        heads, hidden = _need(data, "num_attention_heads"), _need(data, "hidden_size")
-        context = data if "max_position_embeddings" in data else {"max_position_embeddings": 2048}
-        _refuse_window(data, context)
+        tied = data.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise ModelError(f"given tie_word_embeddings {tied!r}, needed true or false")
+        sizes: dict[str, Any] = {key: _need(data, key) for key in _SIZES}
+        heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+        longest = _need({"max_position_embeddings": 2048, **data}, "max_position_embeddings")
+        _refuse_window(data, longest)
         rope_theta, rope_scaling = _rope(data)
         return ModelConfig(
-            vocab_size=_need(data, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=_need(data, "intermediate_size"),
-            num_hidden_layers=_need(data, "num_hidden_layers"),
-            num_attention_heads=heads,
+            **sizes,
             num_key_value_heads=_need(data, "num_key_value_heads") if data.get("num_key_value_heads") else heads,
             head_dim=_need(data, "head_dim") if data.get("head_dim") else hidden // heads,
-            max_position_embeddings=_need(context, "max_position_embeddings"),
+            max_position_embeddings=longest,
             rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=_flag(data, "tie_word_embeddings"),
+            tie_word_embeddings=tied,
             initializer_range=_number(data, "initializer_range", 0.02),
             bos_token_id=data.get("bos_token_id"),
             eos_token_ids=token_ids(data.get("eos_token_id")),
@@ -162,17 +159,10 @@ def _number(data: Mapping[str, Any], key: str, default: float | None = None) -> 
     raise ModelError(f"given {key} {value!r}, needed a number above 0")
 
 
-def _flag(data: Mapping[str, Any], key: str) -> bool:
-    value = data.get(key, False)
-    if isinstance(value, bool):
-        return value
-    raise ModelError(f"given {key} {value!r}, needed true or false")
-
-
-def _refuse_window(data: Mapping[str, Any], context: Mapping[str, Any]) -> None:
-    """Refuse attention to the last `sliding_window` tokens only, unless no text can be longer than the window."""
-    window, longest = data.get("sliding_window"), _need(context, "max_position_embeddings")
-    kinds = data.get("layer_types") or ()
+def _refuse_window(data: Mapping[str, Any], longest: int) -> None:
+    """Refuse attention to the last `sliding_window` tokens only, unless no text (of at most `longest` tokens) can be
+    longer than the window."""
+    window, kinds = data.get("sliding_window"), data.get("layer_types") or ()
     if data.get("use_sliding_window") is False and "sliding_attention" not in kinds:
         return
     if window is not None and not (type(window) is int and window >= longest):
@@ -183,8 +173,9 @@ def _refuse_window(data: Mapping[str, Any], context: Mapping[str, Any]) -> None:
 
 
 def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling of rotary embedding. Newer files say them in `rope_parameters`, older ones in
-    `rope_theta` and `rope_scaling`, many in both. transformers lets `rope_scaling` win, so both must say the same."""
+    """The base and the scaling of rotary embedding."""
+    # Newer files say them in `rope_parameters`, older ones in `rope_theta` and `rope_scaling`, many in both.
+    # transformers lets `rope_scaling` win, so both must say the same.
     found = {}
     for key in ("rope_scaling", "rope_parameters"):
         said = data.get(key) or {}
@@ -221,10 +212,3 @@ def _scaling_from_json(data: Mapping[str, Any]) -> RopeScaling | None:
         _number(data, "high_freq_factor"),
         _need(data, "original_max_position_embeddings"),
     )
-
-
-def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any]:
-    if scaling is None:
-        return {}
-    data = {slot: getattr(scaling, slot) for slot in RopeScaling.__slots__}
-    return data if scaling.rope_type == "llama3" else {key: data[key] for key in ("rope_type", "factor")}

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,29 +36,27 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
+    """The configuration of a model directory. Raises ModelError, with the file's name, where it cannot be used."""
     path = Path(folder) / CONFIG
     try:
-        return ModelConfig.from_json(_read_json(path))
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelError, without the file's name, for a file that holds no JSON object."""
-    try:
         found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ModelError(f"given JSON of a {type(found).__name__}, needed an object")
+        return ModelConfig.from_json(found)
     except OSError as error:
-        raise ModelError(f"cannot be read: {error.strerror}") from error
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
     except ValueError as error:
-        raise ModelError(f"given something that is not JSON ({error}), needed a JSON object") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"given JSON of a {type(found).__name__}, needed an object")
-    return found
+        raise ModelError(f"{path}: given something that is not JSON ({error}), needed a JSON object") from error
 
 
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Llama:
-    """The model of a directory, its weights converted to `dtype`. Every tensor must be there and fit. With `unread`
-    they are read when the model is asked to `load` them."""
+    """The language model of a directory, its weights converted to `dtype`.
+
+    With `unread` they are read when the model is asked to `load` them. Raises ModelError unless every tensor is there
+    and fits.
+    """
     model = Llama(read_config(folder), torch_dtype(dtype), device, unread=unread)
     return _fill(model, Path(folder), {"lm_head.weight"} if model.lm_head is None else set(), unread=unread)
 
@@ -88,28 +85,26 @@ M = TypeVar("M", bound=Decoder)
 def _fill(model: M, folder: Path, unused: set[str], own: Set[str] = frozenset(), *, unread: bool = False) -> M:
     """Copy a directory's tensors into the model, now or as it loads them, and zeros into its `own`. `unused` ones may
     be there too. Names and shapes are looked at now."""
-    parameters = dict(model.named_parameters())
+    parameters, places = dict(model.named_parameters()), _places(folder)
     needed = {name: p for name, p in parameters.items() if name not in own}
-    places = _places(folder)
     check_names(needed, {n: p for n, p in places.items() if n not in unused - needed.keys()}, str(folder))
     for path, names in _by_file(needed, places).items():
         for name, piece in _read(path, names):
             check_shape(name, piece.get_shape(), parameters[name], str(path))
-    fill = partial(_copy, places, own)
+
+    @torch.no_grad()
+    def copy(wanted: Mapping[str, Tensor]) -> None:
+        for name in own & wanted.keys():
+            wanted[name].zero_()
+        for path, names in _by_file(wanted.keys() - own, places).items():
+            for name, piece in _read(path, names):
+                wanted[name].copy_(piece[...])
+
     if unread:
-        model.unread = fill
+        model.unread = copy
     elif model.device.type != "meta":
-        fill(parameters)
+        copy(parameters)
     return model
-
-
-@torch.no_grad()
-def _copy(places: Mapping[str, Path], own: Set[str], parameters: Mapping[str, Tensor]) -> None:
-    for name in own & parameters.keys():
-        parameters[name].zero_()
-    for path, names in _by_file(parameters.keys() - own, places).items():
-        for name, piece in _read(path, names):
-            parameters[name].copy_(piece[...])
 
 
 def _by_file(names: Iterable[str], places: Mapping[str, Path]) -> dict[Path, list[str]]:
@@ -136,14 +131,27 @@ def save_tensors(
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The same of a model whose weights are `tensors`, whole and on the CPU."""
+    """Write the directory of a model whose weights are `tensors`, whole and on the CPU, in files of `shard_bytes`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if isinstance(model, Scorer) else {}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     facts = {"architectures": [model.architecture], **model.config.to_json(dtype)}
     (folder / CONFIG).write_text(json.dumps(facts | head, indent=2) + "\n")
-    _write(tensors, folder, shard_bytes)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        held = sum(other.nbytes for other in shards[-1].values())
+        if held and held + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for name in TOKENIZER_FILES if tokenizer_from is not None else ():
         source = Path(str(tokenizer_from)) / name
         if source.exists() and not (folder / name).exists():
@@ -151,9 +159,10 @@ def save_tensors(
 
 
 def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
-    """The same names on both sides; what follows from other tensors or from `config.json` may be there too."""
+    """Raises ModelError unless the names on both sides are the same."""
     if missing := sorted(needed.keys() - given.keys()):
         raise ModelError(f"{where}: {_listed(missing)} missing; the model needs {len(needed)} tensors")
+    # Old checkpoints have frequencies, too, which follow from `config.json`.
     extra = sorted(n for n in given.keys() - needed.keys() if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         known = f"the {len(needed)} tensors of a model of this `{CONFIG}` and no other"
@@ -161,6 +170,7 @@ def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str)
 
 
 def check_shape(name: str, given: Sequence[int], needed: Tensor, where: str) -> None:
+    """Raises ModelError unless the shape `given` is that of `needed`."""
     if tuple(given) != needed.shape:
         raise ModelError(f"{where}: {name}: given shape {list(given)}, needed {list(needed.shape)}")
 
@@ -194,34 +204,13 @@ def _open(path: Path) -> Any:
 
 
 def _read(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Each with its tensor, of which nothing is read before it is sliced."""
+    """Each name with its tensor in the file; nothing is read before the tensor is sliced."""
     with _open(path) as file:
         inside = set(file.keys())
         for name in names:
             if name not in inside:
                 raise ModelError(f"{path}: {name} is missing; {INDEX} says that it is there")
             yield name, file.get_slice(name)
-
-
-def _write(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def point_at(model: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:

@@ -10,7 +10,7 @@ P positions.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        with torch.device("meta"):  # draws nothing from the global generator, and touches no memory
+        # Draws nothing from the global generator, and touches no memory.
+        with torch.device("meta"):
             self.model = _Layers(config)
             self._add_head()
         self.to(dtype)
@@ -142,7 +143,8 @@ class Scorer(Decoder):
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: to draw numbers without memory, torch would import its compiler, which takes as long as torch."""
+        """Do nothing: weights come from `init_weights` or a file."""
+        # To draw numbers without memory, torch would import its compiler, which takes as long as torch.
 
 
 class _Layers(nn.Module):
@@ -214,22 +216,20 @@ class _Mlp(nn.Module):
 
 
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-    """Each token sees itself and the tokens before it in its row."""
-    return _sdpa(q_BSHK, k_BSGK, v_BSGK, is_causal=True)
-
-
-def _sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **mask: Any) -> Tensor:
+    """Each token sees itself and the tokens before it in its row. An `Attend`."""
     dtype = q_BSHK.dtype
-    if q_BSHK.device.type == "cpu":  # whose kernel for bfloat16 has a backward pass three times as slow
+    # The CPU's kernel for bfloat16 has a backward pass three times as slow.
+    if q_BSHK.device.type == "cpu":
         q_BSHK, k_BSGK, v_BSGK = q_BSHK.float(), k_BSGK.float(), v_BSGK.float()
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
-    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, enable_gqa=grouped, **mask)
+    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped)
     return out_BHSK.transpose(1, 2).to(dtype)
 
 
 def _rotate(x_BSHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x[i], x[i + K/2]) by its position's angle; the table's sine carries the signs."""
+    """Turn each pair (x[i], x[i + K/2]) by its position's angle (Su et al., arXiv 2104.09864, equation 34)."""
+    # The table's sine carries the signs: one fused operation instead of a negation and two products.
     cos_BS1K, sin_BS1K = rope
     first, second = x_BSHK.chunk(2, dim=-1)
     return torch.addcmul(x_BSHK * cos_BS1K, torch.cat((second, first), dim=-1), sin_BS1K)

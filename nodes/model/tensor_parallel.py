@@ -1,14 +1,9 @@
-"""How models of the Llama family are cut over ranks, as plain data: tensor parallelism, pipeline stages. Pure.
+"""How models of the Llama family are cut over ranks, as plain data: tensor parallelism, pipeline stages. And one rank's
+part of a language model for generation (`LlamaPart`).
 
-Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, section 3): the matrices that widen (queries, keys, values,
-gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and head over
-the vocabulary; norms, and the head of a scorer, are whole on every rank.
-
-One rank's part of a language model under tensor parallelism, for generation: plain tensors, explicit collectives.
-
-As in Megatron-LM (Shoeybi et al., 2019, section 3): each rank has some of the heads and of the MLP's inner width, and
-what attention and MLP write is summed over the ranks. The embedding is cut over the vocabulary, so that a look-up is
-such a sum too; so is the head, and logits are gathered. Ranks sample from logits that are the same to the bit.
+Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
+values, gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and
+head over the vocabulary; norms, and the head of a scorer, are whole on every rank.
 
 Shapes: B rows, S tokens of a row, D hidden width, V vocabulary, W words of a rank.
 """
@@ -85,59 +80,61 @@ def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
 
 
 def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter of the language model: layers in runs of nearly equal length, the embedding
-    on the first, norm and head on the last. A tied embedding is on both.
+    """The stages that hold each parameter of the language model. Raises ModelError as `stages_of` does."""
+    return stages_of(config, parameter_shapes(config), stages)
+
+
+def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each of these parameters, of any model of the family: layers in runs of nearly equal length,
+    the embedding on the first, norm and head on the last. A tied embedding is on both.
+
+    Raises ModelError for more stages than layers.
     """
     if not 1 <= stages <= config.num_hidden_layers:
         needed = f"1 to {config.num_hidden_layers}, the number of layers"
         raise ModelError(f"pipeline: given {stages} stages, needed {needed}")
-    first, last = 0, stages - 1
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_shapes(config), (last,))
-    found["model.embed_tokens.weight"] = tuple(sorted({first, last})) if config.tie_word_embeddings else (first,)
-    for layer in range(config.num_hidden_layers):
-        for name in _layer_shapes(config):
-            found[f"model.layers.{layer}.{name}"] = (layer * stages // config.num_hidden_layers,)
+    last = stages - 1
+    found = dict[str, tuple[int, ...]]()
+    for name in names:
+        if name.startswith("model.layers."):
+            found[name] = (int(name.split(".")[2]) * stages // config.num_hidden_layers,)
+        elif name == "model.embed_tokens.weight":
+            found[name] = tuple(sorted({0, last})) if config.tie_word_embeddings else (0,)
+        else:
+            found[name] = (last,)
     return found
-
-
-def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[str, tuple[int, ...]]:
-    """The same for the parameters of any model of the family: what stands on top is on the last stage."""
-    found = pipeline_stages(config, stages)
-    return {name: found.get(name, (stages - 1,)) for name in names}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The parameters of the language model, in the order of the module's own, without making it."""
-    layer = _layer_shapes(config)
-    head = {} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, config.hidden_size)}
-    return {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        **{f"model.layers.{i}.{name}": s for i in range(config.num_hidden_layers) for name, s in layer.items()},
-        "model.norm.weight": (config.hidden_size,),
-        **head,
-    }
-
-
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, inner = config.hidden_size, config.intermediate_size
+    width, inner, words = config.hidden_size, config.intermediate_size, config.vocab_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return {
-        "input_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (width, queries),
-        "post_attention_layernorm.weight": (width,),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
-    }
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        found |= {
+            f"{prefix}input_layernorm.weight": (width,),
+            f"{prefix}self_attn.q_proj.weight": (queries, width),
+            f"{prefix}self_attn.k_proj.weight": (keys, width),
+            f"{prefix}self_attn.v_proj.weight": (keys, width),
+            f"{prefix}self_attn.o_proj.weight": (width, queries),
+            f"{prefix}post_attention_layernorm.weight": (width,),
+            f"{prefix}mlp.gate_proj.weight": (inner, width),
+            f"{prefix}mlp.up_proj.weight": (inner, width),
+            f"{prefix}mlp.down_proj.weight": (width, inner),
+        }
+    found["model.norm.weight"] = (width,)
+    return found if config.tie_word_embeddings else found | {"lm_head.weight": (words, width)}
 
 
 class LlamaPart(Llama):
-    """Part `part` of `parts`, which are the ranks of the default group in order. No gradient goes through it.
+    """Part `part` of `parts`, which are the ranks of the default group in order. It has plain tensors and explicit
+    collectives; no gradient goes through it.
 
-    `config` is that of the whole model. Raises ModelError for a model that cannot be cut so.
+    Each rank has some of the heads and of the MLP's inner width; what attention and MLP write is summed over the ranks.
+    The embedding is cut over the vocabulary, so a look-up is such a sum too. So is the head, and logits are gathered:
+    ranks sample from logits that are the same to the bit. `config` is that of the whole model. Raises ModelError for a
+    model that cannot be cut so.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int) -> None:
@@ -183,6 +180,6 @@ class _Words(nn.Embedding):
 
 
 def _sum(module: nn.Module, given: tuple[Tensor, ...], own: Tensor) -> Tensor:
-    """Over all ranks. A hook of the modules whose output each rank has a summand of."""
+    """Sum `own` over all ranks: a forward hook of modules that give a summand of their output."""
     dist.all_reduce(own)
     return own

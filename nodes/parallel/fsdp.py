@@ -1,11 +1,11 @@
 """A model whose weights are cut over ranks, and the work on micro-batches that they share.
 
-The same as `Lanes` to those who use it, for ranks in place of threads: all ranks are given the same micro-batches,
-each works on its share, and every rank gets all results. Weights are cut by torch's own tools: tensor parallelism by
-DTensor, then FSDP2 (HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has
-some of the layers (`Stage`).
+The same interface as `Lanes`, for ranks in place of threads: all ranks are given the same micro-batches, each works on
+its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by DTensor, then FSDP2
+(HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has some of the layers (`Stage`).
 
-The float32 shards are the masters; what is computed with is gathered layer by layer, in the run's dtype.
+Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
+dtype.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,7 +87,9 @@ class Shards(Generic[Model]):
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
         """The 2-norm of whole tensors of which each rank has parts that lie as the weights do, by name."""
-        own = [part for name, part in parts.items() if self._answers_for(name)]
+        # Each part counts once: on the first of the ranks that have the same.
+        copy, whole = self.ranks.place(DATA), self.ranks.place(TENSOR) == 0
+        own = [part for name, part in parts.items() if copy == 0 and (whole or rule_of(name, self.rules))]
         square = float(torch.nn.utils.get_total_norm(own)) ** 2
         total = torch.tensor(square, dtype=torch.float64, device=self.model.device)
         dist.all_reduce(total)
@@ -95,8 +97,11 @@ class Shards(Generic[Model]):
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
+        count = self.ranks.size(STAGE)
+        held = stages_of(self.model.config, self._wholes, count) if count > 1 else {}
         for name, (shape, dtype) in self._wholes.items():
-            owner = self._owner(name)
+            # The first rank that has parts of it.
+            owner = next(r for r in range(self.ranks.count) if self.ranks.place(STAGE, r) in held.get(name, (0,)))
             tensor = torch.empty(0, dtype=dtype)
             if name in self._parts:
                 tensor = _gathered(self._parts[name])
@@ -108,10 +113,11 @@ class Shards(Generic[Model]):
             yield name, tensor.cpu() if self.ranks.rank == 0 else tensor.new_empty(0)
 
     def _share(self, work: Callable[[Packed, bool], Result], items: Sequence[Packed]) -> list[Result]:
-        """Results of all items. A rank with fewer ones than others repeats the smallest, which does not count: weights
-        are gathered by all ranks at once."""
+        """Results of all items, in order, on every rank."""
         if not items:
             return []
+        # Weights are gathered by all ranks at once: a rank with fewer items than others repeats the smallest one, which
+        # does not count.
         costs = [item.tokens_RW.numel() for item in items]
         shares = assign(costs, self.count)
         own, rounds = shares[self.ranks.share()], max(map(len, shares))
@@ -127,21 +133,10 @@ class Shards(Generic[Model]):
             results |= zip(share, every[rank][: len(share)], strict=True)
         return [results[index] for index in range(len(items))]
 
-    def _owner(self, name: str) -> int:
-        """The first rank that has parts of a tensor."""
-        stages = self.ranks.size(STAGE)
-        held = (0,) if stages == 1 else stages_of(self.model.config, self._wholes, stages)[name]
-        return next(rank for rank in range(self.ranks.count) if self.ranks.place(STAGE, rank) in held)
-
-    def _answers_for(self, name: str) -> bool:
-        """Is this rank the first of those that have the same part of a tensor?"""
-        cut = rule_of(name, self.rules) is not None
-        return self.ranks.place(DATA) == 0 and (cut or self.ranks.place(TENSOR) == 0)
-
 
 def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule]) -> None:
-    """Tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as one more.
-    Of what has not been read yet, a rank never has more than its parts and one whole layer.
+    """Cut a model: tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as
+    one more. Raises ValueError for a group of another size, ModelError for heads that "tp" does not divide.
     """
     if dist.get_world_size() != ranks.count:
         raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
@@ -151,6 +146,7 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
     for each in (*layers, model):
+        # One by one: of what has not been read yet, a rank never has more than its parts and one whole layer.
         model.load(each)
         if ranks.size(TENSOR) > 1 and each is not model:
             parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
@@ -163,7 +159,8 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
 
 
 def _gathered(part: DTensor) -> Tensor:
-    """The whole of a tensor. Over "tp" last, as it was cut first."""
+    """A tensor put together from its parts."""
+    # Over "tp" last, as it was cut first.
     axes = zip(part.device_mesh.mesh_dim_names or (), part.placements, strict=True)
     placements = [placement if axis == TENSOR else Replicate() for axis, placement in axes]
     cut: Any = part.detach()
@@ -189,14 +186,12 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Paral
 
 @lru_cache
 def _device_mesh(axes: Axes, device: str) -> DeviceMesh:
-    """All axes of a model, outermost first, whatever the order of `axes`; one for all models of this process.
-
-    Its groups wait as long as the default group does: torch gives new ones half an hour.
-    """
+    """All axes of a model, outermost first, whatever the order of `axes`; one mesh for all models of this process."""
     names, sizes = [name for name, _ in axes], dict(axes)
     ranks = torch.arange(num_ranks(axes)).view([size for _, size in axes])
     ranks = ranks.permute([names.index(name) for name in AXES if name in names])
     mesh = DeviceMesh(device, ranks.reshape([sizes.get(name, 1) for name in AXES]), mesh_dim_names=AXES)
+    # Its groups wait as long as the default group does: torch would give them half an hour.
     timeout = c10d._get_default_group()._get_backend(torch.device(device)).options._timeout
     for group in mesh.get_all_groups():
         c10d._set_pg_timeout(timeout, group)

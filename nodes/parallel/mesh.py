@@ -1,13 +1,8 @@
-"""The ranks that train or run one model together: axes of a mesh, and this rank's place. Plain data, no torch.
+"""The ranks that train or run one model together: axes of a mesh, and this rank's place; which rank works on which
+micro-batches (`assign`); and the exchange of what they have found (`gather`).
 
 Over "dp" and "fsdp" ranks work on micro-batches of their own; over "fsdp" the weights are cut, over "dp" they are
 replicated. Over "tp" ranks share each micro-batch, and cut the matrices; over "pp" each has some of the layers.
-
-Which rank works on which micro-batches: a pure function of their sizes, so that all ranks agree without a word.
-
-What ranks have found of their micro-batches, on every rank: JSON and tensors only, so that nothing is pickled.
-
-All numbers travel as float64, in which those of every floating type are exact.
 """
 
 import json
@@ -94,9 +89,9 @@ class Ranks:
 def assign(costs: Sequence[int], parts: int) -> list[list[int]]:
     """The items of each part, in the order of `costs`: the costliest first, each to the part that has least so far.
 
-    Among equals the first item and the first part are taken. No part gets more than ⌈items / parts⌉, because every
-    rank takes part in as many rounds as the one with most items.
+    Among equals the first item and the first part are taken: all ranks agree without a message.
     """
+    # No part gets more than ⌈items / parts⌉: every rank takes part in as many rounds as the one with most items.
     most = -(-len(costs) // parts)
     shares: list[list[int]] = [[] for _ in range(parts)]
     totals = [0] * parts
@@ -117,6 +112,8 @@ def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
 
     A result is a floating-point tensor, a mapping of such by name, or None. Raises TypeError for another.
     """
+    # JSON and tensors only, so that nothing is pickled. All numbers travel as float64, which holds those of every
+    # floating type exactly.
     leaves = [_leaves(result) for result in results]
     forms = [
         None if each is None else [(name, str(leaf.dtype), list(leaf.shape)) for name, leaf in each.items()]
@@ -152,6 +149,7 @@ def _leaves(result: Any) -> dict[str, Tensor] | None:
 
 
 def _rebuilt(forms: Sequence[Form | None], values: Tensor) -> list[Any]:
+    """The results of one rank from their forms and all their numbers."""
     found: list[Any] = []
     for form in forms:
         leaves = {}

@@ -1,9 +1,9 @@
 """A model's layers in stages, each on ranks of its own, and what passes between them: GPipe's schedule.
 
 Each stage computes all micro-batches forward, in order, then all of them backward; the last one, which has the loss,
-takes both for each in turn (Huang et al., 2019, arXiv 1811.06965, section 2). Activations and their gradients go from
-rank to rank, point to point, in the order of the micro-batches. A stage keeps what the backward pass needs of all of
-them.
+does both for each in turn (Huang et al., 2019, arXiv 1811.06965, section 2). Activations and their gradients go from
+rank to rank, point to point, in the order of the micro-batches. Left out: 1F1B and interleaved stages; a stage keeps
+what the backward pass needs of all micro-batches.
 
 Shapes: B rows, S tokens of a row, D hidden width.
 """
@@ -57,7 +57,11 @@ class Stage:
         """
         found, kept = [], []
         for item, counts in todo:
-            given_BSD = self._receive_activations(item)
+            given_BSD = None
+            if not self.first:
+                shape = (*item.tokens_RW.shape, self.model.config.hidden_size)
+                given_BSD = self._receive(shape, -1).requires_grad_(torch.is_grad_enabled())
+            self.layers.given_BSD = given_BSD
             if self.last:
                 found.append(work(item, counts))
                 self._send_gradient(given_BSD)
@@ -68,17 +72,11 @@ class Stage:
         for given_BSD, out_BSD in kept if torch.is_grad_enabled() else ():
             torch.autograd.backward(out_BSD, self._receive(out_BSD.shape, 1))
             self._send_gradient(given_BSD)
+        # What is sent must stay in memory until it has left: `_sent` holds it.
         for handle, _ in self._sent:
             handle.wait()
         self._sent.clear()
         return found
-
-    def _receive_activations(self, item: Packed) -> Tensor | None:
-        if self.first:
-            return None
-        shape = (*item.tokens_RW.shape, self.model.config.hidden_size)
-        self.layers.given_BSD = self._receive(shape, -1).requires_grad_(torch.is_grad_enabled())
-        return self.layers.given_BSD
 
     def _send_gradient(self, given_BSD: Tensor | None) -> None:
         if given_BSD is not None and given_BSD.grad is not None:
