@@ -1,8 +1,7 @@
 """What the runtime asks of the values that nodes and makers keep in their workers.
 
-How a carried value lies over the ranks that hold it together: plain data that the tensor plane turns into boxes.
-
-Arrays of whatever library the workers use, so that a graph needs none.
+Arrays are of any library that the workers use, so that a graph needs none. A carried value that its ranks hold in parts
+says so by `Sharding`: plain data, of which the runtime makes regions of tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +39,8 @@ def joined(values: Sequence[Any]) -> Any:
     out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
     row = 0
     for value in values:
-        box = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
-        out[box] = value
+        region = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
+        out[region] = value
         row += value.shape[0]
     return out
 

@@ -152,7 +152,7 @@ class Teacher(Reference):
 
 
 class FrozenModel(Model):
-    """A language model that never changes, with words of its own: a judge, or somebody to talk with (`nodes.policy`).
+    """A language model that never changes, with words of its own: a judge, or a partner to talk with (`nodes.policy`).
 
     It is read from the directory that the program's option `NAME_model` names, where NAME is the argument's name; it
     is the model that the run starts from where there is no such option, or it is None.
@@ -318,6 +318,7 @@ class Rollouts(Batchable):
         """Without transcripts each response is a conversation of one turn."""
         self.transcripts = self.transcripts or tuple([text] for text in self.texts)
         self.turn_rewards = self.turn_rewards or tuple([] for _ in self.texts)
+        # Made by arithmetic on another array, since a graph imports no array library.
         if self.temperature_N is None and self.response_lengths_N is not None:
             self.temperature_N = self.response_lengths_N * 0.0 + 1.0
         if self.cut_N is None and self.response_lengths_N is not None:
@@ -414,11 +415,10 @@ class Rewards(Batchable):
             given = f"a {type(self.values_N).__name__}" if shape is None else f"an array of shape {list(shape)}"
             return f"Rewards of {given}, needed an array [N], one number per response"
         values = self.values_N.tolist()
-        bad = (row for row, value in enumerate(values) if isinstance(value, float) and not math.isfinite(value))
-        row = next(bad, None)
-        return (
-            "" if row is None else f"a reward of {values[row]} for row {row} of {len(values)}, needed a finite number"
-        )
+        for row, value in enumerate(values):
+            if isinstance(value, float) and not math.isfinite(value):
+                return f"a reward of {value} for row {row} of {len(values)}, needed a finite number"
+        return ""
 
 
 @dataclass
