@@ -14,7 +14,7 @@ from penstock.runtime.record.event_log import Segment, StageLog, commands_digest
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, ReplayError, replay_all
+from penstock.runtime.schedule.replay import Origin, RecordedStep, Replayed, ReplayError, replay_all
 
 DESCRIPTION = """Check a run's record: feed its events to the scheduler again and compare every decision.
 
@@ -58,9 +58,9 @@ def _counted(folder: RunFolder) -> int:
     return int(folder.read_json(path.name, Summary).get("records", 0)) if path.exists() else 0
 
 
-def _steps(stage: StageLog) -> Iterator[Recorded]:
+def _steps(stage: StageLog) -> Iterator[RecordedStep]:
     for step in stage.steps:
-        yield Recorded(step.record, step.time, cast(Event, read_record(step.event)), step.digest)
+        yield RecordedStep(step.record, step.time, cast(Event, read_record(step.event)), step.digest)
 
 
 def _facts(stage: Replayed) -> dict[str, Any]:

@@ -192,6 +192,7 @@ class Rows:
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
         # Sorted: means are sums of floats, which must not depend on the order in which firings were done.
         figures = combine([part[key] for part in parts for key in sorted(part)])
+        # Groups that this update has passed over are lost, those after its last one are for later updates.
         self.groups = {g: part for g, part in self.groups.items() if not ordinals or g > ordinals[-1]}
         for metrics, _ in reports.values():
             figures.update(metrics)
@@ -212,6 +213,7 @@ class Rows:
             **self._trailing_metrics(0),
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
+        # What is counted since the row before begins anew.
         self._last, self._sync, self._generated = now, 0.0, 0.0
         self._trailing = {node: found[1:] for node, found in self._trailing.items()}
         wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
@@ -230,6 +232,7 @@ class MetricsFile:
 
     def append(self, row: Row) -> None:
         """Raises RecordError if the disk is full."""
+        # One write per row, without a buffer: a row survives the process, and `watch` sees it at once.
         line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
         try:
             while line:

@@ -1,7 +1,8 @@
 """What happened when, as bars on lanes: a simulated schedule or a real one. Pure; times are seconds on any one clock.
 
-`trace_formats` prints bars. `Utilisation` is the one account of what lanes did and why they were idle: of a run's rows,
-of a simulation, and of a report.
+`Bar` is the one record of activity, for a run's trace, a simulation and a report. `lanes` arranges bars for drawing,
+`trace_formats` prints them. `Utilisation` is the one account of what lanes did and why they were idle, for a run's
+rows, a simulation and a report. Its invariant: the states of a lane add up to the time that has passed.
 """
 
 import heapq
@@ -15,11 +16,11 @@ Kind = Literal["group", "update", "publish", "send", "swap", "save", "source"]
 
 @dataclass(slots=True)
 class Bar:
-    """One thing that a lane (a replica, "pool/0") did from `start` to `end`: the one record of activity, of
-    a run's trace, of a simulation and, with what only an event log knows, of a report (`report.follow.Work`).
+    """One thing that a lane (a replica, "pool/0") did from `start` to `end`. A report adds what only an event log knows
+    (`report.follow.Work`).
 
-    `index` is the ordinal, update or version that it was about, by its kind. `version` is the version of the weights
-    that it worked with, if it did; drawings shade odd and even versions differently. `detail` is for tooltips.
+    `index` is, by its kind, the ordinal of a group, an update or a version. `version` is that of the weights that it
+    worked with, None without weights; drawings shade odd and even versions differently. `detail` is for tooltips.
     """
 
     lane: str
@@ -55,6 +56,7 @@ def pool_of(replica: str) -> str:
 
 def lanes(bars: Iterable[Bar]) -> list[Lane]:
     """The lanes: pools in the order in which they first run a node, replicas of a pool by their number."""
+    # Nodes alone count for the order: a sync may begin before its pool has run any.
     by_lane: dict[str, list[Bar]] = {}
     first: dict[str, float] = {}
     for bar in sorted(bars, key=lambda b: (b.start, b.index, b.end)):
@@ -122,11 +124,10 @@ def span(bars: Iterable[Bar]) -> tuple[float, float]:
 
 class Utilisation:
     """The time of each lane by state ("busy", or the cause of being idle). A lane's states add up to the time that has
-    passed: exactly if times are whole numbers, as they should be where somebody adds them up.
+    passed: exactly if times are whole numbers.
 
-    A lane is in a state of its own (`change`), or in that of all lanes of one `Kind` (`join`). A cluster has a thousand
-    replicas that are idle for one cause, which changes for all of them at once: they share a clock, so that time
-    passes once for each kind, and not once for each replica.
+    `lanes` begin at `now` in `state`. A lane is in a state of its own (`change`), or in the state of all lanes of one
+    kind (`join`).
     """
 
     def __init__(self, lanes: Iterable[Hashable], now: float, state: str = "start") -> None:
@@ -134,11 +135,13 @@ class Utilisation:
         self._spent: dict[Hashable, dict[str, float]] = {lane: {} for lane in lanes}
         self._own: dict[Hashable, tuple[str, float]] = dict.fromkeys(self._spent, (state, now))
         self._joined: dict[Hashable, Hashable] = {}
+        # A cluster has a thousand replicas that are idle for one cause, which changes for all of them at once. They
+        # share a clock: time passes once for each kind, and not once for each replica.
         self._clocks: dict[Hashable, dict[str, float]] = {}
         self._members: dict[Hashable, dict[Hashable, dict[str, float]]] = {}
 
     def let(self, time: float, cause: Callable[[Any], str] | None = None) -> None:
-        """Let the clock go on to `time`; it never goes back. `cause` says the state of one of a kind's lanes."""
+        """Let the clock go on to `time`; it never goes back. `cause` gives the state of any lane of a kind."""
         passed, self.now = max(time - self.now, 0), max(time, self.now)
         for kind, members in self._members.items():
             if members and cause is not None:
@@ -190,23 +193,21 @@ class Utilisation:
 
 
 def pool_means(spent: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Seconds by pool and state, of whole microseconds by replica and state: the mean over the replicas of a pool. What
-    whole microseconds leave over goes to the largest state, so that a pool adds up as its replicas do."""
+    """Seconds by pool and state, from whole microseconds by replica and state: the mean over the replicas of a pool."""
     pools: dict[str, list[Mapping[str, float]]] = {}
     for replica, states in spent.items():
         pools.setdefault(pool_of(replica), []).append(states)
-    return {pool: _mean(states) for pool, states in pools.items()}
-
-
-def _mean(replicas: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for states in replicas:
-        for state, time in states.items():
+    means: dict[str, dict[str, float]] = {}
+    for pool, replicas in pools.items():
+        total: dict[str, float] = {}
+        for state, time in (item for states in replicas for item in states.items()):
             total[state] = total.get(state, 0) + time
-    mean = {state: time // len(replicas) for state, time in sorted(total.items())}
-    if mean:
-        mean[max(mean, key=lambda s: mean[s])] += sum(replicas[0].values()) - sum(mean.values())
-    return {state: time / 1e6 for state, time in mean.items() if time}
+        mean: dict[str, float] = {state: time // len(replicas) for state, time in sorted(total.items())}
+        if mean:
+            # What the division leaves over goes to the largest state, so that a pool adds up as its replicas do.
+            mean[max(mean, key=lambda s: mean[s])] += sum(replicas[0].values()) - sum(mean.values())
+        means[pool] = {state: time / 1e6 for state, time in mean.items() if time}
+    return means
 
 
 def microseconds(seconds: float) -> int:

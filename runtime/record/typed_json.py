@@ -1,7 +1,8 @@
-"""What a run folder holds is read as data of a known form, since others may have written it or damaged it.
+"""The types of a run folder's files, and readers that refuse what has another form.
 
-`parse_json` bounds the depth of a text before it is parsed. `require_shape` compares a value with a type, as msgspec
-reads one: a TypedDict names the keys that are read, others are let through. The types are those of a run's files.
+Another user may have written a run folder, or a disk may have damaged it. So `parse_json` and `parse_record` refuse
+what is nested too deep, and `require_shape` compares a value with a type as msgspec reads one: a TypedDict names the
+keys that are read, others are let through. Readers raise RecordError, which names the file and the place in it.
 """
 
 import json
@@ -144,6 +145,7 @@ def parse_record(payload: bytes, what: str) -> list[Any]:
     if not isinstance(record, list) or not isinstance(kind, str) or kind not in RECORDS:
         raise RecordError(f"{what}: given {record!r:.60}; needed one of {', '.join(RECORDS)}")
     require_shape(record, RECORDS[kind], what)
+    # An event is flat by its type; there are too many of them to measure each.
     if kind != "event" and (deep := _deep(record)) > DEPTH:
         raise RecordError(f"{what}: given a value of depth {deep}; {NEEDED}, which is {DEPTH} deep at most")
     return record
@@ -152,6 +154,7 @@ def parse_record(payload: bytes, what: str) -> list[Any]:
 def parse_json(data: bytes, what: str) -> Any:
     """The value of a JSON text in UTF-8. Raises RecordError, which names `what` was read, for a text that is none or
     more than `DEPTH` deep."""
+    # Before it is parsed: the parser recurses, and a text of a million brackets would overflow its stack.
     if (deep := _depth(data)) > DEPTH:
         raise RecordError(f"{what}: given JSON of depth {deep}; {NEEDED}, which is {DEPTH} deep at most")
     try:
@@ -182,6 +185,7 @@ _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 def _depth(data: bytes) -> int:
     """How deep the brackets outside of strings are nested."""
+    # By regular expression and table: a loop over the characters would take longer than the parser.
     brackets = _STRING.sub(b"", data).translate(None, _BRACKETS)
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
 

@@ -302,7 +302,8 @@ def accuracies(facts: Facts) -> list[tuple[float, float]]:
     """(version, accuracy): before, after, and wherever a node that only measures reported it."""
     points: dict[float, float] = {}
     measured = (facts.summary or {}).get("measured", ())
-    for row in [*facts.rows, *([measured] if isinstance(measured, dict) else measured)]:  # one, in older folders
+    # Older folders have one dict instead of a list.
+    for row in [*facts.rows, *([measured] if isinstance(measured, dict) else measured)]:
         for name, value in row.items():
             at = row.get(f"{name.rpartition('.')[0] or 'measure'}_update", row.get("update"))
             if name.rpartition(".")[2] == "accuracy" and _known(value) and at is not None:

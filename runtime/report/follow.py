@@ -172,7 +172,8 @@ class Follow:
             self.found.ends[work.index] = max(time, self.found.ends.get(work.index, time))
 
     def _queued(self, work: Work) -> None:
-        """Work that is no stream's waited for what its rank was at."""
+        """Work that is no stream's waited for what its rank was doing before."""
+        # A transfer runs beside the rank's work, in a thread of its own.
         if work.kind != "send" and work.name not in self.streaming:
             work.start = max(work.start, min(self._free[work.rank_id], work.end))
             self._free[work.rank_id] = work.end
@@ -187,6 +188,7 @@ class Follow:
         elif fire.groups and firing.index not in self.found.batches:
             self.found.batches[firing.index] = len(fire.groups)
             self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
+        # The log has no event for the beginning of work: it begins now, unless the rank turns out to be busy.
         kind: Kind = "update" if step.per_update else "group"
         for rank in range(len(self.tables.replicas[fire.replica].ranks)):
             at = (fire.replica, firing.node, firing.index, time, time, kind, version)

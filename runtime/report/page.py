@@ -42,7 +42,8 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
     page = environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
-    return page.encode(errors="backslashreplace").decode()  # a path in it may be no UTF-8
+    # A path in it may be no UTF-8.
+    return page.encode(errors="backslashreplace").decode()
 
 
 def schedule_html(bars: Sequence[Bar], title: str) -> str:

@@ -147,8 +147,7 @@ def named(node: str, turn: int) -> str:
 
 
 def _median_s(work: Iterable[Work], kind: str) -> float:
-    """Median seconds of the syncs' parts that were answered; the first of each, which finds arenas unmade, left out if
-    there are others."""
+    """Median seconds of one part of the syncs that were answered, each as long as its slowest rank."""
     found: dict[tuple[str, int], int] = {}
     for item in work:
         if item.kind == kind and not item.outcome:

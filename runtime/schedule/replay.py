@@ -82,7 +82,7 @@ def _rules(data: Mapping[str, Any]) -> Rules:
     return read
 
 
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """One step of a log: its number in the file, its time in seconds, what was heard, the digest of what was said."""
 
     record: int
@@ -104,7 +104,7 @@ class Replayed:
     cuts: list[Any] = field(default_factory=list)
 
 
-def replay(origin: Origin, steps: Iterable[Recorded], digest: Digest) -> Replayed:
+def replay(origin: Origin, steps: Iterable[RecordedStep], digest: Digest) -> Replayed:
     """Feed a stage's events to a fresh scheduler. Raises ReplayError at the first step whose commands differ."""
     scheduler = origin.scheduler()
     result = Replayed(origin.stage)
@@ -130,7 +130,7 @@ def replay(origin: Origin, steps: Iterable[Recorded], digest: Digest) -> Replaye
     return result
 
 
-def replay_all(stages: Iterable[tuple[Origin, Iterable[Recorded]]], digest: Digest) -> list[Replayed]:
+def replay_all(stages: Iterable[tuple[Origin, Iterable[RecordedStep]]], digest: Digest) -> list[Replayed]:
     """Replay a run's stages in order, over all its resumes.
 
     Raises ReplayError also where a stage continues from a cut that no stage before it made.
@@ -146,5 +146,5 @@ def replay_all(stages: Iterable[tuple[Origin, Iterable[Recorded]]], digest: Dige
     return results
 
 
-def _where(origin: Origin, step: Recorded) -> str:
+def _where(origin: Origin, step: RecordedStep) -> str:
     return f"record {step.record}, at {step.time:.6f} s in stage {origin.stage!r}, after {step.event}"

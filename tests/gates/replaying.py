@@ -7,7 +7,7 @@ from typing import cast
 from penstock.runtime.control.messages import read_record, record_bytes
 from penstock.runtime.record.event_log import StageLog, commands_digest, read_log
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import Origin, Recorded, Replayed, replay_all
+from penstock.runtime.schedule.replay import Origin, RecordedStep, Replayed, replay_all
 
 
 def replayed(folder: Path) -> list[Replayed]:
@@ -17,6 +17,6 @@ def replayed(folder: Path) -> list[Replayed]:
     return replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
 
 
-def _steps(stage: StageLog) -> Iterator[Recorded]:
+def _steps(stage: StageLog) -> Iterator[RecordedStep]:
     for step in stage.steps:
-        yield Recorded(step.record, step.time, cast(Event, read_record(step.event)), step.digest)
+        yield RecordedStep(step.record, step.time, cast(Event, read_record(step.event)), step.digest)

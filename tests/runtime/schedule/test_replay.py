@@ -10,7 +10,7 @@ import pytest
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.events import Checkpoint, Command, Done
-from penstock.runtime.schedule.replay import Origin, Recorded, ReplayError, replay, replay_all
+from penstock.runtime.schedule.replay import Origin, RecordedStep, ReplayError, replay, replay_all
 
 from .graphs import aipo, place
 from .world import Setting, World, random_setting
@@ -20,13 +20,13 @@ def digest(commands: Sequence[Command]) -> bytes:
     return blake2b(repr(commands).encode(), digest_size=8).digest()
 
 
-def recorded(world: World, stage: str = "train") -> tuple[Origin, list[Recorded]]:
+def recorded(world: World, stage: str = "train") -> tuple[Origin, list[RecordedStep]]:
     """What a log would hold of a world's life; the origin through JSON."""
     setting = world.setting
     rules, live, complete = world.scheduler.rules, world.live or {}, world.cut or {}
     origin = Origin(stage, setting.graph, setting.plan, rules, world.cut, live, complete)
     steps = zip(world.heard, world.told, strict=True)
-    log = [Recorded(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
+    log = [RecordedStep(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
     return Origin.from_json(json.loads(json.dumps(origin.to_json()))), log
 
 
