@@ -2,12 +2,9 @@
 
 Only tokens that the policy sampled count (version ≥ 0): what an environment wrote is part of the state, no action.
 
-Shapes: N responses, T tokens of a response, P tokens that count, of all responses or of a micro-batch.
-
-What a critic is for: advantages of tokens from its values, and the loss it learns by.
-
-Shapes: P response tokens of N responses, laid end to end; `sequence_P` (int64) says which response each token belongs
-to. `values_P` is V(s_t), what the critic expects before token t; the state after a response's last token is worth 0.
+Shapes: N responses, T tokens of a response, P tokens that count, of all responses or of a micro-batch, laid end to end;
+`sequence_P` (int64) says which response each token belongs to. `values_P` is V(s_t), what the critic expects before
+token t; the state after a response's last token is worth 0.
 """
 
 from collections.abc import Sequence

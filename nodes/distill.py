@@ -1,15 +1,7 @@
-"""On-policy distillation: a teacher says of each token that the student sampled how likely it finds it.
+"""What another model says of the sampled tokens: their log-probabilities under a reference, and on-policy distillation
+from a teacher, by the sampled tokens alone or over the whole vocabulary.
 
-Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabulary.
-
-On-policy distillation from the sampled tokens alone: the teacher scores what the student has written.
-
-Shapes: P response tokens of many responses, one after the other. `logprobs_P` are the student's, `teacher_P` the
-teacher's log-probabilities of the tokens that the student sampled (nats).
-
-Log-probabilities of sampled tokens under another policy than the one that sampled them.
-
-Shapes: N responses, T tokens of a response.
+Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabulary. Log-probabilities are in nats.
 """
 
 from typing import Unpack

@@ -11,10 +11,10 @@ from penstock.nodes import option_checks
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import open_model, require_model, run_spec
 from penstock.nodes.policy import LanguageModel, language_policy
-from penstock.nodes.trainable import Mastered
+from penstock.nodes.trainable import MasterWeights
 
 
-class FollowingPolicy(LanguageModel, Mastered[Llama], Average):
+class FollowingPolicy(LanguageModel, MasterWeights[Llama], Average):
     """A policy that does not learn by itself."""
 
     called: ClassVar[str] = "average"

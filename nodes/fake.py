@@ -5,8 +5,6 @@ groups of an update), so a lost group, a wrong order or stale weights change the
 
 `raise_at` and `hang_at` name a firing (a group's ordinal, an update) that raises or never ends; −1 is none.
 `jitter_ms` adds to each firing's `ms` between nothing and so much more, keyed by the firing.
-
-The stand-in for a generator: tokens that depend on all that real ones do, at given times (see `fake`).
 """
 
 import hashlib

@@ -23,7 +23,7 @@ class Past(Rollouts):
 
 
 @dataclass
-class Memory(Past):
+class ReplayBuffer(Past):
     """What a buffer holds, flat, so that a checkpoint can keep it: rows, the updates so far, and the key of its draws.
 
     Before the first update it has no rows, and no arrays.
@@ -36,18 +36,24 @@ class Memory(Past):
         return Past(**{field.name: getattr(self, field.name) for field in fields(Past)})
 
 
-def open_memory(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> Memory:
+def open_buffer(context: Context, *, capacity: int = 256, take: int = 16, max_age: int = 4) -> ReplayBuffer:
     """An empty buffer."""
     nothing: dict[str, Array] = dict.fromkeys(field.name for field in fields(Rollouts))
     nothing |= dict.fromkeys(("ordinals", "prompts", "answers", "texts", "transcripts", "turn_rewards"), ())
-    return Memory(**nothing, key=context.key("replay"))
+    return ReplayBuffer(**nothing, key=context.key("replay"))
 
 
 @requires(count(1, "capacity", "take", "max_age"))
-@node(pool="trainer", clock="update", init=open_memory)
+@node(pool="trainer", clock="update", init=open_buffer)
 def replay(
-    memory: Memory, rollouts: Rollouts, advantage: Advantages, *, capacity: int = 256, take: int = 16, max_age: int = 4
-) -> tuple[Memory, tuple[Rollouts, Advantages], Metrics]:
+    buffer: ReplayBuffer,
+    rollouts: Rollouts,
+    advantage: Advantages,
+    *,
+    capacity: int = 256,
+    take: int = 16,
+    max_age: int = 4,
+) -> tuple[ReplayBuffer, tuple[Rollouts, Advantages], Metrics]:
     """The fresh batch, and after it `take` past prompt groups, or as many as there are.
 
     Which ones is drawn anew at each update, each group alike. A group stays until it is more than `max_age` updates
@@ -56,20 +62,20 @@ def replay(
     apart (see `update_metrics`). Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none)
     and `buffered` (groups in the buffer after the update).
     """
-    born_N = torch.full((len(rollouts),), memory.update)
+    born_N = torch.full((len(rollouts),), buffer.update)
     fresh = Past(**_columns(rollouts), values_N=advantage.values_N, born_N=born_N)
-    past = list(dict.fromkeys(memory.ordinals))
-    drawn = set(random.Random(Context(seed=memory.key).key(memory.update)).sample(past, min(take, len(past))))
-    chosen = [row for row, ordinal in enumerate(memory.ordinals) if ordinal in drawn]
-    old = [memory.past().take(chosen)] if chosen else []
+    past = list(dict.fromkeys(buffer.ordinals))
+    drawn = set(random.Random(Context(seed=buffer.key).key(buffer.update)).sample(past, min(take, len(past))))
+    chosen = [row for row, ordinal in enumerate(buffer.ordinals) if ordinal in drawn]
+    old = [buffer.past().take(chosen)] if chosen else []
     mixed = Past.concat([fresh, *old])
-    ages = [float((memory.update - each.born_N).float().mean()) for each in old]
-    everything = Past.concat([memory.past(), fresh]) if past else fresh
-    kept = everything.take(_young(everything, memory.update + 1 - max_age, capacity))
+    ages = [float((buffer.update - each.born_N).float().mean()) for each in old]
+    everything = Past.concat([buffer.past(), fresh]) if past else fresh
+    kept = everything.take(_young(everything, buffer.update + 1 - max_age, capacity))
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
-    learnt = replace(Rollouts(**_columns(mixed)), replayed_N=mixed.born_N < memory.update)
+    learnt = replace(Rollouts(**_columns(mixed)), replayed_N=mixed.born_N < buffer.update)
     worth = replace(advantage, values_N=mixed.values_N)
-    return Memory(**vars(kept), key=memory.key, update=memory.update + 1), (learnt, worth), figures
+    return ReplayBuffer(**vars(kept), key=buffer.key, update=buffer.update + 1), (learnt, worth), figures
 
 
 def _columns(rollouts: Rollouts) -> dict[str, Array]:

@@ -1,15 +1,11 @@
-"""The reward model: a decoder whose number at a response's last token says how good the response is.
+"""The reward model: a decoder whose number at a response's last token says how good the response is; and how models
+learn from pairs of responses, one better than the other.
 
-Shapes: N responses (of pairs: the chosen, then the rejected), P tokens of a micro-batch.
+Losses of pairs are not averaged. Their log-probabilities are of whole responses, that is `segment_sum` of the tokens'
+(nats).
 
-Learning from pairs of responses, one better than the other. Nothing here averages over pairs.
-
-Shapes: N pairs (or responses, where pairs are chosen), G prompts. Log-probabilities are of whole responses, that is
-`segment_sum` of their tokens' (nats).
-
-The numbers that a scorer gives: to each token of a response, or to the response as a whole, at its last token.
-
-Shapes: N sequences, S their padded length, P predicted tokens of a micro-batch, D hidden width.
+Shapes: N responses or pairs (of pairs in a batch: the chosen, then the rejected), G prompts, S padded length of a
+sequence, P predicted tokens of a micro-batch, D hidden width.
 """
 
 from typing import Any, ClassVar, Unpack

@@ -1,6 +1,5 @@
-"""Rewards by rule: a function of prompt, response and reference answer, applied to every row.
-
-What is done with rewards before they become advantages: penalties, and which groups are worth learning from.
+"""Rewards by rule: a function of prompt, response and reference answer, applied to every row; and what is done with
+rewards before they become advantages: penalties, and which groups are worth learning from.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Text to tokens and back: a model directory's own `tokenizer.json`, or single bytes.
 
 Both go through the `tokenizers` library, so that other tools read what is saved here. A prompt goes through the
-model's chat template if it has one; a response never does.
-
-Chat templates: how a model was taught to see a conversation. Rendered in a sandbox, as transformers does.
+model's chat template if it has one; a response never does. A template says how a model was taught to see a
+conversation. It is a program, and so is rendered in a sandbox, as transformers does.
 """
 
 import json

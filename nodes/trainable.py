@@ -1,12 +1,9 @@
-"""Weights that learn: float32 masters with their optimizer, and the model that computes.
-
-Weights that change during a run, and the model that computes with them.
+"""The models of a run: a decoder with its tokenizer (`SequenceModel`), one that never changes (`Frozen`), one with
+float32 master weights (`MasterWeights`), and one that learns by AdamW (`Learner`).
 
 Master weights are float32. Where the run's dtype is another, the model that computes holds a copy in that dtype,
 the same numbers that are broadcast, so that trainer and generator work with equal weights. Over several ranks each has
-its parts of the masters, and what computes is converted as it is gathered.
-
-A decoder with its tokenizer and its lanes, ready to read rollouts: what every model of a run has in common.
+its shards of the masters, and what computes is converted as it is gathered.
 """
 
 import math
@@ -20,7 +17,7 @@ from torch import Tensor
 from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.batching import Packed, group_rows, pack, sampled_mask
-from penstock.nodes.learn.data_parallel_threads import Lanes
+from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
 from penstock.nodes.model import Decoder, save_tensors, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape
@@ -41,7 +38,8 @@ Model = TypeVar("Model", bound=Decoder)
 
 class SequenceModel(Generic[Model]):
     """A model with its tokenizer. Its `workers` are several ranks that hold it in parts (`Shards`), or one rank's
-    lanes: on a CPU its threads work on micro-batches of their own (`Lanes`). `shapes` are those of the whole weights.
+    threads, which on a CPU work on micro-batches of their own (`DataParallelThreads`). `shapes` are those of the whole
+    weights.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
@@ -139,9 +137,9 @@ def encode_texts(
     return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
 
 
-def _workers(model: Model, ranks: Ranks, context: Context) -> "Lanes[Model] | Shards[Model]":
+def _workers(model: Model, ranks: Ranks, context: Context) -> "DataParallelThreads[Model] | Shards[Model]":
     if ranks.count == 1:
-        return Lanes(model, context.threads if context.device == "cpu" else 1)
+        return DataParallelThreads(model, context.threads if context.device == "cpu" else 1)
     from penstock.nodes.parallel.fsdp import Shards  # half a second of imports, for those who need it
 
     return Shards(model, ranks, torch_dtype(context.dtype))
@@ -151,7 +149,7 @@ MASTER = "master"
 """What the names of master weights begin with in a state."""
 
 
-class Mastered(SequenceModel[Model]):
+class MasterWeights(SequenceModel[Model]):
     """A model with float32 masters. `version` counts the updates that changed them."""
 
     called: ClassVar[str] = "model"
@@ -203,7 +201,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Figures = TypeVar("Figures")
 
 
-class Learner(Mastered[Model]):
+class Learner(MasterWeights[Model]):
     """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
     says how the run was started, and keys what updates draw."""
 

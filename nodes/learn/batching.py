@@ -1,31 +1,17 @@
-"""What an update learns from: rollouts, their advantages, and log-probabilities under other policies.
+"""What an update computes on: rollouts with their advantages, cut into minibatches and packed into micro-batches.
 
-Only tokens that a policy sampled count, those with version ≥ 0.
+A batch is cut into minibatches by whole prompt groups, in a keyed order. A minibatch is packed into micro-batches so
+that little is computed on padding: sequences of about one length go together, the longest first, those of equal length
+in the order of the batch; or whole prompt groups, for losses that compare the responses to a prompt. What is in which
+micro-batch is a function of the lengths alone, so that equal rollouts make equal sums to the bit.
 
-Shapes: N responses, T tokens of a response, P sampled tokens of a micro-batch.
+Only tokens that a policy sampled (version ≥ 0) are predicted and count in a loss; a token that an environment wrote
+into a conversation is context alone. A sequence's last token predicts nothing and is left out.
 
-How the losses of tokens become the loss of an update: Σ weight · loss over all micro-batches, then one division.
+The losses of tokens become the loss of an update as Σ weight · loss over all micro-batches, then one division.
 
-Shapes: P response tokens of a micro-batch, N responses of the whole update. `lengths_P` is the length of the response
-that a token belongs to, `lengths_N` those of all responses, in tokens.
-
-Sequences of different lengths in micro-batches, so that little is computed on padding.
-
-Sequences of about one length go together: the longest first, those of equal length in the order of the batch; or whole
-prompt groups, for losses that compare the responses to a prompt. What is in which micro-batch is a function of the
-lengths alone, so that equal rollouts make equal sums to the bit. A sequence's last token predicts nothing and is left
-out.
-
-What a policy sampled is predicted; a token that an environment wrote into a conversation is context alone.
-
-Shapes: N sequences, S their padded length, T that of responses, R rows (the sequences of a micro-batch), W width of a
-row, P predicted tokens.
-
-How a batch is cut into minibatches: by whole prompt groups, in a keyed order.
-
-The log-probabilities of the policy that sampled, for nodes that cannot do without them.
-
-Shapes: N responses, T tokens of a response.
+Shapes: N responses (sequences), S their padded length, T that of responses, R rows (the sequences of a micro-batch), W
+width of a row, P predicted tokens of a micro-batch.
 """
 
 import random
@@ -256,17 +242,10 @@ class Batch:
         there = replace(rollouts, versions_NT=rollouts.versions_NT.to(device), replayed_N=replayed_N)
         return cls(there, replace(advantage, values_N=advantage.values_N.to(device)), given)
 
-    def __len__(self) -> int:
-        return len(self.rollouts)
-
     def take(self, rows: Sequence[int]) -> "Batch":
         """These rows only."""
         others = {name: other.take(rows) for name, other in self.others.items()}
         return Batch(self.rollouts.take(rows), self.advantage.take(rows), others)
-
-    def lengths(self) -> Tensor:
-        """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all."""
-        return sampled_lengths(self.rollouts)
 
     def sampled(self, packed: Packed, lengths_N: Tensor, *, whole_groups: bool = False) -> Sampled:
         """What is known of a micro-batch's targets, which holds `whole_groups` or may cut them."""

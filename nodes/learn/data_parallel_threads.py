@@ -4,8 +4,8 @@ One micro-batch after the other with all threads in each matrix product waits fo
 operation, and stalls where another process wants a core; threads that each have micro-batches of their own meet once
 per update (two cores, a model of 3 million parameters: 1.9 times one thread, against 1.6).
 
-Micro-batch i belongs to lane i modulo the number of lanes, and the lanes' gradients are added in their order: equal
-micro-batches make equal sums to the bit, for a given number of lanes.
+Micro-batch i belongs to worker i modulo the number of workers, and the workers' gradients are added in their order:
+equal micro-batches make equal sums to the bit, for a given number of workers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,45 +21,46 @@ Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MAX_LANES = 4
-"""Each has a gradient as large as the model; threads beyond these work inside the lanes' operations."""
+MAX_WORKERS = 4
+"""Each has a gradient as large as the model; threads beyond these work inside the workers' operations."""
 
 
-class Lanes(Generic[Model]):
-    """Lanes for `threads` threads, each with a model on the storage of `model`'s weights; `model` is the first.
+class DataParallelThreads(Generic[Model]):
+    """At most `threads` workers, each with a model on the storage of `model`'s weights; `model` is the first.
 
-    `count` is their number, `parameters` the model's by name: changed in place, they change the model of every lane.
+    `count` is their number, `parameters` the model's by name: changed in place, they change the model of every worker.
     """
 
     def __init__(self, model: Model, threads: int) -> None:
-        self.count = min(threads, MAX_LANES)
+        self.count = min(threads, MAX_WORKERS)
         self._inner = threads // self.count
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.models = [model, *(_alias(model) for _ in range(self.count - 1))]
         self._threads: ThreadPoolExecutor | None = None
         self._gradients: list[dict[str, Tensor]] = [{} for _ in self.models]
-        for lane, gradients in zip(self.models, self._gradients, strict=True):
-            for name, parameter in lane.named_parameters():
+        for alias, gradients in zip(self.models, self._gradients, strict=True):
+            for name, parameter in alias.named_parameters():
                 if parameter.requires_grad:
                     add = partial(_add_gradient, gradients, name)
                     parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
     def map(self, work: Callable[[Model, Item], Result], items: Sequence[Item]) -> list[Result]:
-        """`work(model, item)` of each item, in order. What one raises is raised here once all lanes are done."""
+        """`work(model, item)` of each item, in order. What one raises is raised here once all workers are done."""
         count = self.count
         if count == 1:
             return [work(self.models[0], item) for item in items]
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (self._inner,))
-        grad = torch.is_grad_enabled()
+            self._threads = ThreadPoolExecutor(count, "worker", torch.set_num_threads, (self._inner,))
+        grad = torch.is_grad_enabled()  # which is a setting of each thread
 
-        def share(lane: int) -> list[Result]:
+        def share(worker: int) -> list[Result]:
             with torch.set_grad_enabled(grad):
-                return [work(self.models[lane], item) for item in items[lane::count]]
+                return [work(self.models[worker], item) for item in items[worker::count]]
 
-        lanes = [self._threads.submit(share, lane) for lane in range(count)]
-        wait(lanes)
-        found = [lane.result() for lane in lanes]
+        # All are waited for before one's exception is raised: the others still add to gradients.
+        shares = [self._threads.submit(share, worker) for worker in range(count)]
+        wait(shares)
+        found = [each.result() for each in shares]
         return [found[index % count][index // count] for index in range(len(items))]
 
     def backward(self, loss: Callable[[Model, Item], tuple[Tensor, Result]], items: Sequence[Item]) -> list[Result]:

@@ -29,6 +29,7 @@ from penstock.nodes.learn.batching import (
     Term,
     normaliser,
     optimizer_steps,
+    sampled_lengths,
     sampled_mask,
     token_weights,
 )
@@ -245,7 +246,7 @@ def _accumulate(
     for number, part in enumerate(parts):
         if len(parts) > 1 and not sampled_mask(part.batch.rollouts).any():
             continue
-        lengths_N, whole_groups = part.batch.lengths(), reads_groups(part.loss)
+        lengths_N, whole_groups = sampled_lengths(part.batch.rollouts), reads_groups(part.loss)
         divisor = normaliser(lengths_N, aggregation=part.average, max_tokens=learner.context.max_tokens)
         # Gradients add up in units of the first normaliser, by which the sum is divided at the end.
         unit = unit or divisor

@@ -1,8 +1,9 @@
 """A model whose weights are cut over ranks, and the work on micro-batches that they share.
 
-The same interface as `Lanes`, for ranks in place of threads: all ranks are given the same micro-batches, each works on
-its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by DTensor, then FSDP2
-(HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has some of the layers (`Stage`).
+The same interface as `DataParallelThreads`, for ranks in place of threads: all ranks are given the same micro-batches,
+each works on its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by
+DTensor, then FSDP2 (HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has some of
+the layers (`Stage`).
 
 Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
 dtype.

@@ -9,7 +9,7 @@ import torch
 from penstock.graph.types import Advantages, Context, Rollouts, TokenAdvantages
 from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.replay_buffer import Memory, open_memory, replay
+from penstock.nodes.replay_buffer import ReplayBuffer, open_buffer, replay
 from penstock.runtime.tensor.codec import decode, encode
 
 from .rollouts import random_rollouts
@@ -19,8 +19,8 @@ CONTEXT = Context(node="replay", seed=3)
 BATCH, SAMPLES = 3, 2
 
 
-def memory(seed: int = 3) -> Memory:
-    return open_memory(replace(CONTEXT, seed=seed))
+def memory(seed: int = 3) -> ReplayBuffer:
+    return open_buffer(replace(CONTEXT, seed=seed))
 
 
 def batch(update: int) -> tuple[Rollouts, Advantages]:
@@ -32,7 +32,9 @@ def batch(update: int) -> tuple[Rollouts, Advantages]:
     return replace(rollouts, ordinals=ordinals, versions_NT=versions), Advantages(torch.arange(rows) + 10.0 * update)
 
 
-def play(state: Memory, updates: range, **options: Any) -> tuple[Memory, list[tuple[Rollouts, Advantages]], list[Any]]:
+def play(
+    state: ReplayBuffer, updates: range, **options: Any
+) -> tuple[ReplayBuffer, list[tuple[Rollouts, Advantages]], list[Any]]:
     made, figures = [], []
     for update in updates:
         state, out, figure = replay.fn(state, *batch(update), **options)
@@ -112,8 +114,8 @@ def test_each_update_draws_anew() -> None:
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_buffer_goes_on_from_a_checkpoint_to_the_bit(before: int) -> None:
     whole = play(memory(), range(before), take=2)[0]
-    resumed = decode(Memory, *encode(whole))
-    assert type(resumed) is Memory
+    resumed = decode(ReplayBuffer, *encode(whole))
+    assert type(resumed) is ReplayBuffer
     ours, theirs = (play(state, range(before, before + 3), take=2)[1] for state in (whole, resumed))
     for (rollouts, advantage), (others, other) in zip(ours, theirs, strict=True):
         assert rollouts.ordinals == others.ordinals

@@ -18,7 +18,7 @@ from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import aipo_update, policy_update
 from penstock.nodes.model import Llama, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
-from penstock.nodes.replay_buffer import open_memory, replay
+from penstock.nodes.replay_buffer import open_buffer, replay
 from penstock.runtime.tensor.codec import decode, encode
 
 from .rollouts import random_rollouts
@@ -67,7 +67,7 @@ def within(rollouts: Rollouts) -> torch.Tensor:
 
 def replayed(rollouts: Rollouts) -> Rollouts:
     """What comes out of a buffer when nothing fresh is left."""
-    memory = open_memory(Context(node="replay"))
+    memory = open_buffer(Context(node="replay"))
     advantage = Advantages(torch.zeros(len(rollouts)))
     memory, _, _ = replay.fn(memory, rollouts, advantage)
     memory = decode(type(memory), *encode(memory))

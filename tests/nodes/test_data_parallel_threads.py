@@ -1,19 +1,19 @@
-"""Lanes compute what one thread does, in an order that does not depend on which of them is faster."""
+"""Data-parallel threads compute what one thread does, in an order that does not depend on which of them is faster."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.graph.types import Context
-from penstock.nodes.learn.data_parallel_threads import Lanes
+from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import open_model
 
 INPUTS = [torch.arange(i, i + 7) % 13 for i in range(5)]
 
 
-def lanes(threads: int, dtype: str = "float32") -> Lanes[Llama]:
-    return Lanes(open_model(Context(seed=1, dtype=dtype))[0], threads)
+def lanes(threads: int, dtype: str = "float32") -> DataParallelThreads[Llama]:
+    return DataParallelThreads(open_model(Context(seed=1, dtype=dtype))[0], threads)
 
 
 def backward(model: Llama, tokens_S: Tensor) -> float:
@@ -37,7 +37,7 @@ def test_equal_items_make_equal_sums_to_the_bit_whichever_lane_is_faster() -> No
     for slow in (0, 1):
         each = lanes(2)
 
-        def work(model: Llama, tokens_S: Tensor, each: Lanes[Llama] = each, slow: int = slow) -> float:
+        def work(model: Llama, tokens_S: Tensor, each: DataParallelThreads[Llama] = each, slow: int = slow) -> float:
             if model is each.models[slow]:
                 torch.randn(1000, 1000).mm(torch.randn(1000, 1000))
             return backward(model, tokens_S)
