@@ -65,14 +65,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"given head_dim {self.head_dim}, needed an even one: rotary embedding turns pairs")
 
-    @property
-    def num_parameters(self) -> int:
-        """Weights of all logical tensors; a tied embedding counts once."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return embeddings + self.num_hidden_layers * layer + self.hidden_size
-
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """The content of `config.json` but for the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.

@@ -1,4 +1,4 @@
-"""A rank's place follows from the mesh; what a model cannot run on is refused before anything starts."""
+"""A rank's place, work and part of a model follow from the mesh; what a model cannot run on is refused."""
 
 import re
 from dataclasses import replace
@@ -7,13 +7,21 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.graph.protocols import Axes
 from penstock.graph.types import Context
 from penstock.nodes.generate import make_engine
-from penstock.nodes.model import Llama, ModelConfig, ModelError
-from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_config, tensor_parallel
-from penstock.nodes.parallel.mesh import Ranks
+from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer
+from penstock.nodes.model.tensor_parallel import (
+    check_tensor_parallel,
+    parameter_shapes,
+    part_config,
+    pipeline_stages,
+    tensor_parallel,
+)
+from penstock.nodes.parallel.mesh import Ranks, assign
 from penstock.nodes.parallel.pipeline import Stage
 from penstock.runtime.tensor.layout import Mesh, Split
 
@@ -112,3 +120,77 @@ def test_a_vocabulary_of_which_a_rank_would_have_nothing_is_refused() -> None:
 def test_a_generator_is_cut_by_tensor_parallelism_alone() -> None:
     with pytest.raises(ValueError, match="given a mesh of fsdp 2 × tp 2, needed the axis tp alone"):
         make_engine(Context(mesh=(("fsdp", 2), ("tp", 2))))
+
+
+COSTS = st.lists(st.integers(1, 1000), max_size=40)
+
+
+@given(COSTS, st.integers(1, 9))
+def test_each_item_is_dealt_once_and_no_part_gets_more_than_its_rounds(costs: list[int], parts: int) -> None:
+    shares = assign(costs, parts)
+    assert len(shares) == parts
+    assert sorted(item for share in shares for item in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    assert max(map(len, shares)) == -(-len(costs) // parts)
+
+
+@given(COSTS.filter(bool), st.integers(1, 9))
+def test_no_part_has_more_than_its_fair_share_and_two_items(costs: list[int], parts: int) -> None:
+    totals = [sum(costs[item] for item in share) for share in assign(costs, parts)]
+    assert max(totals) <= sum(costs) / parts + 2 * max(costs)
+
+
+def test_the_longest_goes_first_to_who_has_least() -> None:
+    assert assign([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+    assert assign([1, 9, 2, 8], 2) == [[0, 1], [2, 3]]
+    assert assign([3], 3) == [[0], [], []]
+    assert assign([], 2) == [[], []]
+
+
+LAYERED = ModelConfig(97, 24, 40, 5, 6, 2, 4)
+TIED = ModelConfig(97, 24, 40, 5, 6, 2, 4, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("config", [LAYERED, TIED])
+def test_shapes_are_those_of_the_module_in_its_order(config: ModelConfig) -> None:
+    found = [(name, tuple(p.shape)) for name, p in Llama(config).named_parameters()]
+    assert list(parameter_shapes(config).items()) == found
+
+
+@pytest.mark.parametrize("model", [Llama(LAYERED), Scorer(LAYERED)])
+def test_every_parameter_has_a_rule_whose_units_divide_it(model: Llama | Scorer) -> None:
+    rules = tensor_parallel(LAYERED)
+    for name, parameter in model.named_parameters():
+        (*_, rule) = [rule for end, rule in sorted(rules.items(), key=lambda item: len(item[0])) if name.endswith(end)]
+        assert rule is None or rule[1] == 0 or parameter.shape[rule[0]] % rule[1] == 0
+        assert (rule is None) == (parameter.dim() == 1 or name == "score.weight")
+
+
+def test_attention_is_cut_between_heads() -> None:
+    rules = tensor_parallel(LAYERED)
+    assert rules["q_proj.weight"] == (0, 6)
+    assert rules["k_proj.weight"] == rules["v_proj.weight"] == (0, 2)
+    assert rules["o_proj.weight"] == (1, 6)
+
+
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_stages_are_runs_of_layers_with_both_ends(stages: int) -> None:
+    found = pipeline_stages(LAYERED, stages)
+    assert found.keys() == parameter_shapes(LAYERED).keys()
+    assert found["model.embed_tokens.weight"] == (0,)
+    assert found["model.norm.weight"] == found["lm_head.weight"] == (stages - 1,)
+    of_layers = [found[f"model.layers.{i}.mlp.up_proj.weight"][0] for i in range(5)]
+    assert of_layers == sorted(of_layers)
+    counts = [of_layers.count(stage) for stage in range(stages)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
+    assert pipeline_stages(TIED, 3)["model.embed_tokens.weight"] == (0, 2)
+    assert pipeline_stages(TIED, 1)["model.embed_tokens.weight"] == (0,)
+
+
+@pytest.mark.parametrize("stages", [0, 6])
+def test_more_stages_than_layers_are_refused(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"given {stages} stages, needed 1 to 5"):
+        pipeline_stages(LAYERED, stages)

@@ -1,4 +1,4 @@
-"""A model over several ranks learns what it learns on one, within rounding, and every rank says the same."""
+"""A model over several ranks learns and samples what it does on one, within rounding, and every rank says the same."""
 
 from pathlib import Path
 
@@ -65,3 +65,21 @@ def test_a_gradient_that_is_no_number_is_refused_by_all_ranks(tmp_path: Path) ->
 @pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2", marks=slow)])
 def test_replicas_stay_equal_to_the_bit(mesh: str, tmp_path: Path) -> None:
     spawn(2, f"{LESSONS}:replicas", mesh, folder=tmp_path)
+
+
+CASES = "tests.nodes.part_cases"
+
+
+@pytest.mark.parametrize(("ranks", "groups", "tied"), [(2, 2, "untied"), (2, 1, "tied")])
+def test_an_engine_over_ranks_samples_one_ranks_tokens(ranks: int, groups: int, tied: str, tmp_path: Path) -> None:
+    spawn(ranks, f"{CASES}:engine", str(groups), tied, "float32", folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_over_ranks_in_bfloat16(tmp_path: Path) -> None:
+    spawn(2, f"{CASES}:engine", "2", "untied", "bfloat16", folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_over_more_ranks_than_key_value_heads(tmp_path: Path) -> None:
+    spawn(4, f"{CASES}:engine", "2", "untied", "float32", folder=tmp_path)
