@@ -1,9 +1,10 @@
-"""A replica that passes weights on to the next one of a chain while they arrive (see `chain`).
+"""A replica that passes weights on to the next one of a chain while they arrive (`reshard.chain` says which).
+A rank receives from the trainers, or from the same rank of the replica before, and a second thread sends
+each message to the same rank of the replica after it as soon as the bytes are there. They are not checked yet: each
+replica checks what it gets.
 
-A rank receives from the trainers, or from the same rank of the replica before, and a second thread sends each message
-to the same rank of the replica after it as soon as the bytes are there: not yet proved, for each replica proves what
-it gets. Each link is a bridge of its own. If what comes in ends early, so does what goes out: the bridge is given up,
-and the next replica learns it at once. If the next replica fails, what came in is whole all the same.
+Each hop is a link of its own. If what comes in ends early, so does what goes out: the link is given up, and the next
+replica learns it at once. If the next replica fails, what came in is whole all the same.
 """
 
 import threading
@@ -19,14 +20,14 @@ from penstock.runtime.tensor.reshard import forwards
 from penstock.runtime.tensor.send_recv import MessageTransport
 
 Open = Callable[[], MessageTransport]
-"""Opens a bridge, or gives the one that is open: for the thread that waits for the other side."""
+"""Opens a link, or gives the one that is open: for the thread that waits for the other side."""
 
 
 class Arrivals:
     """What of one version has arrived: told by the thread that receives, awaited by the one that passes it on.
 
-    Boxes come disjoint. Waiting has no deadline of its own: whoever receives has one for each message, and says when it
-    is over. `failed`: it was over too early.
+    Regions come disjoint. Waiting has no deadline of its own: the thread that receives has one for each message,
+    and calls `end`. `failed`: it ended too early.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class Arrivals:
                 if not self._has(copy):
                     raise TransportError(f"{copy.tensor} {copy.region} has not arrived, and is not passed on")
                 known = self._regions[copy.tensor]
+                # Each region is awaited once: forgetting it keeps the sums short for large tensors.
                 self._regions[copy.tensor] = [region for region in known if (region & copy.region).size < region.size]
 
     def _has(self, copy: Copy) -> bool:
@@ -96,11 +98,11 @@ class ChainForwarder:
         return nbytes
 
     def _pass_on(self, downstream: Open, version: int, parts: Shards, arrivals: Arrivals) -> int:
-        bridge = downstream()
+        link = downstream()
         try:
-            return bridge.send(version, self._own, parts, arrivals.wait)
+            return link.send(version, self._own, parts, arrivals.wait)
         except RuntimeError as error:
-            bridge.close()
+            link.close()
             raise error.with_traceback(None) from None  # its frames have messages, which keep the connection open
 
     def _passed(self, arrivals: Arrivals, moved: int | Exception) -> None:

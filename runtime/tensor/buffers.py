@@ -1,9 +1,8 @@
 """Where weights lie on both sides of a sync: flat buffers, allocated once, with a view for each tensor.
 
 The receiver's `DoubleBuffer` has two: one is live, the other, the shadow, is filled meanwhile; a swap exchanges them.
-The sender's `WeightSnapshot` has one, so that the optimizer never changes what is being read.
-
-Work in a thread of its own that says once how it ended.
+The sender's `WeightSnapshot` has one, so that the optimizer never changes what is being read. `in_background` runs a
+transfer in a thread of its own.
 """
 
 import ctypes

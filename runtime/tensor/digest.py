@@ -1,25 +1,25 @@
-"""The proof of a sync: 64 bits per logical tensor, the same however the tensor is cut up.
+"""Digests of weights: `digest` of whole tensors, and `Checksums`, which proves that the tensors a replica's ranks hold
+between them are those that were sent.
 
-The whole tensor is a matrix of bytes (int8): a row is the last dimension, with as many before it as make it 1 KiB
-long, and a tile is 8192 bytes of a row. With small odd or even pseudo-random numbers a_i and b_i for the places in a
-tile, odd 64-bit numbers t for tiles, c odd and e even, and a key k made of the tensor's name, dtype and shape,
+**The digest** of a logical tensor has 64 bits, and is the same however the tensor is divided. The whole tensor is a
+matrix of bytes (int8): a row is the last dimension, with as many before it as make it 1 KiB long, and a tile is 8192
+bytes of a row. With small odd or even pseudo-random numbers a_i and b_i for the places in a tile, odd 64-bit numbers t
+for tiles, c odd and e even, and a key k made of the tensor's name, dtype and shape,
 
     digest = k + (k | 1) * sum over tiles q of t_q * (c * sum over i of a_i * x_qi + e * sum over i of b_i * x_qi)
 
-mod 2^64, which is linear in the elements: a rank that holds a region computes the sum over the elements of it, as
-if all others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so that they
+mod 2^64, which is linear in the elements: a rank that holds a region computes the sum over the elements of it, as if
+all others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so that they
 are two products with int8 matrices, which CPUs compute at the speed of their caches.
 
 A changed byte always changes the sum (a_i, c and t are odd). The vectors (a_i, b_i) of a tile have different
 directions, so that two changed bytes always change an inner sum; two elements that change places, or a row that is
 another's, are missed with probability near 2^-30. It finds faults; it is no defence against forgery.
 
-Whether the tensors that a replica's ranks hold between them are those that were sent.
-
-Each rank computes the partial sums (see `digest`) of the regions it holds, and sums over the ranks give the digests. Of
-elements that several ranks hold only one's may be counted. So regions are split until no two overlap (scales of blocks
-that several ranks touch do), and dealt into *covers*: a cover takes each distinct region of a tensor from one rank. The
-sender hashes the first cover; a receiver all of them, since each copy of a region goes live.
+**The check of a replica.** Each rank computes the partial sums of the regions it holds, and sums over the ranks give
+the digests. Each element must be counted once, although several ranks may hold it. So regions are split until no two
+overlap, and dealt into *covers*: a cover takes each distinct region of a tensor from one rank. The sender hashes the
+first cover; a receiver all of them, since each copy of a region goes live.
 
 Modes: "full" hashes every tensor. "sampled" hashes one tensor in eight, chosen by a hash of its name and the version,
 and at least one: a fault in any other tensor goes live; one that stays is found within some 30 versions (a chance of
@@ -88,8 +88,8 @@ def digest(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def partial(tensor: Tensor, name: str, shape: Sequence[int], region: Region, fill: DigestFill | None = None) -> int:
     """The sum over the elements of `region`, which `tensor` holds, of the logical tensor `name` of `shape`.
 
-    `fill` is called for all rows of the tensor, in order, right before they are read: who copies the bytes there has
-    them in a core's cache then, and reading them again costs little.
+    `fill` is called for all rows of the tensor, in order, right before they are read: bytes that it copies there are
+    then still in a core's cache, and reading them again costs little.
     """
     if not region.size:
         return 0
@@ -99,7 +99,14 @@ def partial(tensor: Tensor, name: str, shape: Sequence[int], region: Region, fil
     if fill is not None and (len(runs) > 1 or runs[0].is_long):
         fill(1, 0, 1)
         fill = None
-    total = sum(_long_sums(run, tiles) if run.is_long else _run_sum(run, tiles, fill) for run in runs)
+    total = 0
+    for run in runs:
+        if run.is_long:
+            numbers = _row_numbers(run.rows, torch.device("cpu")).tolist()
+            for row, number in zip(run.matrix, numbers, strict=True):
+                total += _long_sum(row, number * tiles * _TILE + run.first)
+        else:
+            total += _run_sum(run, tiles, fill)
     return total * (_key(name, tensor.dtype, shape) | 1) & _MASK
 
 
@@ -156,7 +163,7 @@ def _row_numbers(rows: _Rows, device: torch.device) -> Tensor:
 @lru_cache(maxsize=1024)
 def _row_factors(rows: _Rows, tiles: int, tile: int, device: torch.device) -> Tensor:
     """t of one tile of each row, [P]. Kept, since tensors of one shape share them and each sync needs them."""
-    return _tile_factors(_row_numbers(rows, device) * tiles + tile)
+    return _mix(_row_numbers(rows, device) * tiles + tile) | 1
 
 
 def _run_sum(run: _Run, tiles: int, fill: DigestFill | None) -> int:
@@ -168,10 +175,14 @@ def _run_sum(run: _Run, tiles: int, fill: DigestFill | None) -> int:
         (tile, max(first, tile * _TILE), min(last, (tile + 1) * _TILE))
         for tile in range(first // _TILE, -(-last // _TILE))
     ]
-    tables = [_tables(device, start - tile * _TILE, stop - start) for tile, start, stop in edges]
-    products = len(_places(device))
+    vectors = _places(device)
+    tables = [
+        tuple(vector[start - tile * _TILE : stop - tile * _TILE] for vector in vectors) for tile, start, stop in edges
+    ]
+    products = len(vectors)
     sums = torch.empty(len(edges), products, height, 2 // products, dtype=torch.int32, device=device)
-    step = _rows_at_once(matrix)
+    # On a CPU the second product reads a chunk from the caches; other devices want few large calls.
+    step = max(1, (_CHUNK if matrix.is_cpu else _LARGE_CHUNK) // width)
     places = [[torch.split(product, step) for product in own] for own in sums]
     for number, chunk in enumerate(torch.split(matrix, step)):
         if fill is not None:
@@ -179,14 +190,9 @@ def _run_sum(run: _Run, tiles: int, fill: DigestFill | None) -> int:
         for own, table, (_, start, stop) in zip(places, tables, edges, strict=True):
             part = chunk if len(edges) == 1 else chunk[:, start - first : stop - first]
             for factors, product in zip(table, own, strict=True):
-                _multiply(part, factors, product[number])
+                (_int_product if part.is_cpu else _float_product)(part, factors, product[number])
     of_rows = (_row_factors(rows, tiles, tile, device) for tile, _, _ in edges)
     return sum(_total(own, each) for own, each in zip(sums, of_rows, strict=True))
-
-
-def _long_sums(run: _Run, tiles: int) -> int:
-    numbers = _row_numbers(run.rows, torch.device("cpu")).tolist()
-    return sum(_long_sum(row, n * tiles * _TILE + run.first) for row, n in zip(run.matrix, numbers, strict=True))
 
 
 def _long_sum(row: Tensor, first: int) -> int:
@@ -206,33 +212,19 @@ def _long_sum(row: Tensor, first: int) -> int:
     return total
 
 
-def _rows_at_once(matrix: Tensor) -> int:
-    chunk = _CHUNK if matrix.device.type == "cpu" else _LARGE_CHUNK
-    return max(1, chunk // matrix.shape[1])
-
-
-def _tables(device: torch.device, place: int, width: int) -> tuple[Tensor, ...]:
-    """a and b of so many places of a tile, [W, 1] each or [W, 2] together."""
-    return tuple(table[place : place + width] for table in _places(device))
-
-
 def _total(sums: Tensor, factors: Tensor) -> int:
     """The sum over the tiles with these factors [P], from their inner sums: [2, P, 1] or [1, P, 2]."""
     low, high = (sums.transpose(1, 2).reshape(2, -1) * factors).sum(1).tolist()
     return int(low) * _C + int(high) * _E
 
 
-def _multiply(part: Tensor, factors: Tensor, out: Tensor) -> None:
-    """[P, W] int8 times [W, N] int8, exactly, into [P, N] int32."""
-    (_int_product if part.device.type == "cpu" else _float_product)(part, factors, out)
-
-
 def _int_product(part: Tensor, factors: Tensor, out: Tensor) -> None:
+    """[P, W] int8 times [W, N] int8, exactly, into [P, N] int32."""
     torch._int_mm(part, factors, out=out)
 
 
 def _float_product(part: Tensor, factors: Tensor, out: Tensor) -> None:
-    """For GPUs, whose int8 product wants other shapes than ours; below 2^53 float64 is exact."""
+    """The same for GPUs, whose int8 product wants other shapes than these; float64 is exact below 2^53."""
     out.copy_(part.double() @ factors.double())
 
 
@@ -240,20 +232,14 @@ def _float_product(part: Tensor, factors: Tensor, out: Tensor) -> None:
 def _places(device: torch.device) -> tuple[Tensor, ...]:
     """a and b, [_TILE, 1] int8 each, or [_TILE, 2] together: distinct fractions b / a in lowest terms, in an arbitrary
     order.
-
-    A CPU without tiles multiplies by one vector at 1.6 times the speed of two, and reads its caches twice; with tiles
-    (AMX) two cost what one does.
     """
     pairs = torch.tensor([(a, b) for a in range(1, 128, 2) for b in range(-127, 128) if math.gcd(a, b) == 1])
     chosen = pairs[_mix(torch.arange(len(pairs))).argsort()[:_TILE]].to(torch.int8).to(device)
+    # A CPU without tiles multiplies by one vector at 1.6 times the speed of two, and reads its caches twice; with tiles
+    # (AMX) two cost what one does.
     if device.type != "cpu" or torch.cpu._is_amx_tile_supported():
         return (chosen.contiguous(),)
     return chosen[:, :1].contiguous(), chosen[:, 1:].contiguous()
-
-
-def _tile_factors(tiles: Tensor) -> Tensor:
-    """t of these tiles."""
-    return _mix(tiles) | 1
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -265,6 +251,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
+    """Mod 2^64, as int64."""
+    value %= 1 << 64
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -367,7 +355,7 @@ class Checksums:
             total = partial(part.cut(region), name, shape, region, own_fill)
             for cover in counted:
                 totals[cover] += total
-        return [_signed_sum(total) for total in totals]
+        return [_signed(total) for total in totals]
 
     def _finished(self, name: str, total: int) -> int:
         tensor = self._layout.by_name[name]
@@ -379,14 +367,9 @@ class Checksums:
 
 
 def _member(name: str, ranks: Sequence[int], cover: int) -> int:
-    """The rank whose copy of a region a cover takes. Tensors start at different ranks, to share the work."""
+    """The rank whose copy of a region a cover takes."""
+    # Tensors start at different ranks, so that replicas share the work of the first cover.
     return ranks[(cover + _draw(0, name)) % len(ranks)]
-
-
-def _signed_sum(total: int) -> int:
-    """Mod 2^64, as int64."""
-    total %= 1 << 64
-    return total - (1 << 64) if total >> 63 else total
 
 
 def _draw(version: int, name: str) -> int:

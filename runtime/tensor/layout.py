@@ -1,23 +1,16 @@
-"""Who holds which part of which tensor. Pure, no torch.
+"""Which rank holds which part of which tensor. Pure, no torch.
 
-A layout says, for each logical tensor, which regions of it each rank holds: described by a mesh and a placement, or
+A `Layout` says, for each logical tensor, which regions of it each rank holds: described by a mesh and a placement, or
 listed. Equal regions on several ranks are replicas. Fused parameters are several logical tensors; empty regions are
 normal. Ranks of a source and of a destination are counted apart, each from 0.
-
-A region of elements: a range per dimension; and who holds which regions of one tensor, listed. Pure, no torch.
-
-Named axes of ranks, and how a tensor lies on them: a description from which each rank's region follows. Pure, no torch.
 
     mesh = Mesh((("fsdp", 64), ("tp", 8)))
     Placement(mesh, (Split("tp", 0), Split("fsdp", 0)))      # a column-parallel weight under FSDP2
 
-The splits are applied in order, each to what the one before has left: so FSDP2 over tensor parallelism splits over
-"tp" first, and each part over "fsdp", where DTensor says (_StridedShard, Shard). An axis without a split holds
-replicas.
-
-The layout of a model on a mesh: tensor parallelism by a table, FSDP2 on dimension 0, pipeline stages. Pure.
-
-The table and the stages are data that come with the model (`nodes.model.parallel` has those of the Llama family).
+The splits are applied in order, each to what the one before has left: FSDP2 over tensor parallelism splits over "tp"
+first, and each part over "fsdp", where DTensor says (_StridedShard, Shard). An axis without a split holds replicas.
+`sharded` makes the layout of a model on a mesh from data that come with the model: a table of rules for tensor
+parallelism, and the stages of a pipeline.
 """
 
 import itertools

@@ -1,14 +1,13 @@
-"""Two replicas joined by a process group of their own, point to point: no other rank waits for it.
+"""A link between two replicas: `ReplicaLink.open` joins their ranks in a process group of their own, point to point,
+and chooses the transport on which weights go over it. No other rank waits for it.
 
-The death of a replica breaks its own bridge only. A bridge that failed once stays broken: a new one is made in
-milliseconds. How weights cross it is settled when it opens (`ways`): put straight into the receivers' memory where
-every rank is on one host and can do that, be it shared memory or a GPU's, as messages otherwise: of all bytes, or, with
-`delta`, of what changed.
+The death of a replica breaks its own links only. A link that failed once stays broken: a new one is made in
+milliseconds. All ranks use the same transport: weights are written straight into the receivers' memory ("shm",
+"cuda_ipc") where every rank is on one host and can do that, and sent as messages otherwise: all bytes, or, with
+`delta`, what changed.
 
-Which way weights go over a bridge: what its first rank finds that all of them can do. Nobody moves a byte before.
-
-Each rank says which host it is on, which GPUs it sees, and the ways that it can go: a receiver by where its arena lies,
-a source by where its weights do. The first rank answers with the way, or with who cannot go the one that was asked for.
+To agree, each rank says which host it is on, which GPUs it sees, and which memory it can write or be written in. The
+first rank answers with the transport, or with the rank that cannot use the one that was asked for.
 """
 
 import hashlib
@@ -43,105 +42,18 @@ from penstock.runtime.tensor.shm import SHM
 TransportChoice = Literal["auto", "messages", MemoryKind]
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "messages", *get_args(MemoryKind))
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-
-_AGREE = 1 << 20  # the tag of these messages: no sync uses it
-_HOST, _DEVICES, _CAN = range(3)  # what a rank says
-_REASONS = ("is on another host than {first}", "sees other GPUs than {first}", "{lacks}")
-_LACKS = {
-    "shm": ("has no arena in shared memory", ""),
-    "cuda_ipc": ("has no arena in a GPU's memory that others can write", "has its weights on no GPU"),
-}
-
-
-def writable_kinds(side: str, memory: WritableMemory | None, device: torch.device | str) -> tuple[MemoryKind, ...]:
-    """The ways that a rank of one side can go: a receiver with this memory, a source with its weights on `device`."""
-    if side == "destination":
-        return (memory.kind,) if memory is not None and memory.shared else ()
-    return MEMORY_KINDS if torch.device(device).type == "cuda" else ("shm",)
-
-
-def agree_on_transport(
-    connection: PeerConnection, group: PeerGroup, place: int, can: Sequence[MemoryKind], choice: TransportChoice
-) -> MemoryKind | None:
-    """The way that all ranks of a bridge go, equal on all; None for messages. `place` is this rank's in the group.
-
-    Raises TransportError on all of them if one cannot go the way that is chosen.
-    """
-    size = connection.ends.sources + connection.ends.destinations
-    own = torch.tensor(
-        [_host(), visible_devices() if "cuda_ipc" in can else 0, sum(1 << MEMORY_KINDS.index(w) for w in can)]
-    )
-    verdict = torch.zeros(3, dtype=torch.int64)  # the way by number (or none: -1), who cannot go it, and why
-    if place:
-        connection.wait(group.send(own, 0, _AGREE), -1, 0, "the way")
-        connection.wait(group.receive(verdict, 0, _AGREE), -1, 0, "the way")
-    else:
-        said = [own, *(torch.empty_like(own) for _ in range(1, size))]
-        for peer, work in [(k, group.receive(said[k], k, _AGREE)) for k in range(1, size)]:
-            connection.wait(work, -1, peer, "the way")
-        verdict[:] = torch.tensor(_verdict([row.tolist() for row in said], choice))
-        for peer, work in [(k, group.send(verdict, k, _AGREE)) for k in range(1, size)]:
-            connection.wait(work, -1, peer, "the way")
-    return _told(connection, choice, *verdict.tolist())
-
-
-def _verdict(said: Sequence[Sequence[int]], choice: TransportChoice) -> tuple[int, int, int]:
-    """The way by number, -1 for none; then the first rank that cannot go the last one that was tried, and why."""
-    wanted = MEMORY_KINDS if choice == "auto" else tuple(way for way in MEMORY_KINDS if way == choice)
-    culprit, reason = 0, 0
-    for way in wanted:
-        found = _refusal(said, way)
-        if found is None:
-            return MEMORY_KINDS.index(way), 0, 0
-        culprit, reason = found
-    return -1, culprit, reason
-
-
-def _refusal(said: Sequence[Sequence[int]], way: MemoryKind) -> tuple[int, int] | None:
-    """The first rank that cannot go a way, and the number of the reason."""
-    for place, row in enumerate(said):
-        if row[_HOST] != said[0][_HOST]:
-            return place, 0
-        if not row[_CAN] >> MEMORY_KINDS.index(way) & 1:
-            return place, 2
-        if way == "cuda_ipc" and row[_DEVICES] != said[0][_DEVICES]:
-            return place, 1
-    return None
-
-
-def _told(
-    connection: PeerConnection, choice: TransportChoice, way: int, culprit: int, reason: int
-) -> MemoryKind | None:
-    if way >= 0 or choice in ("auto", "messages"):
-        return MEMORY_KINDS[way] if way >= 0 else None
-    ends = connection.ends
-    lacks = _LACKS[choice][culprit < ends.sources]
-    why = f"{ends.name(culprit)} {_REASONS[reason].format(first=ends.name(0), lacks=lacks)}"
-    raise TransportError(f"{ends.channel}: given the transport {choice}, needed auto or messages: {why}")
-
-
-def _host() -> int:
-    """Equal for processes that see the same shared memory: of one boot, and with one `/dev/shm` mounted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        facts = f"{boot}\n{os.stat(SHM).st_dev}"
-    except OSError:
-        facts = f"alone\n{os.getpid()}\n{os.urandom(8).hex()}"
-    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")
-
-
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @dataclass(frozen=True)
 class ReplicaLink:
-    """Where two replicas meet: at `store`, which all ranks of both share, and which no other group has used. `address`
-    is where this rank's host is reached by the others: it listens there.
+    """A link from `sources` to `destinations` ranks, which rendezvous at `store`: all of them share it, and no other
+    group has used it. `address` is where the other ranks reach this one's host: it listens there.
 
-    `timeout` bounds, in seconds, making the bridge and each wait for a peer. With `delta` n, messages say what changed,
-    and at least each n-th sync is full; for gloo. Writing the receivers' memory gains nothing by it, and goes on as it
-    is. `way` asks for one of the ways of `ways`, with gloo; a bridge whose ranks cannot all go it does not open.
+    `timeout` bounds, in seconds, opening the link and each wait for a peer. With `delta` n, messages say what changed,
+    and at least each n-th sync is full (gloo only); memory that is written directly ignores it. `transport` asks for
+    one of `TRANSPORTS` (gloo only); a link whose ranks cannot all use it does not open.
     """
 
     channel: str
@@ -185,7 +97,7 @@ class ReplicaLink:
         except RuntimeError as error:
             ranks = f"{self.sources} source and {self.destinations} destination ranks"
             after = f"after {time.monotonic() - started:.1f} s of {self.timeout} s"
-            text = f"{self.channel}: {side} rank {rank}: the bridge of {ranks} is not complete {after}"
+            text = f"{self.channel}: {side} rank {rank}: the link of {ranks} is not complete {after}"
             absent = [*map(ends.name, error.ranks)] if isinstance(error, AbsentError) else []
             why = f"not there: {', '.join(absent)}" if absent else first_line(error)
             raise TransportError(f"{text}: {why}") from error
@@ -198,3 +110,88 @@ class ReplicaLink:
                 mapped = OpenedMemory(self.timeout) if way == "cuda_ipc" else MappedMemory()
                 return OneSidedTransport(connection, memory, mapped)
         return DeltaTransport(connection, self.delta) if self.delta else MessageTransport(connection)
+
+
+def writable_kinds(side: str, memory: WritableMemory | None, device: torch.device | str) -> tuple[MemoryKind, ...]:
+    """The memory that a destination with this `memory` can be written in, or a source with its weights on `device` can
+    write."""
+    if side == "destination":
+        return (memory.kind,) if memory is not None and memory.shared else ()
+    return MEMORY_KINDS if torch.device(device).type == "cuda" else ("shm",)
+
+
+_AGREE = 1 << 20  # the tag of these messages: no sync uses it
+_HOST, _DEVICES, _CAN = range(3)  # what a rank says
+_OTHER_HOST, _OTHER_GPUS, _LACKS_MEMORY = range(3)  # why a rank cannot use a transport
+_REASONS = ("is on another host than {first}", "sees other GPUs than {first}", "{lacks}")
+_LACKS = {
+    "shm": ("has no arena in shared memory", ""),
+    "cuda_ipc": ("has no arena in a GPU's memory that others can write", "has its weights on no GPU"),
+}
+
+
+def agree_on_transport(
+    connection: PeerConnection, group: PeerGroup, place: int, can: Sequence[MemoryKind], choice: TransportChoice
+) -> MemoryKind | None:
+    """The memory that is written over a link, equal on all its ranks; None for messages. `place` is this rank's in the
+    group.
+
+    Raises TransportError on all of them if one cannot use the transport that is asked for.
+    """
+    ends = connection.ends
+    own = torch.tensor(
+        [_host(), visible_devices() if "cuda_ipc" in can else 0, sum(1 << MEMORY_KINDS.index(kind) for kind in can)]
+    )
+    verdict = torch.zeros(3, dtype=torch.int64)
+    what = "the choice of a transport"
+    if place:
+        connection.wait(group.send(own, 0, _AGREE), -1, 0, what)
+        connection.wait(group.receive(verdict, 0, _AGREE), -1, 0, what)
+    else:
+        said = [own, *(torch.empty_like(own) for _ in range(1, ends.sources + ends.destinations))]
+        for peer, work in [(k, group.receive(said[k], k, _AGREE)) for k in range(1, len(said))]:
+            connection.wait(work, -1, peer, what)
+        verdict[:] = torch.tensor(_verdict([row.tolist() for row in said], choice))
+        for peer, work in [(k, group.send(verdict, k, _AGREE)) for k in range(1, len(said))]:
+            connection.wait(work, -1, peer, what)
+    kind, culprit, reason = map(int, verdict)
+    if kind >= 0:
+        return MEMORY_KINDS[kind]
+    if choice in ("auto", "messages"):
+        return None
+    lacks = _LACKS[choice][culprit < ends.sources]
+    why = f"{ends.name(culprit)} {_REASONS[reason].format(first=ends.name(0), lacks=lacks)}"
+    raise TransportError(f"{ends.channel}: given the transport {choice}, needed auto or messages: {why}")
+
+
+def _verdict(said: Sequence[Sequence[int]], choice: TransportChoice) -> tuple[int, int, int]:
+    """The memory by number, -1 for messages; then the first rank that cannot use the last one tried, and why."""
+    culprit, reason = 0, 0
+    for number, kind in enumerate(MEMORY_KINDS):
+        if choice not in ("auto", kind):
+            continue
+        for place, row in enumerate(said):
+            if row[_HOST] != said[0][_HOST]:
+                reason = _OTHER_HOST
+            elif not row[_CAN] >> number & 1:
+                reason = _LACKS_MEMORY
+            # A block of a GPU is named by the GPU's number: both sides must count alike.
+            elif kind == "cuda_ipc" and row[_DEVICES] != said[0][_DEVICES]:
+                reason = _OTHER_GPUS
+            else:
+                continue
+            culprit = place
+            break
+        else:
+            return number, 0, 0
+    return -1, culprit, reason
+
+
+def _host() -> int:
+    """Equal for processes that see the same shared memory: of one boot, and with one `/dev/shm` mounted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        facts = f"{boot}\n{os.stat(SHM).st_dev}"
+    except OSError:
+        facts = f"alone\n{os.getpid()}\n{os.urandom(8).hex()}"
+    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")

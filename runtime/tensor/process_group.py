@@ -1,19 +1,11 @@
-"""torch's process groups, made directly: no global world, no collective, no TCP store. The only file that knows them.
+"""torch's process groups, made directly, and the connections that weights use: no global world, no collective, no TCP
+store. `PeerGroup` sends and receives; `PeerConnection` is one rank's end of a link between two replicas and names the
+peer at fault; `AllReduce` adds over the ranks of one replica; `open_world` makes torch's default group where a
+replica's ranks compute together, and `Lockstep` keeps their steps in time. `Transport` is what moves the copies of a
+plan; `LocalTransport` does it within one process.
 
-Gloo listens at the one address that it is given. Whoever reaches it is not asked for a key, nor is anything encrypted:
-on one host that is loopback, and beyond it a network must be trusted.
-
-The ranks of one replica, together: torch.distributed's default group, and the step that they keep.
-
-They are processes of one host, and talk over its loopback interface: nothing listens beyond it.
-
-Sums and maxima over the ranks of a replica, through a group of its own: usable from a transfer's thread.
-
-Moves the copies of a plan, and decides nothing: what goes where, and when, is settled before it is called.
-
-`LocalTransport` serves two sides in one process; `bridge.BridgeTransport` those of two.
-
-One rank's end of a bridge between two replicas: what every transport over it needs, and nothing about tensors.
+Gloo listens at the one address that it is given. It asks a peer for no key and encrypts nothing: on one host that is
+loopback, and beyond it a network must be trusted.
 """
 
 import os
@@ -37,7 +29,7 @@ from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy
 
 OpenStore = Callable[[str], Store]
-"""Where the ranks of a group meet, by the group's name."""
+"""The store at which the ranks of a group rendezvous, by the group's name."""
 
 
 class PeerGroup:
@@ -78,7 +70,7 @@ class PeerGroup:
 
 
 class AbsentError(RuntimeError):
-    """Not all ranks have come to meet; `ranks` have not."""
+    """`ranks` have not come to the rendezvous."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         names = ", ".join(map(str, ranks))
@@ -98,12 +90,12 @@ def open_group(
         raise RuntimeError(f"given nccl, which torch {torch.__version__} here is built without; needed gloo")
     began = time.monotonic()
     call_roll(store, rank, size, timeout)
-    meeting = PrefixStore(backend, store)
+    rendezvous = PrefixStore(backend, store)
     if backend == "nccl":
-        return _open_nccl(meeting, rank, size, timeout)
+        return _open_nccl(rendezvous, rank, size, timeout)
     # For connecting: all have come, and what is left of the time has to do.
     left = max(timeout / 4, timeout - (time.monotonic() - began))
-    return PeerGroup(_connect_gloo(meeting, rank, size, left, address), torch.device("cpu"), timeout)
+    return PeerGroup(_connect_gloo(rendezvous, rank, size, left, address), torch.device("cpu"), timeout)
 
 
 def call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
@@ -119,7 +111,7 @@ def call_roll(store: Store, rank: int, size: int, timeout: float) -> None:
         raise AbsentError(absent) from None
 
 
-def _connect_gloo(meeting: PrefixStore, rank: int, size: int, seconds: float, address: str) -> Any:
+def _connect_gloo(rendezvous: PrefixStore, rank: int, size: int, seconds: float, address: str) -> Any:
     """Gloo itself says neither where it listens nor what a wait was for."""
     gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
     options = gloo._Options()
@@ -130,13 +122,13 @@ def _connect_gloo(meeting: PrefixStore, rank: int, size: int, seconds: float, ad
         needed = "needed an address of this machine (`address` of its host in the cluster file)"
         raise RuntimeError(f"cannot listen on {address}, {needed}: {error}") from error
     try:
-        return gloo(meeting, rank, size, options)
+        return gloo(rendezvous, rank, size, options)
     except RuntimeError as error:
         text = f"all have come, but do not reach each other; this one listens on {address}"
         raise RuntimeError(f"{text}: {error}") from error
 
 
-def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> PeerGroup:
+def _open_nccl(rendezvous: PrefixStore, rank: int, size: int, timeout: float) -> PeerGroup:
     """Ranks on different GPUs, each with its GPU as the current device. NCCL_SOCKET_IFNAME names the interface.
     The tests do not run this: it needs two GPUs.
     """
@@ -144,7 +136,7 @@ def _open_nccl(meeting: PrefixStore, rank: int, size: int, timeout: float) -> Pe
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
-    nccl = ProcessGroupNCCL(meeting, rank, size, options)
+    nccl = ProcessGroupNCCL(rendezvous, rank, size, options)
     return PeerGroup(nccl, torch.device("cuda", torch.cuda.current_device()), timeout)
 
 
@@ -203,7 +195,7 @@ HEADER = "the header"
 
 @dataclass(frozen=True)
 class LinkEnds:
-    """Who is on a bridge: source ranks come first in its group."""
+    """The ranks of a link: source ranks come first in its group."""
 
     channel: str
     sources: int
@@ -218,7 +210,7 @@ class LinkEnds:
 
 
 class PeerConnection:
-    """The group of a bridge as one rank of one side sees it. After a fault it stays broken: make a new bridge."""
+    """The group of a link as one rank of one side sees it. After a fault it stays broken: open a new link."""
 
     def __init__(self, ends: LinkEnds, side: Side, group: PeerGroup) -> None:
         self.ends = ends
@@ -230,7 +222,7 @@ class PeerConnection:
         """The group, for one sync."""
         if self._group is None or self._fault:
             reason = self._fault or "closed"
-            raise TransportError(f"{self.ends.channel}: version {version}: the bridge is broken: {reason}")
+            raise TransportError(f"{self.ends.channel}: version {version}: the link is broken: {reason}")
         return self._group
 
     def close(self) -> None:
@@ -250,9 +242,8 @@ class PeerConnection:
             self.group(version).wait(work)
 
     def match(self, given: torch.Tensor, needed: torch.Tensor, names: Sequence[str], peer: int) -> None:
-        """Both sides must mean the same sync: the proof would find a stale or partial version too, but could not say
-        what it is.
-        """
+        """Raise ChecksumError unless a peer's header is the one needed: both sides must mean the same sync."""
+        # The checksums would find a stale or partial version, too, but could not say what it is.
         if given.tolist() != needed.tolist():
             facts = [dict(zip(names, header.tolist(), strict=True)) for header in (given, needed)]
             self._fault = f"{self.ends.name(peer)} sent {facts[0]}, needed {facts[1]}"
@@ -356,11 +347,10 @@ Fold = Callable[[Tensor, Tensor], Tensor]
 
 
 class AllReduce:
-    """Adds over ranks of one host that meet at `store`, which no other group has used; each makes the same calls.
+    """Sums and maxima over ranks of one host that meet at `store`, which no other group has used; each makes the same
+    calls. Called, it is the `Add` of checksums; `maximum` is what quantising ranks agree by.
 
-    `adder` is a proof's `Add`, and `adder.maximum` is what quantising ranks agree by. Opened by the first call. Rank 0
-    adds up, so that an error can name the rank that did not answer within `timeout` seconds. After an error it stays
-    broken.
+    Opened by the first call, in any thread. After an error it stays broken.
     """
 
     def __init__(self, name: str, store: Store, rank: int, ranks: int, timeout: float = 60.0) -> None:
@@ -390,13 +380,23 @@ class AllReduce:
     def _reduce(self, numbers: Tensor, fold: Fold) -> Tensor:
         with self._lock:
             if self._group is None:
-                self._group = self._open()
+                try:
+                    self._group = open_group(self._store, self._rank, self._ranks, timeout=self._timeout)
+                except RuntimeError as error:
+                    text = f"{self._name}: rank {self._rank}: not all of {self._ranks} ranks met"
+                    raise TransportError(f"{text} within {self._timeout} s: {first_line(error)}") from error
             self._calls += 1
             # The first word tells calls apart that do not belong together.
             own = torch.cat([torch.tensor([self._calls]), numbers.reshape(-1)])
-            total = self._lead(self._group, own, fold) if self._rank == 0 else self._follow(self._group, own)
+            if self._rank == 0:
+                total = self._lead(self._group, own, fold)
+            else:
+                total = torch.empty_like(own)
+                self._wait(self._group, self._group.send(own, 0, 0), 0)
+                self._wait(self._group, self._group.receive(total, 0, 1), 0)
             return total[1:].view(numbers.shape)
 
+    # Rank 0 adds up rather than a collective of gloo's, so that an error can name the rank that did not answer.
     def _lead(self, group: PeerGroup, own: Tensor, fold: Fold) -> Tensor:
         answers = [torch.empty_like(own) for _ in range(1, self._ranks)]
         works = [group.receive(answer, peer, 0) for peer, answer in enumerate(answers, 1)]
@@ -410,22 +410,9 @@ class AllReduce:
             self._wait(group, work, peer)
         return total
 
-    def _follow(self, group: PeerGroup, own: Tensor) -> Tensor:
-        total = torch.empty_like(own)
-        self._wait(group, group.send(own, 0, 0), 0)
-        self._wait(group, group.receive(total, 0, 1), 0)
-        return total
-
     def _wait(self, group: PeerGroup, work: Work, peer: int) -> None:
         try:
             group.wait(work)
         except RuntimeError as error:
             text = f"{self._name}: rank {self._rank}: no sum from rank {peer} within {self._timeout} s"
-            raise TransportError(f"{text}: {first_line(error)}") from error
-
-    def _open(self) -> PeerGroup:
-        try:
-            return open_group(self._store, self._rank, self._ranks, timeout=self._timeout)
-        except RuntimeError as error:
-            text = f"{self._name}: rank {self._rank}: not all of {self._ranks} ranks met within {self._timeout} s"
             raise TransportError(f"{text}: {first_line(error)}") from error

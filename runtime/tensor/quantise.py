@@ -1,11 +1,10 @@
-"""Weights turned into what travels, on the sender; `convert` says what that is, and back into floats on a receiver.
+"""Weights in a wire format: `Converter` makes on the sender what travels, and `Restorer` makes floats of it on a
+receiver. `wire_format` says what travels.
 
 A scale is the largest magnitude of its row or block over the format's limit, and an element its quotient by the scale,
 rounded to the nearest, ties to even. So an element depends on its value and its scale alone: once the ranks that share
 a row or a block have agreed on its largest magnitude, what each makes of its region is, bit for bit, what one rank
 would make of the whole. Work goes strip by strip, each small enough for a core's cache.
-
-What travelled turned back into the dtypes that its readers compute in, on the receiver.
 
 A reader needs its own dtype at every step, and the step must not wait for it. So floats are made when a version
 arrives, beside the shadow, and change places with it. In memory that is two more copies of what changed its dtype on
@@ -36,7 +35,7 @@ class ConversionError(ValueError):
 
 
 class Converter:
-    """Turns what one rank holds of `source` into what it holds of `wire`, which `convert.converted` made of it."""
+    """Turns what one rank holds of `source` into what it holds of `wire`, which `wire_format.converted` made of it."""
 
     def __init__(self, source: Layout, wire: Layout, rank: int) -> None:
         self._rank = rank

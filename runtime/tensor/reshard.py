@@ -1,31 +1,23 @@
-"""The plan from a source layout to a destination layout, made once for all tensors of a signature. Pure, no torch.
+"""The plan from a source layout to a destination layout (`reshard`), from which each rank takes its own copies, and the
+chain of replicas that pass a version on (`chain`). Pure, no torch.
 
-Who sends: holders on the receiver's host if there are any; among these the one with the least to send. What only one
-rank holds is counted first, then large copies before small ones, so that the small ones level out what is left. A
-large region whose copies cannot be shared out evenly is cut.
+Tensors of one signature (shape, dtype and holdings on both sides) have equal copies: the plan is made once for all of
+them. A `CopySet` is a region of each of them, the ranks that hold it, the ranks that need it, and how many of the
+copies each holder sends. A rank expands its own copy sets only.
 
-Which ranks of a source can give which parts of a destination's regions, for all tensors of one signature. Pure.
+**Who sends**: holders on the receiver's host if there are any; among these the one with the least to send. What only
+one rank holds is counted first, then large copies before small ones, so that the small ones level out what is left. A
+large region whose copies cannot be shared out evenly is split.
 
-Sharing equal copies out among the ranks that could send them: the least loaded sends next. Pure.
+**In which order**: source s and destination d meet in step (d - s) mod P, with P the larger number of ranks. In each
+step a rank has at most one peer, so that every link is busy. Between two ranks, copies come in the order of the
+tensors in the destination layout.
 
-The copies that turn one layout into another, as a small value from which each rank takes its own. Pure, no torch.
-
-Tensors of one signature (shape, dtype and holdings on both sides) have equal copies. A *lane* is a region of each of
-them, the ranks that hold it, the ranks that need it, and how many of the copies each holder sends; `reshard` makes
-them. A rank expands its own lanes only.
-
-In which order: source s and destination d meet in step (d - s) mod P, with P the larger number of ranks. In each step
-a rank has at most one peer, so that every link is busy. Between two ranks, copies come in the order of the tensors in
-the destination layout.
-
-Few trainers, many replicas: the first replicas receive from the trainers, the others from a replica. Pure.
-
-All replicas have one layout. If the trainers sent to each of n replicas, the busiest of them would send n times its
-part of one replica, while a replica's rank receives its own part only. So the trainers feed as many *heads* as keep
-them no busier than a receiver, and each head starts a chain of replicas. A rank forwards to the same rank of the next
-replica, one message while the one after it arrives: with chains of d replicas the last one is complete after the time
-of its own bytes and of d - 1 messages more, or tensors where several trainers' ranks send parts of one (`bucket` makes
-the messages, `relay` moves them).
+**Chains**, for few trainers and many replicas: if the trainers sent to each of n replicas, the busiest of them would
+send n times its part of one replica, while a replica's rank receives its own part only. So the trainers feed as many
+heads as keep them no busier than a receiver, and each head starts a chain of replicas of the same layout. A rank
+forwards to the same rank of the next replica, one message while the one after it arrives: with chains of d replicas
+the last one is complete after the time of its own bytes and of d - 1 messages more.
 """
 
 import heapq
@@ -300,14 +292,14 @@ def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
 
 
 def _level(loads: Sequence[int], nbytes: int) -> int:
-    """How high `nbytes` rise if poured over the loads: no sender fills up beyond it but by its last copy."""
+    """The level to which `nbytes` raise the loads, the least loaded first: senders exceed it by one copy only."""
     total = nbytes
     ascending = sorted(loads)
     for filled, load in enumerate(ascending, 1):
         total += load
         if filled == len(ascending) or total <= ascending[filled] * filled:
             return total // filled
-    raise AssertionError("nobody to send")
+    raise AssertionError("no sender")
 
 
 Faults = defaultdict[str, list[str]]

@@ -1,11 +1,10 @@
-"""One sync of weights, from both sides: publish, send, receive, prove, swap.
+"""One sync of weights, from both sides: publish, send, receive, check, swap.
 
 The sending rank's `WeightPublisher` copies the carried value's weights aside (`publish`) and sends that copy to any
-number of replicas, while the optimizer goes on.
-Replicas may have several ranks, on each of which one of these runs: weights
-go from shard to shard. Two things travel by the control plane, both equal on all ranks of the sender: once, the
-`description` of the weights, from which both sides make the same plan; and the digests of each version, which
-`publish` returns. The receiving rank's `WeightReceiver` fills its shadow while its nodes read the live weights, proves
+number of replicas, while the optimizer goes on. Replicas may have several ranks, on each of which one of these runs:
+weights go from shard to shard. Two things travel by the control plane, both equal on all ranks of the sender: once,
+the `description` of the weights, from which both sides make the same plan; and the digests of each version, which
+`publish` returns. The receiving rank's `WeightReceiver` fills its shadow while its nodes read the live weights, checks
 what arrived, and swaps when it is told to, between two steps.
 
     digests = publisher.publish(7)                              # sender, on Publish → Published
@@ -14,7 +13,8 @@ what arrived, and swaps when it is told to, between two steps.
     receiver.start(7, digests, transport, done)                 # receiver, on Send; done → Arrived
     receiver.swap(7)                                            # receiver, on Swap → Swapped
 
-How a carried value's weights lie on the ranks that send them.
+Invariants: a snapshot that is being sent is not written over; the live weights change in `swap` alone; a version
+arrives once, and later than the live one.
 """
 
 import threading
@@ -94,7 +94,7 @@ def _agreed(own: Mapping[str, str], sharding: Sharding, add: Add) -> dict[str, s
 
 Description = dict[str, Any]
 """What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want
-them ("wanted"), and the mode of their "proof"."""
+them ("wanted"), and the mode of their checksums ("proof")."""
 
 
 class SyncError(RuntimeError):
@@ -102,7 +102,7 @@ class SyncError(RuntimeError):
 
 
 class Moved(NamedTuple):
-    """One rank's part of one sync: bytes, seconds on the wire, and seconds spent on the proof (0 for a sender)."""
+    """One rank's part of one sync: bytes, seconds on the wire, and seconds spent on checksums (0 for a sender)."""
 
     version: int
     nbytes: int
@@ -114,10 +114,10 @@ class WeightPublisher:
     """One rank's copies of a carried value's weights, as of the last `keep` versions published.
 
     The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
-    plan shares the sending out. `wire` is a format of `convert`, "" leaves tensors as `Carried.weights` gives them.
-    `add` sums over the ranks (`adder.Adder`): needed where no rank holds everything; `agree`, the maximum over them,
-    where moreover the format has scales. All ranks must publish the same versions in one order. A copy being sent is
-    never written over: one more is made when they all are.
+    plan shares the sending out. `wire` is one of `wire_format`, "" leaves tensors as `Carried.weights` gives them.
+    `add` sums over the ranks (`process_group.AllReduce`): needed where no rank holds everything. `agree` is the maximum
+    over them, needed where moreover the format has scales. All ranks must publish the same versions in one order. A
+    copy being sent is never written over: one more is made when they all are.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class WeightPublisher:
 
     def publish(self, version: int, carried: Carried | None = None) -> dict[str, int]:
         """Copy the weights aside as `version`, in the format of the wire; blocks meanwhile. Returns the digests of the
-        copy by tensor, of those that the mode of the proof asks for. `carried` is the value now: an update may return
+        copy by tensor, of those that the mode asks for. `carried` is the value now: an update may return
         another object than it was given. Raises `ConversionError` for what the format cannot hold.
         """
         self._carried = self._carried if carried is None else carried
@@ -193,7 +193,8 @@ class WeightPublisher:
                 self._sending[snapshot.version] -= 1
 
     def _planned(self, mesh: Mesh) -> tuple[Copy, ...]:
-        """What this rank sends to a replica on `mesh`: one object for ever, by which transports know it again."""
+        """What this rank sends to a replica on `mesh`."""
+        # One object for ever: transports know by its identity which buckets they have made for it.
         with self._lock:  # two replicas may ask at once
             if mesh not in self._copies:
                 target = converted(target_layout(self._source, self._wanted, mesh), self._wire)
@@ -231,7 +232,7 @@ class WeightReceiver:
     `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
     version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
     over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
-    memory, such as `memory.SharedMemory`. Readers get tensors in the sender's dtypes (see `restore` for what that
+    memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes (see `quantise` for what that
     takes), or, with `restore=False`, as they travelled: elements and scales.
     """
 
@@ -331,7 +332,7 @@ class WeightReceiver:
         return self._arena, self._prover
 
     def _require_digests(self, version: int, digests: Mapping[str, int], layout: Layout) -> None:
-        """Raises ChecksumError for other tensors' digests than the mode of the proof asks for in this version."""
+        """Raises ChecksumError for other tensors' digests than the mode asks for in this version."""
         mode = self.description["proof"]
         needed = hashed_tensors(mode, version, [t.name for t in layout.tensors])
         if digests.keys() != set(needed):
@@ -353,7 +354,7 @@ class WeightReceiver:
 def sync_in_process(
     publisher: WeightPublisher, receiver: WeightReceiver, version: int, digests: Mapping[str, int]
 ) -> Moved:
-    """Send and receive in one process and one thread: the same plan, the same proof, one copy."""
+    """Send and receive in one process and one thread: the same plan, the same checksums, one copy."""
     transport = LocalTransport(receiver.channel)
     publisher.send(version, transport, mesh=receiver.mesh.axes)
     return receiver.receive(version, digests, transport)

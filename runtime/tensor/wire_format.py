@@ -1,15 +1,16 @@
-"""In which format each tensor travels, and the layouts that follow from it. Pure, no torch; `quantise` does the work.
+"""The format in which each tensor of a weight channel travels, and the layouts that follow from it. Pure, no torch:
+`quantise` does the work.
 
-A format is a dtype of floats, or quantises: a matrix [out, in] then travels as two logical tensors like any others,
-NAME in eight bits and NAME.scale in float32, with a scale per row, [out], or per block, [out / 128, in / 128] rounded
-up. A rank holds the scales of the rows or blocks that its region touches, so plan and proof need to know nothing of it.
+A wire format is a dtype of floats, or one of `FORMATS`, which quantise: a matrix [out, in] then travels as two logical
+tensors like any others, NAME in eight bits and NAME.scale in float32, with a scale per row, [out], or per block,
+[out / 128, in / 128] rounded up. A rank holds the scales of the rows or blocks that its region touches, so that plan
+and checksums need to know nothing of it.
 
-A receiving replica's side of a channel: its mesh, its layout, the plan that brings it there. Pure, without torch.
-
-What a receiver needs to know of the sender travels as JSON: the layout and the rules by which a replica with an axis
-"tp" cuts the tensors.
+A receiving replica's layout (`target_layout`) and plan (`plan_of`) follow from its mesh and what the sender says of its
+weights as JSON: the layout, and the rules by which a replica with an axis "tp" splits the tensors.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,41 +72,37 @@ FORMATS = {
 """int8 and fp8 with a scale per row, fp8 with one per 128 × 128 block (DeepSeek-V3, section 3.3)."""
 
 
-def converted(layout: Layout, wire: str, *, kept: Sequence[str] = KEPT, others: str | None = None) -> Layout:
-    """The layout that travels: as it is if `wire` is ""; floats in the dtype `wire`; or, if that is one of `FORMATS`,
-    each matrix that `quantises` names as elements and scales, and other floats in the dtype `others` (None: as they
-    are). Tensors of integers stay. Raises `LayoutError` for an unknown format and for names that would be there twice.
+def converted(layout: Layout, wire: str) -> Layout:
+    """The layout that travels: `layout` as it is if `wire` is ""; floats in the dtype `wire`; or, if that is one of
+    `FORMATS`, each matrix that `quantises` as elements and scales. Tensors of integers stay. Raises `LayoutError` for
+    an unknown format, and for names that would be there twice.
     """
     if not wire:
         return layout
     format = FORMATS.get(wire)
-    dtype = others if format else wire
-    unknown = [name for name in (wire, dtype) if name is not None and name not in (*FLOATS, *FORMATS)]
-    if unknown or dtype in FORMATS:
-        known = f"{', '.join(FLOATS)} or {', '.join(FORMATS)}"
-        raise LayoutError(f"wire format: given {wire!r} (others {others!r}), needed {known}; others are floats")
+    if format is None and wire not in FLOATS:
+        raise LayoutError(f"wire format: given {wire!r}, needed {', '.join(FLOATS)} or {', '.join(FORMATS)}")
     found: list[TensorLayout] = []
     holdings: dict[int, Holding] = {}
     for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
-        if format and quantises(t, kept):
+        if format and quantises(t):
             if index not in holdings:
                 holdings[index] = scale_holding(t.held, t.shape, format)
             found.append(replace(t, dtype=format.dtype))
             found.append(TensorLayout(t.name + SCALE, format.scale_shape(t.shape), "float32", holdings[index]))
         else:
-            found.append(replace(t, dtype=dtype) if dtype and t.dtype in FLOATS else t)
-    twice = sorted({t.name for t in layout.tensors} & {t.name for t in found if t.name.endswith(SCALE)})
-    twice = [name for name in twice if sum(t.name == name for t in found) > 1]
-    if twice:
+            found.append(replace(t, dtype=wire) if not format and t.dtype in FLOATS else t)
+    times = Counter(t.name for t in found)
+    if twice := sorted(name for name, count in times.items() if count > 1 and name.endswith(SCALE)):
         raise LayoutError(f"{', '.join(twice)}: there already, needed for the scales of a quantised matrix")
     return Layout(tuple(found), layout.hosts)
 
 
-def quantises(t: TensorLayout, kept: Sequence[str] = KEPT) -> bool:
+def quantises(t: TensorLayout) -> bool:
     """Whether a tensor is quantised where the wire format quantises: a non-empty matrix of floats without any of
-    `kept` in its name."""
+    `KEPT` in its name."""
     matrix = len(t.shape) == 2 and 0 not in t.shape and t.dtype in FLOATS
-    return matrix and not any(word in t.name for word in kept)
+    return matrix and not any(word in t.name for word in KEPT)
 
 
 def cut_through(held: Holding, shape: tuple[int, ...], format: Format) -> bool:
@@ -126,6 +123,7 @@ def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> Hold
     )
     if not isinstance(held, Placement):
         return listed
+    # A placement is small and shared by all tensors of a signature; a list grows with the ranks.
     scales = format.scale_shape(shape)
     splits = tuple(split for split in held.splits if split.dim < len(scales))
     for own in (splits, tuple(replace(split, units=0) for split in splits)):

@@ -127,7 +127,7 @@ def test_a_stale_version_on_the_wire_is_named_and_breaks_the_bridge(peers: Any) 
     receiver = WeightReceiver(CHANNEL)
     with pytest.raises(ChecksumError, match=r"source rank 0 sent \{'version': 1, .*needed \{'version': 2"):
         receive(receiver, facts, transport)
-    with pytest.raises(TransportError, match="the bridge is broken: source rank 0 sent"):
+    with pytest.raises(TransportError, match="the link is broken: source rank 0 sent"):
         receive(receiver, facts, transport)
 
 
@@ -143,7 +143,7 @@ def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
     assert isinstance(error, TransportError)
     assert f"{CHANNEL}: version 0: " in str(error)
     assert "to destination rank 0 failed" in str(error)
-    with pytest.raises(TransportError, match="the bridge is broken"):
+    with pytest.raises(TransportError, match="the link is broken"):
         publisher.send(0, transport)
 
 
@@ -216,7 +216,7 @@ def test_a_replica_killed_half_way_breaks_its_own_bridge_alone_and_comes_back_on
         peer.tell(**facts)
         publisher.send(1, transport)
         assert peer.read()["version"] == 1
-    with pytest.raises(TransportError, match="the bridge is broken"):
+    with pytest.raises(TransportError, match="the link is broken"):
         publisher.send(1, broken)
 
 

@@ -128,7 +128,7 @@ def test_a_receiver_that_dies_while_it_is_written_fails_the_send(run: Path, othe
     monkeypatch.setattr(memories, "copy_elements", kill_then_copy)
     with pytest.raises(TransportError, match=r"version 0: .*to destination rank 0 failed"):
         publisher.send(0, transport)
-    with pytest.raises(TransportError, match="the bridge is broken"):
+    with pytest.raises(TransportError, match="the link is broken"):
         publisher.send(0, transport)
 
 
