@@ -146,6 +146,7 @@ class Group:
                     f"({text!r}) to a row that is not done, needed one that says something, or done"
                 )
             size = begin + length + len(tokens)
+            # An outgrown row must not end with a reply that nothing answers: it stays as it was, without it.
             if size > max_prefix:
                 row.open, row.outgrown, row.before = False, size, row.before._replace(finished=False)
                 continue

@@ -36,79 +36,6 @@ from penstock.nodes.model import Llama
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.tokenizer import Tokenizer
 
-H = TypeVar("H")
-
-
-class Slots(Generic[H]):
-    """Which sample holds which slot, and what was sampled in it.
-
-    `positions` is where each slot's newest token stands in its conversation; `live` says which slots are held. The
-    columns of what was sampled are steps, modulo `max_tokens`, the bound on a response's length.
-    """
-
-    def __init__(self, num_slots: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
-        self.max_tokens, self.stops, self.now = max_tokens, stops, 0
-        self.live = np.zeros(num_slots, dtype=bool)
-        self.positions, self._begun = (np.zeros(num_slots, dtype=np.int64) for _ in range(2))
-        self._holders: dict[int, H] = {}
-        self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int64)
-        self._logprobs = np.zeros((num_slots, max_tokens), dtype=np.float32)
-        self._versions = np.zeros(max_tokens, dtype=np.int64)
-        self.clear()
-
-    def clear(self) -> None:
-        """Take all slots from their holders."""
-        self.live[:] = False
-        self._holders.clear()
-        self._free = list(range(len(self)))[::-1]
-
-    def __len__(self) -> int:
-        return len(self.live)
-
-    @property
-    def any_free(self) -> bool:
-        return bool(self._free)
-
-    @property
-    def column(self) -> int:
-        return self.now % self.max_tokens
-
-    @property
-    def reach(self) -> int:
-        """One more than the farthest position of a live slot."""
-        return int(self.positions[self.live].max()) + 1
-
-    def take(self, holder: H, position: int) -> int:
-        """Give a free slot to `holder`, whose first token this step samples for `position`; returns the slot."""
-        slot = self._free.pop()
-        self._holders[slot] = holder
-        self.live[slot], self.positions[slot], self._begun[slot] = True, position, self.now
-        return slot
-
-    def record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
-        """What this step sampled in every slot, held or not, with weights of `version`."""
-        self._tokens[:, self.column], self._logprobs[:, self.column] = tokens, logprobs
-        self._versions[self.column] = version
-        if not np.isfinite(logprobs[self.live]).all():
-            raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
-
-    def release(self) -> list[tuple[H, Response]]:
-        """End the step: free the slots whose responses ended with it, by a stop token or at the bound."""
-        stopped = self.stops[self._tokens[:, self.column]]
-        slots = np.flatnonzero(self.live & (stopped | (self.now - self._begun == self.max_tokens - 1)))
-        columns = (self._begun[slots, None] + np.arange(self.max_tokens)) % self.max_tokens
-        tokens, logprobs = self._tokens[slots[:, None], columns], self._logprobs[slots[:, None], columns]
-        versions, lengths = self._versions[columns], (self.now + 1 - self._begun[slots]).tolist()
-        ended = []
-        for row, (slot, n) in enumerate(zip(slots.tolist(), lengths, strict=True)):
-            response = Response(tokens[row, :n], logprobs[row, :n], versions[row, :n], bool(stopped[slot]))
-            ended.append((self._holders.pop(slot), response))
-            self._free.append(slot)
-        self.live[slots] = False
-        self.now += 1
-        return ended
-
-
 ROW_TILE = 16
 """Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently."""
 SHORTEST_PREFIX = 8
@@ -119,7 +46,7 @@ CPU_PREFILL_TOKENS, PREFILL_TOKENS = 128, 4096
 
 @dataclass
 class Request:
-    """Rows of a group that go on from the same tokens; `placed` of them have got a slot."""
+    """Rows of a group that go on from the same tokens; the first `placed` of them have got a slot."""
 
     group: Group
     rows: range
@@ -264,6 +191,7 @@ class Engine:
             while self.slots.any_free and (self.staged or self.queue):
                 self.staged = self.staged or self._stage()
                 self._place(self.staged, memory)
+            # All slots, used or not: a row's bits must not depend on how many there are.
             memory.tokens_S, logprobs_S = self.sampler(memory.logits_SV, memory.uniform_TS[self.slots.column])
             # The one wait for the device in a step.
             self.slots.record(memory.tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
@@ -283,6 +211,8 @@ class Engine:
 
     def _stage(self) -> Staged:
         """Compute the prompt at the head of the queue, with others that are padded to the same length."""
+        # The number of rows is fixed by the length alone, and is reached with empty rows: a matrix product of another
+        # height may add up in another order.
         width = self._padded(self.queue[0])
         rows = max(1, (CPU_PREFILL_TOKENS if self.context.device == "cpu" else PREFILL_TOKENS) // width)
         chosen: list[Request] = []
@@ -334,6 +264,7 @@ class Engine:
 
     def _result(self, group: Group) -> tuple[Rollouts, Metrics]:
         rollouts, metrics = group.rollouts(self.tokenizer, self.sampler), group.metrics()
+        # Greedy and cut samples have log-probabilities that the trainer's cannot equal.
         comparable = self.measures and self.sampler.temperature > 0 and not self.sampler.cuts
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
         if comparable and self.unmeasured and group.versions == {self.version}:
@@ -345,6 +276,81 @@ class Engine:
     def max_prefix(self) -> int:
         """Tokens of the longest prompt, or conversation so far, that a turn has room after."""
         return self.length - self.context.max_tokens
+
+
+H = TypeVar("H")
+
+
+class Slots(Generic[H]):
+    """Which sample holds which slot, and what was sampled in it.
+
+    `positions` is where each slot's newest token stands in its conversation; `live` says which slots are held. The
+    columns of what was sampled are steps, modulo `max_tokens`, the bound on a response's length.
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
+        self.max_tokens, self.stops, self.now = max_tokens, stops, 0
+        self.live = np.zeros(num_slots, dtype=bool)
+        self.positions, self._begun = (np.zeros(num_slots, dtype=np.int64) for _ in range(2))
+        self._holders: dict[int, H] = {}
+        self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int64)
+        self._logprobs = np.zeros((num_slots, max_tokens), dtype=np.float32)
+        self._versions = np.zeros(max_tokens, dtype=np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all slots from their holders."""
+        self.live[:] = False
+        self._holders.clear()
+        # The last is taken first: slots are given out from 0 on.
+        self._free = list(range(len(self)))[::-1]
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    @property
+    def any_free(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def column(self) -> int:
+        return self.now % self.max_tokens
+
+    @property
+    def reach(self) -> int:
+        """One more than the farthest position of a live slot."""
+        return int(self.positions[self.live].max()) + 1
+
+    def take(self, holder: H, position: int) -> int:
+        """Give a free slot to `holder`, whose first token this step samples for `position`; returns the slot."""
+        slot = self._free.pop()
+        self._holders[slot] = holder
+        self.live[slot], self.positions[slot], self._begun[slot] = True, position, self.now
+        return slot
+
+    def record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
+        """What this step sampled in every slot, held or not, with weights of `version`."""
+        self._tokens[:, self.column], self._logprobs[:, self.column] = tokens, logprobs
+        self._versions[self.column] = version
+        # A slot that no sample holds may decode anything, old numbers that are none included.
+        if not np.isfinite(logprobs[self.live]).all():
+            raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
+
+    def release(self) -> list[tuple[H, Response]]:
+        """End the step: free the slots whose responses ended with it, by a stop token or at the bound."""
+        stopped = self.stops[self._tokens[:, self.column]]
+        slots = np.flatnonzero(self.live & (stopped | (self.now - self._begun == self.max_tokens - 1)))
+        columns = (self._begun[slots, None] + np.arange(self.max_tokens)) % self.max_tokens
+        tokens, logprobs = self._tokens[slots[:, None], columns], self._logprobs[slots[:, None], columns]
+        versions, lengths = self._versions[columns], (self.now + 1 - self._begun[slots]).tolist()
+        ended = []
+        for row, (slot, n) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            response = Response(tokens[row, :n], logprobs[row, :n], versions[row, :n], bool(stopped[slot]))
+            ended.append((self._holders.pop(slot), response))
+            self._free.append(slot)
+        self.live[slots] = False
+        self.now += 1
+        return ended
 
 
 def _check_settings(conversation: Rollouts, sampler: Sampler) -> None:

@@ -131,6 +131,7 @@ def _all_gather(own: Tensor) -> list[Tensor]:
     length = torch.tensor([len(own)], device=own.device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
+    # `all_gather` takes equal lengths only: shorter vectors are padded, and cut again.
     longest = max(int(each) for each in lengths)
     every = [own.new_empty(longest) for _ in lengths]
     dist.all_gather(every, torch.nn.functional.pad(own, (0, longest - len(own))))
