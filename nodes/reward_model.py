@@ -188,6 +188,7 @@ def preference_update(
     micro_batches = pack_ends(reward_model, *tokens, options["micro_tokens"])
     scores_N = sequence_scores(reward_model, micro_batches, 2 * count).requires_grad_()
     losses_N = bradley_terry_loss(*scores_N.chunk(2))
+    # The two responses of a pair may be in different micro-batches, so each gets its own share of the gradient.
     (weights_N,) = torch.autograd.grad(losses_N.sum(), scores_N)
 
     def loss(model: Scorer, packed: Packed) -> tuple[Tensor, None]:

@@ -220,7 +220,8 @@ class Learner(MasterWeights[Model]):
         try:
             found = self.workers.backward(loss, items)
         except BaseException:
-            self._forget_gradients()  # the firing may be tried again
+            # What other micro-batches have added would be in the next attempt, too.
+            self._forget_gradients()
             raise
         for name, gradient in self.workers.collect().items():
             master = self.masters[name]
@@ -243,6 +244,7 @@ class Learner(MasterWeights[Model]):
         """
         gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         norm = self.workers.norm(gradients) / normaliser
+        # Before any weight is touched: the firing may be tried again, from the same weights.
         if not math.isfinite(norm):
             self._forget_gradients()
             raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")

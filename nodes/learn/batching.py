@@ -300,6 +300,7 @@ def minibatch_rows(ordinals: Sequence[int], minibatches: int, key: int, *, empty
     if minibatches < 1 or (len(groups) < minibatches and not empty):
         given = f"minibatches={minibatches} for a batch of {len(groups)} prompt groups"
         raise ValueError(f"minibatches: given {given}, needed at least 1, and a prompt group for each")
+    # Groups are drawn and not rows: a loss may compare the responses to a prompt.
     order = list(range(len(groups)))
     random.Random(key).shuffle(order)
     bounds = [-(-len(groups) * number // minibatches) for number in range(minibatches + 1)]

@@ -78,6 +78,7 @@ def _backward(
     for packed, logprobs_P in zip(micro_batches, learner.logprobs(micro_batches), strict=True):
         ours_N.index_add_(0, packed.sequence_P, logprobs_P)
         reference_N.index_add_(0, packed.sequence_P, reference_NT[packed.sequence_P, packed.step_P])
+    # The loss's gradient by each response's log-probability is the weight of all its tokens.
     with torch.enable_grad():
         ours_N.requires_grad_()
         losses_G = dpo_loss(*ours_N.chunk(2), *reference_N.chunk(2), beta=beta)

@@ -233,6 +233,7 @@ class _Part:
             raise ValueError(f"loss {_named(self.loss)}: given a result of shape {given}, needed {needed}")
         if self.kl:
             loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
+        # Divided once, when all micro-batches of the step are there: see `_accumulate`.
         weights_P = token_weights(sampled.lengths_P, aggregation=self.average)
         return (weights_P * loss_P).sum(), clipped_P
 
