@@ -18,6 +18,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from predicted import stream_s
+
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.memory import Memory, slots_that_fit, trainer_memory
@@ -50,10 +52,10 @@ def trained(shape: Shape, mesh: Parallel, copies: int) -> float:
 
 @cache
 def generated(generator: Generator, copies: int, stream: bool) -> float:
-    seconds = generator.rollout(RESPONSES, PROMPT, SAMPLES, copies).seconds
+    seconds = float(generator.rollout(RESPONSES, PROMPT, SAMPLES, copies).max())
     if not stream:
         return seconds
-    return max(generator.stream_s(RESPONSES, PROMPT, SAMPLES, copies), seconds / (1 + LAG))
+    return max(stream_s(generator, RESPONSES, PROMPT, SAMPLES, copies), seconds / (1 + LAG))
 
 
 def slots(generator: Generator, arenas: int, beside: Memory | None = None) -> int:

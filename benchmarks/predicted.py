@@ -12,7 +12,7 @@ from penstock.runtime.plan.memory import slots_that_fit
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.train_cost import Trainer, weights_per_rank
-from penstock.runtime.plan.workload import Lognormal
+from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 256
 """NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once."""
@@ -90,12 +90,15 @@ def _reinforced(row: Row) -> Prediction:
     sampled, batch = (int(word) for word in row.work.replace("G-GBS ", "").replace("T-GBS ", "").split(" / "))
     lengths = Lognormal(row.mean, SIGMA, row.longest - PROMPT).take(sampled)
     samples = 32 if sampled == 2048 else 16
-    rollout = generator.rollout(lengths, PROMPT, samples, replicas)
-    seconds = rollout.seconds
+    ends = generator.rollout(lengths, PROMPT, samples, replicas)
+    rollout_s = seconds = float(ends.max())
     if row.staleness:
-        stream = generator.stream_s(lengths, PROMPT, samples, replicas)
+        stream = stream_s(generator, lengths, PROMPT, samples, replicas)
         seconds = max(stream, seconds / (1 + row.staleness))
-    steps = float(lengths.sum()) / replicas / max(1.0, rollout.slot_s / rollout.seconds / replicas)
+    # What waits takes the slots that fall free in the order of the ends.
+    waited = np.sort(ends)[: max(0, sampled - replicas * generator.slots)]
+    rows = float(ends.sum() - waited.sum()) / rollout_s / replicas
+    steps = float(lengths.sum()) / replicas / max(1.0, rows)
     trainer = Trainer(row.shape, row.gpu, mesh, micro_tokens=row.longest, zero3=False)
     trained = trainer.logprobs(lengths + PROMPT) * 2
     for part in np.array_split(lengths + PROMPT, sampled // batch):
@@ -106,3 +109,9 @@ def _reinforced(row: Row) -> Prediction:
         moments = 12 * weights_per_rank(row.shape, mesh.tp, mesh.pp, mesh.ep, mesh.fsdp * mesh.cp)
         trained = trained + switch_cost(row.gpu, moments, moments)
     return Prediction({"generating": seconds, "engine": steps}, _sides(trained), overlaps=bool(row.staleness))
+
+
+def stream_s(generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int) -> float:
+    """Seconds of one batch among others that follow without a pause: of three in a row, the last one's share."""
+    two, three = (generator.rollout(np.tile(responses, n), prompt_tokens, samples, replicas).max() for n in (2, 3))
+    return float(three - two)

@@ -1,27 +1,22 @@
-"""Seconds of a generator: prefill, a decoding step, and a batch of responses, which `rollout` simulates. Pure.
+"""How long decoding takes: a step's roofline, and batches of responses simulated event by event. Pure.
 
-One replica's rows in work, from one event to the next; and the tails of many replicas at once. Pure.
+There is one event model, `Slots`: a replica decodes up to `slots` rows at once. Between two events (a response ends,
+another one takes its slot) it decodes the same rows, and its step only grows with their context. `rollout` runs a batch
+on the replicas of a plan with it, and the simulator (`simulate.DecodingReplica`) runs groups as they come. Once no
+response waits for a slot, `tails` has the rest in closed form; a test compares it with one step after the other. So the
+tail of a batch, in which few rows are left, costs what it costs; a mean length would hide it.
 
-Between two events (a response ends, another takes its slot) a replica decodes the same rows, and its step only grows
-with their context.
-
-A batch of responses by continuous batching, simulated over the length of each response, event by event. Pure.
-
-So the tail, in which few rows are left, costs what it costs; a mean length would hide it.
-
-Seconds of a batch of which filters drop some groups, each replaced by the next one once it is known. Pure.
-
-A group is known to be dropped when its longest response is done; only then may another one begin, which waits for slots
-on the replica that has least to do. So with enough slots for all, a batch takes as long as the longest chain of groups
-of which only the last one is kept. Which groups are dropped, and what takes their places, is `Workload.replacements`.
+Where filters drop groups, another group begins only when the longest response of a dropped one is done. It waits for
+slots on the replica that has least to do. With slots for all, a batch takes as long as its longest chain of groups.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf, sqrt
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,16 +50,14 @@ class Lines:
 
 
 class Slots:
-    """One replica's rows in work, from one event to the next: a response ends, or another takes its slot.
-
-    `now` is the end of the last step in seconds, `work` what of them was busy, `slot_s` the seconds of slots in use.
-    """
+    """One replica's rows in work, from one event to the next. `now` is the end of the last step, in seconds."""
 
     def __init__(self, slots: int, lines: Lines) -> None:
         self.slots = slots
-        self.now = self.work = self.slot_s = 0.0
+        self.now = 0.0
         self._lines = lines.pairs
         self._steps = self._context = 0
+        # The step after which each row ends, the row, and the tokens that it will hold.
         self._rows: list[tuple[int, int, int]] = []
         self._due: float | None = inf
 
@@ -86,25 +79,14 @@ class Slots:
     def take(self, row: int, length: int, prompt: int, prefill_s: float) -> None:
         """A response of `length` tokens takes a slot, once its prompt is computed: 0 s for a prompt that is there."""
         self.now += prefill_s
-        self.work += prefill_s
         heapq.heappush(self._rows, (self._steps + length, row, prompt + length))
         self._context += prompt
-        self._due = None
-
-    def fill(self, rows: Sequence[tuple[int, int]], prompt: int, prefill_s: float) -> None:
-        """Responses with their lengths take slots that are all free, once their prompts are computed."""
-        self._rows = [(self._steps + length, row, prompt + length) for row, length in rows]
-        heapq.heapify(self._rows)
-        self._context = prompt * len(rows)
-        self.now += prefill_s
-        self.work += prefill_s
         self._due = None
 
     def advance(self) -> list[int]:
         """On to the next end of rows; those that have ended, in order."""
         rows = self._rows
-        steps = rows[0][0] - self._steps
-        self._go(steps, self._seconds(steps))
+        self._go(rows[0][0] - self._steps)
         ended = []
         while rows and rows[0][0] == self._steps:
             _, row, held = heapq.heappop(rows)
@@ -124,8 +106,13 @@ class Slots:
             linear = fixed + slope * self._context - square
             passed = time - self.now
             count = 2 * passed / (linear + sqrt(linear * linear + 4 * square * passed))
-            steps = min(self._rows[0][0] - self._steps, max(1, ceil(count - 1e-9)))
-            self._go(steps, self._seconds(steps))
+            # Rounding of the root must not add a step.
+            self._go(min(self._rows[0][0] - self._steps, max(1, ceil(count - 1e-9))))
+
+    def left(self) -> tuple[list[tuple[int, int, int]], int]:
+        """Of each row in work the steps that are left, itself, and the tokens that it will hold; and the tokens that
+        all of them hold now."""
+        return [(end - self._steps, row, held) for end, row, held in self._rows], self._context
 
     def _seconds(self, steps: int) -> float:
         """Of so many steps with the rows in work: the middle step's cost is the mean."""
@@ -133,19 +120,11 @@ class Slots:
         fixed, slope = self._lines[rows]
         return steps * (fixed + slope * (self._context + rows * (steps - 1) / 2))
 
-    def _go(self, steps: int, seconds: float) -> None:
-        rows = len(self._rows)
+    def _go(self, steps: int) -> None:
+        self.now += self._seconds(steps)
         self._steps += steps
-        self.now += seconds
-        self.work += seconds
-        self.slot_s += seconds * rows
-        self._context += steps * rows
+        self._context += steps * len(self._rows)
         self._due = None
-
-    def left(self) -> tuple[list[tuple[int, int, int]], int]:
-        """Of each row in work the steps that are left, itself, and the tokens that it will hold; and the tokens that
-        all of them hold now."""
-        return [(end - self._steps, row, held) for end, row, held in self._rows], self._context
 
 
 def tails(lines: Lines, steps: IntArray, held: IntArray, context: IntArray) -> tuple[IntArray, FloatArray]:
@@ -165,120 +144,82 @@ def tails(lines: Lines, steps: IntArray, held: IntArray, context: IntArray) -> t
     return order, seconds
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """A batch of responses on some replicas. `ends` are the seconds at which each is finished, in their order.
-
-    `work_s` is what each replica was busy, `tokens` what they have made, `slot_s` the seconds of all slots in use: by
-    slots and wall time, the occupancy.
-    """
-
-    seconds: float
-    ends: FloatArray
-    work_s: tuple[float, ...]
-    tokens: int
-    slot_s: float
-
-    def occupancy(self, slots: int) -> float:
-        """The share of the slots of all replicas that was in use, from start to end."""
-        return self.slot_s / (self.seconds * slots * len(self.work_s)) if self.seconds else 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class Replicas:
-    """`count` replicas that are alike, with `slots` rows at once each."""
-
-    count: int
-    slots: int
-    lines: Lines
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """[responses]: how long each is. A prompt of `prompt` tokens takes `prefill_s`, once for `samples` responses that
-    follow each other."""
+    follow each other: a group. `replacements`: groups that filters drop, and the later group that takes the place of
+    each; those are the last groups of the batch."""
 
     lengths: IntArray
     prompt: int
     samples: int
     prefill_s: float
+    replacements: Mapping[int, int] = field(default_factory=dict)
 
 
-def rollout(replicas: Replicas, batch: Batch) -> Rollout:
-    """All responses, in order, each given to the replica with the free slot that is first in time; the first of its
-    group brings the prompt."""
-    if len(batch.lengths) <= replicas.count * replicas.slots:
-        return _at_once(replicas, batch)
-    return _Queue(replicas, batch).run()
+def rollout(batch: Batch, replicas: int, slots: int, lines: Lines) -> FloatArray:
+    """Decodes a batch on so many replicas. Returns [responses], the seconds at which each ends.
 
+    Responses wait in one line, for the replica whose slot is free first. With replacements each replica has a line of
+    its own, since a group that takes another one's place joins the shortest. The first response of a group to get a
+    slot brings the prompt.
+    """
+    lengths, samples = batch.lengths.tolist(), batch.samples
+    begun = len(lengths) - samples * len(batch.replacements)
+    filled = min(begun, replicas * slots)
+    shared = deque(range(filled, begun))
+    waiting = [shared] * replicas
+    if batch.replacements:
+        waiting = [deque(range(filled + number, begun, replicas)) for number in range(replicas)]
+    left, ends = [samples] * -(-len(lengths) // samples), np.zeros(len(lengths))
+    engines = [Slots(slots, lines) for _ in range(replicas)]
+    events: list[tuple[float, int]] = []
 
-def _at_once(replicas: Replicas, batch: Batch) -> Rollout:
-    """With slots for all responses, which are dealt out in turn."""
-    count, rows = replicas.count, -(-len(batch.lengths) // replicas.count)
+    def fill(number: int) -> int:
+        """Gives free slots to those that wait; returns how many."""
+        engine, line, taken = engines[number], waiting[number], 0
+        while line and engine.free:
+            row = line.popleft()
+            engine.take(row, lengths[row], batch.prompt, 0.0 if row % samples else batch.prefill_s)
+            taken += 1
+        if len(engine):
+            heapq.heappush(events, (engine.due, number))
+        return taken
 
-    def dealt(values: IntArray) -> IntArray:
-        """[replicas, rows]: 0 where there is none."""
-        return np.concatenate([values, np.zeros(count * rows - len(values), np.int64)]).reshape(rows, count).T
-
-    lengths = dealt(batch.lengths)
-    held = np.where(lengths > 0, lengths + batch.prompt, 0)
-    order, seconds = tails(replicas.lines, lengths, held, batch.prompt * (lengths > 0).sum(axis=1))
-    first = dealt((np.arange(len(batch.lengths)) % batch.samples == 0).astype(np.int64))
-    prefill_s = first.sum(axis=1) * batch.prefill_s
-    times = prefill_s[:, None] + seconds.cumsum(axis=1)
-    ends = np.empty(count * rows)
-    ends[np.take_along_axis(np.arange(count * rows).reshape(rows, count).T, order, 1)] = times
-    ends = ends[: len(batch.lengths)]
-    slot_s = float((seconds * np.arange(rows, 0, -1)).sum())
-    work = tuple((prefill_s + seconds.sum(axis=1)).tolist())
-    return Rollout(float(ends.max(initial=0.0)), ends, work, int(batch.lengths.sum()), slot_s)
-
-
-class _Queue:
-    """Responses that wait, and replicas by the time of their next event. Deterministic."""
-
-    def __init__(self, replicas: Replicas, batch: Batch) -> None:
-        self.batch, self.lines = batch, replicas.lines
-        self.lengths: list[int] = batch.lengths.tolist()
-        self.replicas = [Slots(replicas.slots, replicas.lines) for _ in range(replicas.count)]
-        self.ends = np.zeros(len(self.lengths))
-        self.filled = replicas.count * replicas.slots
-
-    def run(self) -> Rollout:
-        """Fill the slots of all replicas evenly, then go from event to event while responses wait for slots."""
-        batch, lengths, count, last = self.batch, self.lengths, len(self.replicas), len(self.lengths)
-        for number, replica in enumerate(self.replicas):
-            rows = range(number, self.filled, count)
-            brings = sum(row % batch.samples == 0 for row in rows)
-            replica.fill([(row, lengths[row]) for row in rows], batch.prompt, brings * batch.prefill_s)
-        events = [(replica.due, number) for number, replica in enumerate(self.replicas)]
-        heapq.heapify(events)
-        following = self.filled
-        while following < last:
-            number = events[0][1]
-            replica = self.replicas[number]
-            ended = replica.advance()
-            self.ends[ended] = replica.now
-            for row in range(following, min(last, following + len(ended))):
-                replica.take(row, lengths[row], batch.prompt, 0.0 if row % batch.samples else batch.prefill_s)
-            following += len(ended)
-            heapq.heapreplace(events, (replica.due, number))
-        return self._drained()
-
-    def _drained(self) -> Rollout:
-        """On to the end of all rows."""
-        found = [replica.left() for replica in self.replicas]
-        size = max(len(rows) for rows, _ in found)
-        padded = [[*rows, *[(0, -1, 0)] * (size - len(rows))] for rows, _ in found]
-        steps, numbers, held = np.moveaxis(np.array(padded, np.int64), 2, 0)
-        order, seconds = tails(self.lines, steps, held, np.array([context for _, context in found]))
-        times = np.array([replica.now for replica in self.replicas])[:, None] + seconds.cumsum(axis=1)
-        rows = np.take_along_axis(numbers, order, 1)
-        self.ends[rows[rows >= 0]] = times[rows >= 0]
-        work = np.array([replica.work for replica in self.replicas]) + seconds.sum(axis=1)
-        slot_s = sum(replica.slot_s for replica in self.replicas)
-        slot_s += float((seconds * np.arange(size, 0, -1)).sum())
-        return Rollout(float(self.ends.max()), self.ends, tuple(work.tolist()), sum(self.lengths), slot_s)
+    for number, engine in enumerate(engines):
+        rows = range(number, filled, replicas)
+        for row in rows:
+            engine.take(row, lengths[row], batch.prompt, 0.0)
+        engine.now = sum(row % samples == 0 for row in rows) * batch.prefill_s
+        fill(number)
+    unbegun = len(lengths) - filled
+    while unbegun:
+        due, number = heapq.heappop(events)
+        engine = engines[number]
+        if due != engine.due:  # it has taken rows since
+            continue
+        ended = engine.advance()
+        ends[ended] = engine.now
+        following = []
+        for row in ended if batch.replacements else ():
+            left[row // samples] -= 1
+            if not left[row // samples] and row // samples in batch.replacements:
+                following.append(batch.replacements[row // samples])
+        unbegun -= fill(number)
+        for group in following:
+            shortest = min(range(replicas), key=lambda each: len(engines[each]) + len(waiting[each]))
+            waiting[shortest].extend(range(group * samples, (group + 1) * samples))
+            engines[shortest].reach(engine.now)
+            unbegun -= fill(shortest)
+    found = [each.left() for each in engines]
+    most = max(len(rows) for rows, _ in found)
+    padded = np.array([[*rows, *[(0, -1, 0)] * (most - len(rows))] for rows, _ in found], np.int64)
+    steps, numbers, held = np.moveaxis(padded, 2, 0)
+    order, seconds = tails(lines, steps, held, np.array([context for _, context in found]))
+    times = np.array([each.now for each in engines])[:, None] + seconds.cumsum(axis=1)
+    rows_in_order = np.take_along_axis(numbers, order, 1)
+    ends[rows_in_order[rows_in_order >= 0]] = times[rows_in_order >= 0]
+    return ends
 
 
 KERNELS, EXPERT_KERNELS = 10, 6
@@ -333,17 +274,19 @@ class Generator:
         empty, million = (sum(self._step(rows, context).values()) for context in (0.0, 1e6))
         return Lines(empty, (million - empty) / 1e6)
 
-    def rollout(self, responses: IntArray, prompt_tokens: int, samples: int = 1, replicas: int = 1) -> Rollout:
-        """All responses, in order, on so many replicas. A prompt is computed once for its `samples`, on the replica
-        that gets the first of them."""
+    def rollout(
+        self,
+        responses: IntArray,
+        prompt_tokens: int,
+        samples: int = 1,
+        replicas: int = 1,
+        replacements: Mapping[int, int] = MappingProxyType({}),
+    ) -> FloatArray:
+        """[responses]: the seconds at which each ends, of all of them in order on so many replicas. A prompt is
+        computed once for its `samples`, on the replica that gets the first of them."""
         prefill_s = self.prefill_s(prompt_tokens, prompt_tokens**2)
-        return rollout(Replicas(replicas, self.slots, self.lines), Batch(responses, prompt_tokens, samples, prefill_s))
-
-    def stream_s(self, responses: IntArray, prompt_tokens: int, samples: int = 1, replicas: int = 1) -> float:
-        """Seconds of one batch among others that follow without a pause: of three in a row, the last one's share."""
-        two = self.rollout(np.tile(responses, 2), prompt_tokens, samples, replicas).seconds
-        three = self.rollout(np.tile(responses, 3), prompt_tokens, samples, replicas).seconds
-        return three - two
+        batch = Batch(responses, prompt_tokens, samples, prefill_s, replacements)
+        return rollout(batch, replicas, self.slots, self.lines)
 
     def _step(self, rows: Any, context: float) -> dict[str, Any]:
         """Seconds by part, of a number of rows or of an array of them."""
@@ -371,59 +314,7 @@ class Generator:
 
 
 def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
-    """Seconds of a batch by itself, simulated over its lengths, the tail included."""
-    if work.kept < 1:
-        return _Refilling(work, generator, replicas).run()
-    return generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas).seconds
-
-
-class _Refilling:
-    """Replicas by the time of their next event, each with rows that wait in line for its slots. Deterministic."""
-
-    def __init__(self, work: Workload, generator: Generator, replicas: int) -> None:
-        self.work, self.lengths = work, work.response_tokens.tolist()
-        self.prefill_s = generator.prefill_s(work.prompt_tokens, work.prompt_tokens**2)
-        self.replicas = [Slots(generator.slots, generator.lines) for _ in range(replicas)]
-        self.waiting: list[deque[int]] = [deque() for _ in range(replicas)]
-        self.left = [work.rows] * work.drawn
-        self.events: list[tuple[float, int]] = []
-
-    def run(self) -> float:
-        """Rows of the first groups are spread evenly, as in a rollout without a filter."""
-        for row in range(self.work.prompts * self.work.rows):
-            self.waiting[row % len(self.replicas)].append(row)
-        for number in range(len(self.replicas)):
-            self._fill(number)
-        while self.events:
-            due, number = heapq.heappop(self.events)
-            replica = self.replicas[number]
-            if due != replica.due:  # it has taken rows since, or has none
-                continue
-            next_groups = [group for row in replica.advance() if (group := self._after(row)) is not None]
-            self._fill(number)
-            for group in next_groups:
-                self._begin(group, replica.now)
-        return max(replica.now for replica in self.replicas)
-
-    def _after(self, row: int) -> int | None:
-        """The group that may begin, if this was the last response of one that is dropped."""
-        group = row // self.work.rows
-        self.left[group] -= 1
-        return None if self.left[group] else self.work.replacements.get(group)
-
-    def _begin(self, group: int, now: float) -> None:
-        """On the replica that has least to do."""
-        loads = [len(replica) + len(line) for replica, line in zip(self.replicas, self.waiting, strict=True)]
-        number = loads.index(min(loads))
-        self.waiting[number].extend(range(group * self.work.rows, (group + 1) * self.work.rows))
-        self.replicas[number].reach(now)
-        self._fill(number)
-
-    def _fill(self, number: int) -> None:
-        replica, line = self.replicas[number], self.waiting[number]
-        while line and replica.free:
-            row = line.popleft()
-            prefill_s = 0.0 if row % self.work.rows else self.prefill_s
-            replica.take(row, self.lengths[row], self.work.prompt_tokens, prefill_s)
-        if len(replica):
-            heapq.heappush(self.events, (replica.due, number))
+    """Seconds of a batch by itself, simulated over its lengths: with the tail, and with replacements of
+    dropped groups."""
+    ends = generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas, work.replacements)
+    return float(ends.max())
