@@ -7,7 +7,8 @@ is open lies in a heap by a lower bound of the period of all that may follow fro
 least of these bounds is optimal under the model. What cannot beat the best two plans of different splits is dropped.
 
 Equal periods are decided by precision (bf16 first), then by GPUs (fewer first), then by the order in which plans are
-found, so that the same question always has the same answer.
+found, so that the same question always has the same answer. Of micro-batches with which the steps take as long, a plan
+has those that need least memory (`Search._least_memory`).
 
 The period is the largest of a few sums, by the argument of `graph.passes`. A batch of groups counts as one firing of
 each node. With dedicated GPUs pools work beside each other, so that the period is at least each pool's work; and from
@@ -23,7 +24,7 @@ another one by an update's steps, t seconds or more, so that of each the share 1
 import heapq
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
 from itertools import product
@@ -36,6 +37,7 @@ from penstock.graph.analysis import Bound
 from penstock.runtime.plan.candidates import (
     DEDICATED,
     SHARED,
+    FastestFirst,
     Generating,
     GeneratorTable,
     LayoutCandidates,
@@ -269,40 +271,63 @@ def _partitions(pools: Sequence[str]) -> Iterator[Groups]:
 
 
 @dataclass(frozen=True)
-class PartialSplit:
-    """GPUs of the trainer and of some of the `groups`: an allocation for each, in this order. `decodes` is where the
-    generator has its own, None if it shares the trainer's. `given` is a split that all plans that follow have."""
+class PartialPlan:
+    """What is decided of a plan. GPUs of the trainer and of some of the `groups`: an allocation for each, in this
+    order. `decodes` is where the generator has its own, None if it shares the trainer's. `given` is a split that all
+    plans that follow have.
+
+    Then layouts of all but the generator: `readings` of the groups, and `train`, the `index`th of those on the
+    trainer's GPUs. Then some generators: `rows` of a `table`, the most promising first by what was known at the table's
+    `version`. `moved` are the bytes of the trainer's moments that are on the host while they decode.
+    """
 
     groups: Groups
     decodes: NodeGroup | None
     allocations: tuple[Allocation, ...]
     given: GpuSplit | None = None
+    readings: tuple[Training, ...] = ()
+    train: Training | None = None
+    index: int = 0
+    table: GeneratorTable | None = None
+    rows: tuple[int, ...] | IntArray = ()
+    version: int = 0
+    moved: float = 0.0
 
     @property
     def depth(self) -> int:
-        return len(self.allocations)
+        """Decisions so far; a later trainer is a decision more."""
+        return len(self.allocations) + (self.train is not None) + self.index + (self.table is not None)
 
     @property
     def split(self) -> GpuSplit | None:
         """Of all plans that follow, if they have the same."""
-        if self.given or self.decodes or self.depth <= len(self.groups):
+        if self.given or self.decodes or len(self.allocations) <= len(self.groups):
             return self.given
-        return GpuSplit(self.allocations[0], None, self.allocations[1:])
+        return self.split_with(0)
 
     def split_with(self, gpus: int) -> GpuSplit:
-        """With so many GPUs for the generator."""
+        """With so many GPUs for the generator, if it has its own."""
         trainer, *dedicated = self.allocations
         return GpuSplit(trainer, Allocation(self.decodes, gpus) if self.decodes else None, tuple(dedicated))
+
+    @property
+    def first_split(self) -> GpuSplit:
+        """That of the first row."""
+        return self.split_with(int(self.table.gpus[self.rows[0]]) if self.table else 0)
+
+    @property
+    def tie(self) -> tuple[int, ...]:
+        """As `Solution.rank` has it, of the first row."""
+        return (int(self.table.narrow[self.rows[0]]), self.first_split.gpus) if self.table else ()
 
     def used(self, nodes: NodeGroup) -> int:
         return sum(each.gpus for each in self.allocations if each.nodes is nodes)
 
-    def generator_sizes(self) -> range:
-        """The range of GPUs that the generator may have."""
-        if self.given or self.decodes is None:
-            gpus = self.given.decodes.gpus if self.given else self.allocations[0].gpus
-            return range(gpus, gpus + 1)
-        nodes, left = self.decodes, self.decodes.gpus - self.used(self.decodes)
+    def generator_sizes(self, nodes: NodeGroup) -> range:
+        """The range of GPUs that a generator of its own may have in a node group."""
+        if self.given:
+            return range(self.given.decodes.gpus, self.given.decodes.gpus + 1)
+        left = nodes.gpus - self.used(nodes)
 
         def crowded(gpus: int) -> bool:
             return gpus > left or not have_room((*self.allocations, Allocation(nodes, gpus)))
@@ -310,65 +335,6 @@ class PartialSplit:
         # Where a size can be packed every smaller one can.
         most = bisect_left(nodes.sizes, True, key=crowded)
         return range(1, nodes.sizes[most - 1] + 1 if most else 1)
-
-
-@dataclass(frozen=True)
-class WithTrainer:
-    """With layouts of all but the generator; the trainer's is the `index`th of those on its GPUs."""
-
-    placed: PartialSplit
-    readings: tuple[Training, ...]
-    train: Training
-    index: int = 0
-
-    @property
-    def depth(self) -> int:
-        return self.placed.depth + 1 + self.index
-
-    @property
-    def split(self) -> GpuSplit | None:
-        return self.placed.split
-
-    @property
-    def dedicated(self) -> tuple[tuple[float, float], ...]:
-        """Seconds of passes and of steps of each dedicated group."""
-        return tuple((each.reads.seconds, each.learns.seconds) for each in self.readings)
-
-
-@dataclass(frozen=True)
-class WithGenerators:
-    """With some generators: `rows` of a table, the most promising first by what was known at the table's `version`.
-    `moved` are the bytes of the trainer's moments that are on the host while they decode."""
-
-    trained: WithTrainer
-    table: GeneratorTable
-    rows: IntArray
-    version: int
-    moved: float
-    switch: Cost
-
-    @property
-    def depth(self) -> int:
-        return self.trained.depth + 1
-
-    @property
-    def split(self) -> GpuSplit | None:
-        return self.trained.split
-
-    @property
-    def first_split(self) -> GpuSplit:
-        """That of the first row."""
-        return self.trained.placed.split_with(int(self.table.gpus[self.rows[0]]))
-
-    @property
-    def tie(self) -> tuple[int, ...]:
-        """As `Solution.rank` has it; then, of equal trainers whose GPUs are shared, that with smaller micro-batches."""
-        split = self.first_split
-        later = (-self.trained.index,) if split.shared else ()
-        return int(self.table.narrow[self.rows[0]]), split.gpus, *later
-
-
-Part = PartialSplit | WithTrainer | WithGenerators
 
 
 @dataclass
@@ -381,14 +347,17 @@ class Search:
     node_groups: tuple[NodeGroup, ...]
     given: GpuSplit | None = None
     known: tuple[Solution, ...] = ()
-    second: bool = True
+    second: bool = field(default=True, init=False)
     best: Solution | None = field(default=None, init=False)
     runner_up: Solution | None = field(default=None, init=False)
-    heap: list[tuple[int, float, tuple[int, ...], int, Part]] = field(default_factory=list, init=False)
+    heap: list[tuple[int, float, tuple[int, ...], int, PartialPlan]] = field(default_factory=list, init=False)
     pushed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.models_of = cache(self.roles.models_of)
+        self.colocated = cache(self._colocated)
+        # In which an environment answers all turns.
+        self.wait_s = self.roles.turns * self.candidates.work.environment_s if self.roles.environment else 0.0
 
     def run(self, deadline: float, *, second: bool = True) -> Outcome:
         """Until the best plan (and with `second` that of another split) is known, or the clock passes `deadline`."""
@@ -400,22 +369,22 @@ class Search:
         # Without a plan the search goes on for a while: a plan with an honest gap is worth more than being in time.
         while self.heap and time.monotonic() < deadline + (GRACE if self.best is None else 0.0):
             _, lower, tie, _, part = heapq.heappop(self.heap)
-            if not self._matters(None, lower, tie):  # nor does anything after it
+            if (lower, tie) >= self._limit(None):  # nor does anything after it matter
                 break
-            if not self._matters(part.split, lower, tie):
+            if (lower, tie) >= self._limit(part.split):
                 continue
             opened += 1
-            match part:
-                case PartialSplit():
-                    self._open_placed(part)
-                case WithTrainer():
-                    self._open_trained(part)
-                case WithGenerators():
-                    self._open_decoding(part, lower)
+            if part.train and part.table:
+                self._open_decoding(part, part.train, part.table, lower)
+            elif part.train:
+                self._open_trained(part, part.train)
+            else:
+                self._open_placed(part)
         rest = min(((lower, tie) for _, lower, tie, _, _ in self.heap), default=(inf, ()))
         proved = self.best is not None and rest >= self.best.rank
         floor = self.best.period_s if self.best and proved else rest[0]
-        return Outcome(self.best, self.runner_up, floor, proved, opened)
+        best, runner_up = (found and self._least_memory(found) for found in (self.best, self.runner_up))
+        return Outcome(best, runner_up, floor, proved, opened)
 
     def begin(self) -> None:
         """Each number of GPUs for the trainer, with each of the groupings of the models beside the policy."""
@@ -423,31 +392,24 @@ class Search:
         if self.given:
             decodes = self.given.generator.nodes if self.given.generator else None
             if () in every:
-                self._push(PartialSplit((), decodes, (self.given.trainer,), self.given), 0.0)
+                self._push(PartialPlan((), decodes, (self.given.trainer,), self.given), 0.0)
             return
         for groups, nodes in product(every, self.node_groups):
             for generator in (None, *self.node_groups):
-                self._place(PartialSplit(groups, generator, ()), nodes, ())
+                self._place(PartialPlan(groups, generator, ()), nodes, ())
 
-    def _push(self, part: Part, lower: float, tie: tuple[int, ...] = ()) -> None:
+    def _push(self, part: PartialPlan, lower: float) -> None:
         """While there is no plan, what is decided furthest comes first: any plan is one to measure others by."""
-        if lower < inf and self._matters(part.split, lower, tie):
+        if (lower, part.tie) < self._limit(part.split):
             self.pushed += 1
             # The serial number keeps equal parts in the order in which they came: parts themselves have none.
-            heapq.heappush(self.heap, (-part.depth if self.best is None else 0, lower, tie, self.pushed, part))
+            heapq.heappush(self.heap, (-part.depth if self.best is None else 0, lower, part.tie, self.pushed, part))
 
-    def _limit(self, split: GpuSplit | None) -> Solution | None:
-        """What plans of one split have to beat to matter, or with None those of any split."""
-        return self.best if not self.second or (self.best and split == self.best.split) else self.runner_up
-
-    def _matters(self, split: GpuSplit | None, lower: float, tie: tuple[int, ...]) -> bool:
-        limit = self._limit(split)
-        return limit is None or (lower, tie) < limit.rank
-
-    def _most(self, split: GpuSplit | None) -> float:
-        """Seconds above which they do not matter."""
-        limit = self._limit(split)
-        return limit.period_s if limit else inf
+    def _limit(self, split: GpuSplit | None) -> tuple[float, tuple[int, ...]]:
+        """The rank that plans of one split have to beat to matter, or with None those of any split."""
+        own = not self.second or (self.best is not None and split == self.best.split)
+        found = self.best if own else self.runner_up
+        return found.rank if found else (inf, ())
 
     def _note(self, solution: Solution) -> None:
         """Keep the best plan and the best one of another split."""
@@ -461,171 +423,172 @@ class Search:
             self.heap = [(0, *entry[1:]) for entry in self.heap]
             heapq.heapify(self.heap)
 
-    def _place(self, part: PartialSplit, nodes: NodeGroup, pools: tuple[str, ...]) -> None:
+    def _place(self, part: PartialPlan, nodes: NodeGroup, pools: tuple[str, ...]) -> None:
         """The next group's GPUs, or the trainer's, with each number of them there is in a node group."""
         lower_N = self._next_bounds(part, nodes, pools)
-        for place in np.flatnonzero(lower_N < self._most(part.split)).tolist():
+        for place in np.flatnonzero(lower_N < self._limit(part.split)[0]).tolist():
             following = replace(part, allocations=(*part.allocations, Allocation(nodes, nodes.sizes[place], pools)))
             # The bound knows how many GPUs are left, not whether parts of hosts can be packed.
             if have_room(following.allocations):
                 self._push(following, float(lower_N[place]))
 
-    def _open_placed(self, part: PartialSplit) -> None:
+    def _open_placed(self, part: PartialPlan) -> None:
         """The next group's GPUs; if all have theirs, their layouts, each with the fastest trainer."""
-        if part.depth <= len(part.groups):
+        if len(part.allocations) <= len(part.groups):
             for nodes in self.node_groups:
-                self._place(part, nodes, part.groups[part.depth - 1])
-            return
-        if (train := self._trainer(part, 0)) is None:
+                self._place(part, nodes, part.groups[len(part.allocations) - 1])
             return
         dedicated, pins, readers = part.allocations[1:], self.candidates.pins, self.candidates.readers
-        layouts = [
+        layouts = (
             readers(each.nodes, each.gpus, self.models_of(each.pools), pins.of(each.pools)) for each in dedicated
-        ]
-        for readings in product(*layouts):
-            self._push_trained(WithTrainer(part, readings, train))
+        )
+        if train := self._trainers(part).at(0):
+            for readings in product(*layouts):
+                self._push_trained(replace(part, readings=readings), train)
 
-    def _trainer(self, part: PartialSplit, index: int) -> Training | None:
-        """The `index`th fastest of those that fit."""
-        trainer = part.allocations[0]
-        return self.candidates.trainers(trainer.nodes, trainer.gpus, self._colocated(part.groups)).at(index)
+    def _trainers(self, part: PartialPlan) -> FastestFirst:
+        """All that fit on the trainer's GPUs, the fastest first."""
+        return self.candidates.trainers(
+            part.allocations[0].nodes, part.allocations[0].gpus, self.colocated(part.groups)
+        )
 
-    def _push_trained(self, part: WithTrainer) -> None:
+    def _push_trained(self, part: PartialPlan, train: Training) -> None:
         """By what is known of rollouts, if the generator takes turns with the trainer on the same GPUs."""
-        placed, trainer = part.placed, part.placed.allocations[0]
-        if placed.decodes:
-            most = placed.generator_sizes().stop - 1
-            lower = self._fastest_period(placed.decodes, False, part.train.seconds, part.dedicated, most)
+        if part.decodes:
+            most = part.generator_sizes(part.decodes).stop - 1
+            lower = self._fastest_period(part.decodes, False, train.seconds, _dedicated_s(part), most)
         else:
+            trainer = part.allocations[0]
             table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, None)
-            lower = self._period(True, self._times(part, table, slice(None))).min(initial=inf)
-        self._push(part, float(lower))
+            lower = self._period(True, self._times(part, train, table, slice(None))).min(initial=inf)
+        self._push(replace(part, train=train), float(lower))
 
-    def _open_trained(self, part: WithTrainer) -> None:
+    def _open_trained(self, part: PartialPlan, train: Training) -> None:
         """All generators on dedicated GPUs; or all on this trainer's, whose moments stay or are on the host, and then
         the next trainer."""
-        placed, candidates = part.placed, self.candidates
-        if placed.decodes:
-            table, sizes = candidates.dedicated(placed.decodes), placed.generator_sizes()
-            self._push_decoding(part, table, np.arange(*np.searchsorted(table.gpus, (sizes.start, sizes.stop))), 0.0)
+        if part.decodes:
+            table, sizes = self.candidates.dedicated(part.decodes), part.generator_sizes(part.decodes)
+            rows = np.arange(*np.searchsorted(table.gpus, (sizes.start, sizes.stop)))
+            self._push_decoding(part, train, table, rows)
             return
-        trainer, parts = placed.allocations[0], part.train.memory.parts
+        trainer, parts = part.allocations[0], train.memory.parts
         stays = Memory({name: parts[name] for name in STAY if name in parts})
         moments = parts["moments"] + parts.get("critic moments", 0.0)
-        for moved, beside in ((0.0, part.train.memory), (moments, stays)):
-            table = candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, beside)
-            self._push_decoding(part, table, np.arange(len(table.gpus)), moved)
-        if train := self._trainer(placed, part.index + 1):
-            self._push_trained(replace(part, train=train, index=part.index + 1))
+        for moved, beside in ((0.0, train.memory), (moments, stays)):
+            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, beside)
+            self._push_decoding(replace(part, moved=moved), train, table, np.arange(len(table.gpus)))
+        if following := self._trainers(part).at(part.index + 1):
+            self._push_trained(replace(part, index=part.index + 1), following)
 
-    def _push_decoding(self, part: WithTrainer, table: GeneratorTable, rows: IntArray, moved: float) -> None:
+    def _push_decoding(self, part: PartialPlan, train: Training, table: GeneratorTable, rows: IntArray) -> None:
         """Rows that matter, by all that is known of rollouts."""
-        switch = switch_cost(part.train.trainer.gpu, moved, moved)
-        times = self._times(part, table, rows, switch.seconds)
-        lower = self._period(part.placed.decodes is None, times)
+        lower = self._period(part.decodes is None, self._times(part, train, table, rows))
         # Rows beyond the limit never matter again, since limits only fall and bounds only rise.
-        matters = lower <= self._most(part.split)
+        matters = lower <= self._limit(part.split)[0]
         rows, lower = rows[matters], lower[matters]
         if len(rows):
             order = np.lexsort((table.gpus[rows], table.narrow[rows], lower))
-            found = WithGenerators(part, table, rows[order], table.version, moved, switch)
-            self._push(found, float(lower[order[0]]), found.tie)
+            found = replace(part, train=train, table=table, rows=rows[order], version=table.version)
+            self._push(found, float(lower[order[0]]))
 
-    def _open_decoding(self, part: WithGenerators, lower: float) -> None:
+    def _open_decoding(self, part: PartialPlan, train: Training, table: GeneratorTable, lower: float) -> None:
         """The first row, once its rollout is known and it is still the first one; then those after it, and this row
         with the next trainer on dedicated GPUs."""
-        table, trained, rows, split = part.table, part.trained, part.rows, part.first_split
+        rows, split = np.asarray(part.rows), part.first_split
         # A simulation takes milliseconds, so that a row gets one only when its bound is the lowest of all that is open.
         # It may lift the bounds of many rows: those of this part are put in order again.
         if part.version == table.version and not table.simulated[rows[0]]:
             self.candidates.simulate(split.decodes.nodes, table, int(rows[0]))
         if part.version != table.version:
-            self._push_decoding(trained, table, rows, part.moved)
+            self._push_decoding(part, train, table, rows)
             return
         # The part may hold rows of several splits; those of the best plan's split have to beat that plan, not the
         # runner-up.
-        if self._matters(split, lower, part.tie):
-            self._note(self._solution(part, split))
-        self._push_decoding(trained, table, rows[1:], part.moved)
+        if (lower, part.tie) < self._limit(split):
+            self._note(self._solution(part, train, table, split))
+        self._push_decoding(part, train, table, rows[1:])
         # A slower trainer may have a faster sync. On shared GPUs its memory decides which generators fit, so that
         # `_open_trained` has gone through all trainers there.
-        if not split.shared and (train := self._trainer(trained.placed, trained.index + 1)):
-            self._push_decoding(replace(trained, train=train, index=trained.index + 1), table, rows[:1], 0.0)
+        if not split.shared and (following := self._trainers(part).at(part.index + 1)):
+            self._push_decoding(replace(part, index=part.index + 1), following, table, rows[:1])
 
-    def _solution(self, part: WithGenerators, split: GpuSplit) -> Solution:
+    def _solution(self, part: PartialPlan, train: Training, table: GeneratorTable, split: GpuSplit) -> Solution:
         """The whole plan with the first row, its sync by the resharding plan."""
-        row, train, lag, prompts = (
-            int(part.rows[0]),
-            part.trained.train,
-            self.candidates.lag,
-            self.candidates.work.prompts,
-        )
+        row, lag, prompts = int(part.rows[0]), self.candidates.lag, self.candidates.work.prompts
         copies = SHARED if split.shared else DEDICATED
-        decode = self.candidates.generating(split.decodes.nodes, part.table, row, copies)
+        decode = self.candidates.generating(split.decodes.nodes, table, row, copies)
         generator, hosts = decode.generator, split.hosts() or [(), ()]
         sync = sync_cost(
             traffic(generator.shape, train.trainer.mesh, generator.mesh, generator.precision),
             decode.replicas, split.trainer.nodes.gpu, split.decodes.nodes.gpu,
             together=split.shared, chained=len({*hosts[0], *hosts[1]}) > 1,
         )  # fmt: skip
-        times = self._times(part.trained, part.table, row, part.switch.seconds)
-        times, pools = replace(times, sync=sync.seconds), [each.pools for each in split.dedicated]
-        found = bounds(self.roles, times, lag, prompts, pools, shared=split.shared)
-        alone = bounds(self.roles, replace(times, others=0.0), lag, prompts, pools, shared=split.shared)
+        times = replace(self._times(part, train, table, row), sync=sync.seconds)
+        found = bounds(self.roles, times, lag, prompts, [each.pools for each in split.dedicated], shared=split.shared)
+        alone = period_terms(self.roles, replace(times, others=0.0), lag, prompts, shared=split.shared)
+        switch = switch_cost(train.trainer.gpu, part.moved, part.moved)
         return Solution(
-            split, train, decode, part.trained.readings, float(times.rollout), sync, part.switch, found,
-            alone[0].seconds, part.moved > 0,
+            split, train, decode, part.readings, float(times.rollout), sync, switch, found, float(max(alone)),
+            part.moved > 0,
         )  # fmt: skip
 
-    def _times(
-        self, part: WithTrainer, table: GeneratorTable, rows: IntArray | slice | int, switch_s: float = 0.0
-    ) -> Times:
+    def _least_memory(self, found: Solution) -> Solution:
+        """The same with the micro-batches that need least memory of those with which the steps take as long."""
+        trainer, training = found.split.trainer, found.training
+        groups = tuple(each.pools for each in found.split.dedicated)
+        for each in self.candidates.trainers(trainer.nodes, trainer.gpus, self.colocated(groups)):
+            # Equal but for rounding: as many micro-batches of as many tokens follow from several limits.
+            if each.seconds > found.training.seconds * (1 + 1e-12):
+                break
+            alike = replace(each.trainer, micro_tokens=training.trainer.micro_tokens) == training.trainer
+            if alike and each.memory.bytes < training.memory.bytes:
+                training = each
+        return replace(found, training=training)
+
+    def _times(self, part: PartialPlan, train: Training, table: GeneratorTable, rows: IntArray | slice | int) -> Times:
         """Of some rows, exact but for rollouts that are not simulated and for the sync. Every rank of a generator gets
         its share of the weights, and the trainer's ranks send all of them to one replica at the least."""
-        trainer, shared = part.placed.allocations[0], part.placed.decodes is None
-        into, out = (_rate(nodes, shared) for nodes in (part.placed.decodes or trainer.nodes, trainer.nodes))
+        trainer, shared = part.allocations[0], part.decodes is None
+        into, out = (_rate(nodes, shared) for nodes in (part.decodes or trainer.nodes, trainer.nodes))
         ranks = table.gpus[rows] // table.replicas[rows] / trainer.gpus
         sync = table.bytes[rows] * np.maximum(1 / into, ranks / out) * SAFE
+        switch_s = switch_cost(train.trainer.gpu, part.moved, part.moved).seconds
         steady, rollout, others = table.steady[rows], table.rollout[rows], table.others[rows]
-        return Times(part.train.seconds, steady, rollout, sync, switch_s, part.dedicated, others, self._wait)
+        return Times(train.seconds, steady, rollout, sync, switch_s, _dedicated_s(part), others, self.wait_s)
 
-    def _next_bounds(self, part: PartialSplit, nodes: NodeGroup, pools: tuple[str, ...]) -> FloatArray:
+    def _next_bounds(self, part: PartialPlan, nodes: NodeGroup, pools: tuple[str, ...]) -> FloatArray:
         """[sizes]: for each number of GPUs of a node group that come next, the trainer's or those of `pools`."""
-        candidates, sizes_N, colocated = self.candidates, nodes.sizes_N, self._colocated(part.groups)
+        candidates, sizes_N, colocated = self.candidates, nodes.sizes_N, self.colocated(part.groups)
         left = {each: each.gpus - part.used(each) - sizes_N * (each is nodes) for each in self.node_groups}
         dedicated: list[tuple[Seconds, Seconds]] = []
         for each in part.allocations[1:]:
             reads_N, learns_N = candidates.reader_s(each.nodes, self.models_of(each.pools))
             dedicated.append((reads_N[each.place], learns_N[each.place]))
         train: Seconds = candidates.trainer_s(nodes, colocated)
-        gpus: Seconds = sizes_N
+        trains, gpus = nodes, sizes_N
         if part.allocations:
             trainer = part.allocations[0]
-            train, gpus = candidates.trainer_s(trainer.nodes, colocated)[trainer.place], trainer.gpus
+            train, trains = candidates.trainer_s(trainer.nodes, colocated)[trainer.place], trainer.nodes
+            gpus = np.full(len(sizes_N), trainer.gpus)
             dedicated.append(candidates.reader_s(nodes, self.models_of(pools)))
-        dedicated += self._unplaced(part.groups[part.depth :], left)
-        if part.decodes:
-            lower = self._fastest_period(part.decodes, False, train, tuple(dedicated), left[part.decodes])
-        else:
-            trains = part.allocations[0].nodes if part.allocations else nodes
-            lower = self._fastest_period(trains, True, train, tuple(dedicated), gpus)
+        if groups := part.groups[len(part.allocations) :]:
+            # Groups that come later share out what is left: a single one is within a node group, and one of several is
+            # no faster than all of them on all of it.
+            models = self.models_of(tuple(pool for group in groups for pool in group))
+            free = sum(np.maximum(each, 0) for each in left.values())
+            seconds = []
+            for each_nodes, own in left.items():
+                most = np.maximum(own, 0) if len(groups) == 1 else free
+                passed, steps = candidates.dedicated_gpu_s(each_nodes, models)
+                share = np.where(most > 0, 1 / np.maximum(most, 1), inf)
+                seconds.append((passed * share, steps * share if steps else 0.0))
+            reads, learns = zip(*seconds, strict=True)
+            dedicated.append((reduce(np.minimum, reads), reduce(np.minimum, learns)))
+        decodes = part.decodes or trains
+        gpus = left[decodes] if part.decodes else gpus
+        lower = self._fastest_period(decodes, part.decodes is None, train, tuple(dedicated), gpus)
         # What is left is negative where the next group asks for more than there is.
         return np.where(left[nodes] >= 0, lower, inf)
-
-    def _unplaced(self, groups: Groups, left: Mapping[NodeGroup, Seconds]) -> list[tuple[Seconds, Seconds]]:
-        """Passes and steps of groups that share out what is left: a single one is within a node group, and one of
-        several is no faster than all of them on all of it."""
-        if not groups:
-            return []
-        models = self.models_of(tuple(pool for group in groups for pool in group))
-        free = sum(np.maximum(gpus, 0) for gpus in left.values())
-        seconds: list[tuple[Seconds, Seconds]] = []
-        for nodes, own in left.items():
-            gpus = np.maximum(own, 0) if len(groups) == 1 else free
-            passed, steps = self.candidates.dedicated_gpu_s(nodes, models)
-            each = np.where(gpus > 0, 1 / np.maximum(gpus, 1), inf)
-            seconds.append((passed * each, steps * each if steps else 0.0))
-        return [(reduce(np.minimum, reads), reduce(np.minimum, steps)) for reads, steps in [zip(*seconds, strict=True)]]
 
     def _fastest_period(
         self,
@@ -640,7 +603,7 @@ class Search:
         place = np.searchsorted(nodes.sizes_N, gpus, "right") - 1
         steady, rollout, others, share = (column[place] for column in fastest)
         sync = share * SAFE / _rate(nodes, shared)
-        times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self._wait)
+        times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self.wait_s)
         return np.where(place >= 0, self._period(shared, times), inf)
 
     def _period(self, shared: bool, times: Times) -> Seconds:
@@ -653,10 +616,10 @@ class Search:
         dedicated = {pool for group in groups for pool in group}
         return self.models_of(tuple(pool for pool in self.roles.beside if pool not in dedicated))
 
-    @cached_property
-    def _wait(self) -> float:
-        """Seconds in which an environment answers all turns."""
-        return self.roles.turns * self.candidates.work.environment_s if self.roles.environment else 0.0
+
+def _dedicated_s(part: PartialPlan) -> tuple[tuple[float, float], ...]:
+    """Seconds of passes and of steps of each dedicated group."""
+    return tuple((each.reads.seconds, each.learns.seconds) for each in part.readings)
 
 
 def _rate(nodes: NodeGroup, shared: bool) -> float:
