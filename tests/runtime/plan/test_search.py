@@ -184,6 +184,7 @@ def _alike(roles: Roles, split: GpuSplit) -> object:
     return replace(split, dedicated=()), tuple(apart)
 
 
+@pytest.mark.slow
 def test_each_grouping_has_the_optimum_of_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models beside the policy on the trainer's GPUs, or on others, together or apart; a reference and a reward model
     cost the same, so that only one of them has to be tried in each place."""
@@ -237,10 +238,11 @@ def test_every_lower_bound_is_below_what_it_bounds() -> None:
 
 
 def test_of_equal_micro_batches_a_plan_has_those_that_need_least_memory() -> None:
-    said = plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work("qwen3-4b", 16))
+    work = replace(_work("qwen3-4b", 16), micro_tokens=8192)
+    said = plan(_graph("aipo", 1), read_cluster("1x8xH100"), work)
     found, nodes = said.best.training, said.best.split.trainer.nodes
     smaller = replace(found.trainer, micro_tokens=found.trainer.micro_tokens // 2)
-    every = LayoutCandidates(_work("qwen3-4b", 16), 1, 256).trainers(nodes, said.best.split.trainer.gpus, Models(0))
+    every = LayoutCandidates(work, 1).trainers(nodes, said.best.split.trainer.gpus, Models(0))
     alike = [each for each in every if replace(each.trainer, micro_tokens=smaller.micro_tokens) == smaller]
     equal = [each for each in alike if each.seconds == pytest.approx(found.seconds, rel=1e-12)]
     assert len(equal) > 1
