@@ -6,10 +6,8 @@ Activations of a layer with flash attention: 34 · s · b · h / t bytes, of whi
 input, 2 · s · b · h / t (Korthikanti et al., 2022, section 4; the share of attention's square is gone with flash
 attention).
 
-What does not fit: the numbers, and the smallest change that would. Pure.
-
-Changes are tried from the cheapest to the dearest; of each the least that fits is named. Only if none alone does, more
-memory is: so many GB.
+For what does not fit there are the numbers, and the smallest change that would. Changes are tried from the cheapest to
+the dearest, and of each the least that fits is named; if none alone does, how much memory is lacking.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +24,6 @@ RESERVED = 3e9
 """CUDA's context, NCCL's buffers, fragments: what a process has no use of."""
 LOGIT_CHUNK = 4096
 """Tokens for which a trainer has logits at once: it works through longer micro-batches in parts."""
-BUCKET = 4 << 20
-"""Of a weight sync, for each peer (see `tensor.plan`)."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,9 @@ def beside_memory(trainer: Trainer, models: Models) -> Memory:
     return Memory({**frozen, **critics} if models.critics else frozen)
 
 
-def generator_memory(generator: Generator, context: float, peers: int = 0, arenas: int = 2) -> Memory:
+def generator_memory(generator: Generator, context: float, arenas: int = 2) -> Memory:
     """Of a rank with all slots in use, `context` tokens in each on average. Two arenas: weights that arrive lie beside
-    those in use. `peers` are the trainer's ranks that send to this one."""
+    those in use."""
     shape, mesh = generator.shape, generator.mesh
     weights = weights_per_rank(shape, mesh.tp, mesh.pp, mesh.ep) * BYTES[generator.precision]
     cached = cache_bytes(shape, BYTES[generator.cache], mesh.tp, mesh.pp) * generator.slots * context
@@ -111,7 +107,6 @@ def generator_memory(generator: Generator, context: float, peers: int = 0, arena
             "cache": cached,
             "activations": generator.slots * shape.hidden * 2 * 8.0,
             "logits": generator.slots * shape.vocab * 6.0 / mesh.tp,
-            "buffers": float(BUCKET * peers),
             "reserved": RESERVED,
         }
     )
@@ -153,35 +148,36 @@ def check_trainer(
     trainer: Trainer, role: str = "trainer", beside: Memory | None = None, shortest: int = 256
 ) -> Misfit | None:
     """None if it fits; `beside` is what else is on the same GPUs. No micro-batch has less than `shortest` tokens."""
-    needed, room = _total(trainer_memory(trainer), beside), trainer.gpu.memory_bytes
-    if needed.bytes <= room:
-        return None
-    for words, changed in _trainer_changes(trainer, shortest):
-        if _total(trainer_memory(changed), beside).bytes <= room:
-            return Misfit(role, trainer.mesh, needed, room, f"It would fit with {words}")
-    return Misfit(role, trainer.mesh, needed, room, _more(needed, room))
+
+    def needed(changed: Trainer) -> Memory:
+        return trainer_memory(changed) + (beside or Memory({}))
+
+    changes = _trainer_changes(trainer, shortest)
+    return _misfit(role, trainer, needed(trainer), ((words, needed(changed)) for words, changed in changes))
 
 
 def check_generator(
     generator: Generator, context: float, role: str = "generator", beside: Memory | None = None, arenas: int = 2
 ) -> Misfit | None:
     """None if all slots fit, with `context` tokens in each on average."""
-    needed = _total(generator_memory(generator, context, arenas=arenas), beside)
-    room = generator.gpu.memory_bytes
+
+    def needed(changed: Generator) -> Memory:
+        return generator_memory(changed, context, arenas) + (beside or Memory({}))
+
+    changes = _generator_changes(generator, context, arenas, beside)
+    return _misfit(role, generator, needed(generator), ((words, needed(changed)) for words, changed in changes))
+
+
+def _misfit(
+    role: str, layout: Trainer | Generator, needed: Memory, changes: Iterator[tuple[str, Memory]]
+) -> Misfit | None:
+    """None if it fits; else with the first of the changes that makes it fit."""
+    room = layout.gpu.memory_bytes
     if needed.bytes <= room:
         return None
-    for words, changed in _generator_changes(generator, context, arenas, beside):
-        if _total(generator_memory(changed, context, arenas=arenas), beside).bytes <= room:
-            return Misfit(role, generator.mesh, needed, room, f"It would fit with {words}")
-    return Misfit(role, generator.mesh, needed, room, _more(needed, room))
-
-
-def _total(own: Memory, beside: Memory | None) -> Memory:
-    return own if beside is None else own + beside
-
-
-def _more(needed: Memory, room: float) -> str:
-    return f"No single change makes it fit; {(needed.bytes - room) / 1e9:.1f} GB are lacking on each GPU"
+    change = f"No single change makes it fit; {(needed.bytes - room) / 1e9:.1f} GB are lacking on each GPU"
+    fits = (f"It would fit with {words}" for words, memory in changes if memory.bytes <= room)
+    return Misfit(role, layout.mesh, needed, room, next(fits, change))
 
 
 def _trainer_changes(trainer: Trainer, shortest: int) -> Iterator[tuple[str, Trainer]]:

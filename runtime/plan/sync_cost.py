@@ -1,4 +1,4 @@
-"""Seconds of what happens between updates: a weight sync, a switch of shared GPUs, scoring. Pure.
+"""Seconds of what happens between updates: a weight sync, a switch of shared GPUs. Pure.
 
 A sync takes as long as its busiest rank: the bytes that the real resharding plan has each rank send and receive, over
 that rank's NIC (both ways at once), and a message for each peer. Packing and proof are left out. A run has one plan for
@@ -152,10 +152,3 @@ def switch_cost(gpu: Gpu, leaving: float, coming: float) -> Cost:
     """Seconds until a GPU that two roles share has the other one's state: `leaving` bytes go to the host, `coming` ones
     come back, one after the other, since there is no room for both."""
     return Cost({"to the host": leaving / gpu.pcie, "from the host": coming / gpu.pcie})
-
-
-def scoring_s(responses: int, seconds_each: float, workers: int) -> float:
-    """Seconds until all responses are scored by workers that take one at a time."""
-    if workers < 1:
-        raise ValueError(f"scorers: given {workers} workers, needed at least 1")
-    return -(-responses // workers) * seconds_each

@@ -145,8 +145,3 @@ class Outcome:
     floor: float
     proved: bool
     opened: int
-
-    @property
-    def gap(self) -> float:
-        """By how much of its period the best may be improved at most; 0 if it is optimal."""
-        return 0.0 if self.proved or self.best is None else max(0.0, 1 - self.floor / self.best.period_s)

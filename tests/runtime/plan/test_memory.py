@@ -15,7 +15,7 @@ from penstock.runtime.plan.memory import (
     trainer_memory,
 )
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
-from penstock.runtime.plan.sync_cost import layout, scoring_s, switch_cost, sync_cost, traffic
+from penstock.runtime.plan.sync_cost import layout, switch_cost, sync_cost, traffic
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
 
@@ -132,11 +132,8 @@ def test_a_mixture_over_stages_can_be_synced() -> None:
     assert moved.received >= 2 * shape.parameters / 16
 
 
-def test_switching_and_scoring_by_hand() -> None:
+def test_switching_by_hand() -> None:
     assert switch_cost(H100, 40e9, 20e9).seconds == pytest.approx(1.5)
-    assert scoring_s(10, 0.5, 4) == 1.5
-    with pytest.raises(ValueError, match="given 0 workers"):
-        scoring_s(10, 0.5, 0)
 
 
 def test_the_change_that_would_fit_is_one_that_a_plan_can_have() -> None:

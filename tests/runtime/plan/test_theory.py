@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.plan.theory import Problem, Rate, asynchronous, split, synchronous
+from tests.runtime.plan.theory import Problem, Rate, asynchronous, split, synchronous
 
 POSITIVE = st.floats(0.01, 100)
 
