@@ -181,7 +181,8 @@ class Calls:
             try:
                 found = self.function(**inputs)
                 call.outcome = found if self.reports else (found, {})
-            except BaseException as error:  # sys.exit() in an environment is a failure of its firing, too
+            # sys.exit() in an environment is a failure of its firing, too.
+            except BaseException as error:
                 call.outcome = error
             self.news.set()
 

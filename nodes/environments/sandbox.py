@@ -135,7 +135,8 @@ def _find_isolation() -> tuple[tuple[str, ...], str]:
     rights = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     kind = (*namespaces, *rights) if os.getuid() == 0 else ("--unshare-all",)
     binds = [word for folder in _SYSTEM if Path(folder).exists() for word in ("--ro-bind", folder, folder)]
-    for above in reversed(Path(sys.base_prefix).parents[:-1]):  # by themselves, only root could enter them
+    # Folders above the interpreter's: bubblewrap would make them so that only root could enter.
+    for above in reversed(Path(sys.base_prefix).parents[:-1]):
         binds += ["--perms", "0755", "--dir", str(above)]
     binds += ["--ro-bind", sys.base_prefix, sys.base_prefix]
     command = (path, *kind, "--die-with-parent", "--new-session", *binds, "--remount-ro", "/", "--chdir", "/")
@@ -147,7 +148,9 @@ def _find_isolation() -> tuple[tuple[str, ...], str]:
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH of linux/audit.h by machine."""
-_REFUSED_CALLS = {  # name: its number on x86_64, aarch64; -1 where there is none
+# By name: the number on x86_64 and on aarch64, -1 where there is none. These calls make memory that belongs to no
+# process, look into other processes, or widen what an attack can reach.
+_REFUSED_CALLS = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
@@ -247,7 +250,8 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return process.wait()
 
 
-if __name__ == "__main__":  # what `penstock doctor` asks, which imports no node
+# `penstock doctor` runs this file as a process, since the runtime imports no node.
+if __name__ == "__main__":
     _, _reason = _find_isolation()
     print(_reason or f"bubblewrap ({shutil.which('bwrap')}) isolates code: no network, files, processes")
     sys.exit(bool(_reason))

@@ -26,7 +26,8 @@ def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> N
         (resource.RLIMIT_FSIZE, (0, 0)),
         (resource.RLIMIT_CORE, (0, 0)),
         (resource.RLIMIT_NPROC, (0, 0)),
-        (resource.RLIMIT_NOFILE, (64, 64)),  # pipes and sockets have memory of their own
+        # Pipes and sockets have memory of their own, which no other limit counts.
+        (resource.RLIMIT_NOFILE, (64, 64)),
         (resource.RLIMIT_MEMLOCK, (0, 0)),
     ):
         resource.setrlimit(kind, bounds)
@@ -39,6 +40,7 @@ def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> N
 
 def guard() -> None:
     """From here on refuse other processes, the network, and all files but the standard library's for reading."""
+    # What `refuse` calls is looked up now: the code could put functions of its own in their places.
     library = os.path.realpath(os.path.dirname(os.__file__)) + os.sep
     realpath, fsdecode = os.path.realpath, os.fsdecode
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -181,7 +181,8 @@ class Engine:
         if self.behaviour.version != self.version:
             self.version = self.behaviour.version
             point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
-            if self.staged:  # prompts that wait for a slot are computed again with the new weights
+            # Prompts that wait for a slot are computed again with the new weights: a response begins on one version.
+            if self.staged:
                 self.queue.extendleft(request for _, request in reversed(self.staged.requests))
                 self.staged = None
         memory = self.memory = self.memory or self.plan.take()

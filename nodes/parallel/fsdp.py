@@ -66,6 +66,7 @@ class Shards(Generic[Model]):
 
         def work(item: Packed, counts: bool) -> Result:
             total, found = loss(self.model, item)
+            # A backward pass in any case: all ranks sum gradients together.
             (total if counts else total * 0).backward()  # type: ignore[no-untyped-call]
             return found
 
@@ -153,8 +154,9 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
             parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
         # The head is used after the forward pass: what is outside of layers stays until `update`.
         module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=each is not model)
-        module.set_gradient_divide_factor(1.0)  # sums over ranks, not means
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     for name, buffer in list(model.named_buffers()):
         setattr(model, name, buffer.to(dtype))
 
