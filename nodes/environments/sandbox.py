@@ -32,7 +32,8 @@ _PASSED_ON = ("PENSTOCK_RUN",)
 _SYSTEM = ("/usr", "/lib", "/lib64")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
 _OVERFLOW_USER = 65534
-"""Who a call is where this process is root ("nobody"): the kernel exempts root from the limit on processes."""
+"""The user ("nobody") that a call runs as where this process is root: the kernel exempts root from the limit on
+processes."""
 _PROBE = """
 import os, socket
 try:

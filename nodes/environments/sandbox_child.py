@@ -1,8 +1,8 @@
-"""What runs in the process of a tool: limits first, then code that somebody else has written. Never imported.
+"""The process of a tool: it sets limits, then runs code that a model has written. Never imported.
 
 Started as `python -I -S -c THIS CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD`, with the code as standard input. USER
-is whom root becomes (-1: the process stays who it is). GUARD is 1 where no kernel namespace keeps files, network and
-processes away: then an audit hook refuses them. It stops accidents, not somebody who means to break out.
+is the user that root becomes (-1: the process keeps its own). GUARD is 1 where no kernel namespace keeps files, network
+and processes away: then an audit hook refuses them. The hook stops accidents, not an attacker.
 """
 
 import ast

@@ -68,9 +68,9 @@ def generate(
 
     The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`). The temperature
     travels with the rollouts, and updates and other nodes that score them apply it: the policy is softmax(logits /
-    temperature), whoever computes it. Rollouts of temperature 0, and of `top_k` or `top_p`, cannot be scored: `check`
-    refuses a program in which an update of a policy learns from them (see `scorable`). A response ends with a stop
-    token, or after `max_tokens`.
+    temperature) wherever it is computed. Rollouts of temperature 0, and of `top_k` or `top_p`, cannot be scored:
+    `check` refuses a program in which an update of a policy learns from them (see `scorable`). A response ends with a
+    stop token, or after `max_tokens`.
 
     With a `conversation` (what this node made in the turn before) and the environment's `replies` to it, each row that
     is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of

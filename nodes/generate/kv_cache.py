@@ -217,7 +217,7 @@ def cache_length(positions: int, context: Context) -> int:
 
 
 def needed_prompt(length: int, context: Context) -> str:
-    """What is needed of a prompt, or a conversation so far, where a slot has so many positions."""
+    """The bound on a prompt, or a conversation so far, in a slot of `length` positions: a text for errors."""
     return f"at most {length - context.max_tokens}: the context of {length} less max_tokens {context.max_tokens}"
 
 

@@ -64,7 +64,7 @@ def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool
 def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
     """The shapes of one rank's part by `tensor_parallel`, as a configuration: heads, inner width and vocabulary.
 
-    Raises ModelError as `check_tensor_parallel` does, and for a vocabulary of which a rank would get nothing.
+    Raises ModelError as `check_tensor_parallel` does, and for a vocabulary so small that a rank would get no word.
     """
     check_tensor_parallel(config, parts, shared_heads=True)
     words = -(-config.vocab_size // parts)

@@ -62,7 +62,7 @@ class Shards(Generic[Model]):
             return self._share(lambda item, counts: work(self.model, item), items)
 
     def backward(self, loss: Callable[[Model, Packed], tuple[Tensor, Result]], items: Sequence[Packed]) -> list[Result]:
-        """Add up the gradients of the items' losses; what `loss` gave beside each, in order."""
+        """Add up the gradients of the items' losses. Returns the second output of `loss` for each item, in order."""
 
         def work(item: Packed, counts: bool) -> Result:
             total, found = loss(self.model, item)
@@ -88,7 +88,7 @@ class Shards(Generic[Model]):
                 module.reshard()
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
-        """The 2-norm of whole tensors of which each rank has parts that lie as the weights do, by name."""
+        """The 2-norm of all tensors together; `parts` are this rank's parts of them, cut as the weights are."""
         # Each part counts once: on the first of the ranks that have the same.
         copy, whole = self.ranks.place(DATA), self.ranks.place(TENSOR) == 0
         own = [part for name, part in parts.items() if copy == 0 and (whole or rule_of(name, self.rules))]

@@ -25,7 +25,7 @@ from penstock.nodes.parallel.mesh import Ranks
 
 Result = TypeVar("Result")
 Work = Callable[[Packed, bool], Result]
-"""(a micro-batch, whether it counts) → what is found of it, after its backward pass if there is one."""
+"""(a micro-batch, whether it counts) → its result, after its backward pass if there is one."""
 
 
 class Stage:

@@ -7,7 +7,7 @@ import pytest
 from .ranked import spawn
 
 slow = pytest.mark.slow
-CASES, LESSONS = "tests.nodes.rank_cases", "tests.nodes.lesson_cases"
+CASES, LESSONS, PARTS = "tests.nodes.rank_cases", "tests.nodes.lesson_cases", "tests.nodes.part_cases"
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,16 @@ def test_replicas_stay_equal_to_the_bit(mesh: str, tmp_path: Path) -> None:
     spawn(2, f"{LESSONS}:replicas", mesh, folder=tmp_path)
 
 
-CASES = "tests.nodes.part_cases"
-
-
 @pytest.mark.parametrize(("ranks", "groups", "tied"), [(2, 2, "untied"), (2, 1, "tied")])
 def test_an_engine_over_ranks_samples_one_ranks_tokens(ranks: int, groups: int, tied: str, tmp_path: Path) -> None:
-    spawn(ranks, f"{CASES}:engine", str(groups), tied, "float32", folder=tmp_path)
+    spawn(ranks, f"{PARTS}:engine", str(groups), tied, "float32", folder=tmp_path)
 
 
 @pytest.mark.slow
 def test_an_engine_over_ranks_in_bfloat16(tmp_path: Path) -> None:
-    spawn(2, f"{CASES}:engine", "2", "untied", "bfloat16", folder=tmp_path)
+    spawn(2, f"{PARTS}:engine", "2", "untied", "bfloat16", folder=tmp_path)
 
 
 @pytest.mark.slow
 def test_an_engine_over_more_ranks_than_key_value_heads(tmp_path: Path) -> None:
-    spawn(4, f"{CASES}:engine", "2", "untied", "float32", folder=tmp_path)
+    spawn(4, f"{PARTS}:engine", "2", "untied", "float32", folder=tmp_path)
