@@ -1,22 +1,15 @@
-"""Where the nodes run, as a value: pools of replicas of ranks. Pure.
+"""Where the nodes run, as a value: a plan has pools, a pool has replicas, a replica has ranks. Pure.
 
-The default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared out. Pure.
-
-What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
+`place` makes the default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared
+out. What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
 cores of its host. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
 cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every
 host is shared out by itself.
 
-Meshes as users write them: `trainer=fsdp2xtp2`, axes with their sizes, outermost first. Pure.
-
-Whether weights can go the way that is asked for between the ranks of a plan. Pure.
-
-Whether a trainer and a generator take turns with a device: then each can have the memory that the other one needs
-only while it works. Pure.
-
-A plan as a small HTML table, for notebooks. Pure.
-
-How many firings are really in work at once where the simulator puts a plan's pools. Pure.
+`read_meshes` reads meshes as users write them: `trainer=fsdp2xtp2`, axes with their sizes, outermost first. `why_not`
+says whether weights can take the transport that is asked for between the ranks of a plan, and `why_no_turns` whether
+trainer and generator take turns with a device, so that each can have the memory that the other one needs only while it
+works. `served` is a plan with the number of firings that really are in work at once, as the simulator needs it.
 """
 
 import re

@@ -1,6 +1,9 @@
-"""A plan of GPUs on the virtual clock: the real scheduler, with the cost model's seconds for each firing. Pure.
+"""A plan of GPUs on the virtual clock: the real scheduler, with the cost model's seconds for each firing. Pure but for
+`read_costed`, which reads the plan in a file that `penstock plan --json` wrote.
 
-- generating: row by row, with sampled lengths (`simulated_decoding`);
+How long each kind of work takes:
+
+- generating: row by row, with sampled lengths, by the event model of `decode_cost.Slots` (`DecodingReplica`);
 - an update: the steps on the sequences of its own batch;
 - a frozen model's pass: that of its batch; where it takes groups one by one, each group's share of it by tokens;
 - a sync: the wire's seconds, to all replicas at once, beside other work;
@@ -9,25 +12,13 @@
 - filters drop the plan's share of the groups, drawn by the ordinal; a node that decodes baselines shares the slots;
 - small work takes no time, unless it is given.
 
-A replica's ranks do everything together, so that one stands for all. A group keeps its place on a generator until its
-longest response is done. So that slots do not run dry meanwhile, a replica has room for more groups than fill its
-slots: by the mean of the longest response of a group over the mean of all.
+A replica's ranks do everything together, so that one stands for all. A group stays on the replica that the scheduler
+gave it to until its longest response is done; its rows wait in line for slots, in the order in which groups came, and
+the first one to get a slot brings the prompt. What comes in the middle of a step begins after it. So that slots do not
+run dry meanwhile, a replica has room for more groups than fill its slots: by the mean of the longest response of a
+group over the mean of all.
 
-A generator's replica on the virtual clock, row by row. Pure.
-
-The model is `slots.Slots`, as in the planner: a replica decodes up to `slots` rows at once, a step costs what its
-rows and their contexts do, and a row keeps its slot until its response ends. A group's rows wait in line for slots, in
-the order in which groups came to the replica; the first one to get a slot brings the prompt. What comes in the middle
-of a step begins after it. The group is done when its longest response is. So the seconds of a group depend on what
-else is in work, and nothing is averaged.
-
-Beyond the planner's rollout: a group stays on the replica that the scheduler gave it to.
-
-What the simulator needs of a plan: a value, and a part of what `penstock plan --json` prints. Reads such a file.
-
-How full a generator's slots are, from the begins and ends of all rows. Pure.
-
-Shape suffixes: N rows of all groups.
+Shape suffix: N rows of all groups.
 """
 
 from array import array
@@ -44,7 +35,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.graph.ir import Firing, Graph
@@ -326,52 +316,24 @@ class Filling:
 
 def filling(spans: Spans, slots: int, drawn: Callable[[int], tuple[int, int]], result: Simulation) -> Filling:
     """`slots` are those of all replicas; `drawn` says which ordinals an update has, from one up to another."""
-    used = _Used(spans)
+    begins_N, ends_N, indices_N = (np.array(column) for column in (spans.begins, spans.ends, spans.indices))
+
+    def used_s(start: float, stop: float) -> float:
+        """Seconds of slots in use, summed over the slots."""
+        return float(np.maximum(0.0, np.minimum(ends_N, stop) - np.maximum(begins_N, start)).sum())
+
     steady = result.steady
     begin, end = (result.ends[u] for u in steady) if steady else (0.0, result.wall_s)
     first, last = (steady[0] + 1, steady[1]) if steady else (0, len(result.ends) - 1)
-    tails = [used.tail(*drawn(update)) for update in range(first, last + 1)]
-    seconds = sum(stop - start for start, stop in tails)
-    busy = sum(used.between(start, stop) for start, stop in tails)
-    return Filling(
-        slots,
-        used.between(begin, end) / ((end - begin) * slots),
-        seconds / len(tails),
-        busy / (seconds * slots) if seconds else 1.0,
-    )
-
-
-class _Used:
-    """Slot-seconds in use up to any time."""
-
-    def __init__(self, spans: Spans) -> None:
-        self.begins_N, self.ends_N = np.sort(np.array(spans.begins)), np.sort(np.array(spans.ends))
-        self._until = {id(times_N): np.concatenate(([0.0], np.cumsum(times_N))) for times_N in self._both}
-        order = np.argsort(np.array(spans.indices), kind="stable")
-        self._indices_N, self._by_group_N = np.array(spans.indices)[order], np.array(spans.ends)[order]
-
-    @property
-    def _both(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return self.begins_N, self.ends_N
-
-    def between(self, start: float, stop: float) -> float:
-        return self._before(stop) - self._before(start)
-
-    def tail(self, first: int, last: int) -> tuple[float, float]:
-        """When the tail of a batch of these ordinals, the last one excluded, begins and ends."""
-        low, high = np.searchsorted(self._indices_N, [first, last])
-        ends = np.sort(self._by_group_N[low:high])
-        return float(ends[min(int(len(ends) * TAIL), len(ends) - 1)]), float(ends[-1])
-
-    def _before(self, time: float) -> float:
-        """Each row that began has been in work since, but for what it is over."""
-        begun, ended = (self._sum(times_N, time) for times_N in self._both)
-        return begun - ended
-
-    def _sum(self, times_N: NDArray[np.float64], time: float) -> float:
-        """Seconds since each of the times that are past."""
-        count = int(np.searchsorted(times_N, time))
-        return float(count * time - self._until[id(times_N)][count])
+    seconds, busy = 0.0, 0.0
+    for update in range(first, last + 1):
+        low, high = drawn(update)
+        batch_N = np.sort(ends_N[(indices_N >= low) & (indices_N < high)])
+        start, stop = float(batch_N[min(int(len(batch_N) * TAIL), len(batch_N) - 1)]), float(batch_N[-1])
+        seconds += stop - start
+        busy += used_s(start, stop)
+    occupancy = used_s(begin, end) / ((end - begin) * slots)
+    return Filling(slots, occupancy, seconds / (last + 1 - first), busy / (seconds * slots) if seconds else 1.0)
 
 
 ONE = Cluster(hosts=(Host(name="local", cores=1),))
