@@ -1,14 +1,10 @@
-"""The machines of a run, as a user's TOML file says it, or as this machine is.
+"""The machines of a run: as a user's TOML file says them, as a word such as `32x8xH100` does, or as this machine is.
 
-`docs/cluster-file.md` has all keys. `penstock doctor --measure` writes such a file of this machine, with what its
-memory and links do in [cpus.this].
+`docs/cluster-file.md` has all keys of the file. `penstock doctor --measure` writes one of this machine, with what its
+memory and links do in [cpus.this]. A word is hosts × GPUs × kind, several kinds joined by `+`; its hosts have a core
+for each GPU, and no addresses: it is for plans, not for runs.
 
-A cluster in a word, `32x8xH100`: hosts × GPUs × kind; several kinds joined by `+`; or a file; or this machine. Pure
-but for the file.
-
-The hosts that such a word makes have a core for each GPU, and no addresses: it is for plans, not for runs.
-
-Errors of files that users write: each key that is wrong, what was given, what is needed. Pure.
+A fault of a file is told with its key, what was given, and what is needed, one line for each (`explain`).
 """
 
 import ipaddress

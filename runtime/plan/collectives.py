@@ -6,7 +6,7 @@ them, with all NICs of the group's ranks in a domain side by side (NCCL's multi-
 between machines does so over as many NICs as the group has ranks in each. `nbytes` is the whole message: what every
 rank has after an all-gather, before a reduce-scatter, before and after an all-reduce.
 
-Seconds by what they go to: what every formula of the cost model returns. Pure.
+`Cost`, which every formula of the cost model returns, has seconds by what they go to.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,9 @@
-"""Why nothing fits: each role's least memory and what would make it fit, in numbers. Pure.
+"""Why nothing fits, and for an infeasible request the smallest change that makes it feasible. Pure but for the clock of
+its searches.
 
-What would make a workload fit that does not, as a whole: no given meshes, more hosts, or shorter responses. Pure but
-for the clock of its searches.
-
-The fewest hosts of the kind with most memory, and the longest responses of half, a quarter … of the length: each is
-named only where a search has found a whole plan.
+`refuse` has each role's least memory and what would make that role fit, in numbers. `Enough` looks for what would make
+all of it fit: no given meshes, the fewest hosts of the kind with most memory, or the longest responses of half, a
+quarter … of the length. Each is named only where a search has found a whole plan.
 """
 
 import time

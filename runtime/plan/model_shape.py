@@ -1,12 +1,12 @@
-"""What a decoder looks like to the cost model: the sizes that its FLOPs, bytes and tensors follow from. Pure.
+"""What a decoder looks like to the cost model, and how the ranks of one replica share its work. Pure but for files
+that are read.
 
-Dense and mixture-of-experts decoders of the Llama, Qwen and DeepSeek families: `config.json` of a model directory, or
-one of the names in `SHAPES`.
+`Shape` has the sizes that FLOPs, bytes and tensors follow from, of dense and mixture-of-experts decoders of the Llama,
+Qwen and DeepSeek families: read from the `config.json` of a model directory, or one of the names in `SHAPES`.
 
-How many ways the ranks of one replica share its work: the sizes of a mesh's axes. Pure.
-
-Ranks count with `tp` fastest, then `cp`, `fsdp`, `dp`, and `pp` slowest, so that tensor parallelism stays within a
-machine where it can. Experts are dealt out over `ep` neighbouring ranks of one stage.
+`Parallel` has the sizes of a mesh's axes. Ranks count with `tp` fastest, then `cp`, `fsdp`, `dp`, and `pp` slowest, so
+that tensor parallelism stays within a machine where it can. Experts are dealt out over `ep` neighbouring ranks of one
+stage.
 """
 
 from collections.abc import Mapping

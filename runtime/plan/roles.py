@@ -3,14 +3,11 @@
 One pool updates the policy, one decodes with its broadcast weights. Others may hold models beside the policy: frozen
 ones that read each response once (a reference, a teacher, a reward model), and critics, which read it once and learn
 from it as the policy does: on the trainer's GPUs or on others, together or apart. Copies that follow the policy (its
-average, a reference that moves) lie beside it. All else is small work on CPUs.
-Anything more is refused by name: a plan that leaves work out would be wrong, not approximate.
+average, a reference that moves) lie beside it. All else is small work on CPUs. `roles_of` refuses anything more by
+name: a plan that leaves work out would be wrong, not approximate.
 
-The roles of a graph's pools, or what plans do not cover of it, by name. Pure.
-
-Which nodes make the rollouts that updates learn from: others only say what these are compared with. Pure.
-
-What a plan takes for granted of the work that the program does not say, in words. Pure.
+`learnt_from` finds the generators whose rollouts reach an optimiser; other rollouts serve as baselines. `assumptions`
+says in words what a plan takes for granted of the work that the program does not say.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,13 @@
 """Seconds of what happens between updates: a weight sync, a switch of shared GPUs. Pure.
 
 A sync takes as long as its busiest rank: the bytes that the real resharding plan has each rank send and receive, over
-that rank's NIC (both ways at once), and a message for each peer. Packing and proof are left out. A run has one plan for
-each replica, all alike, so that trainers send to n replicas n times as much as to one; unless weights cross hosts and
-a chain is the better way (`tensor.chain`): then trainers send to its heads only, and the last replica of a chain is
-behind the first one by a bucket for each link.
+that rank's NIC (both ways at once), and a message for each peer. Packing and checksums are left out. A run has one plan
+for each replica, all alike, so that trainers send to n replicas n times as much as to one; unless weights cross hosts
+and a chain is faster (`tensor.broadcast_chain`): then trainers send to its heads only, and the last replica of a chain
+is behind the first one by a bucket for each link.
 
-A decoder's logical tensors and how they are cut, as `tensor.parallel` lays them out: for the cost of a sync. Pure.
-
-The same tables as those of the models that run (a test compares them), for any shape: a layer's routed experts are one
-tensor per matrix, dealt out by expert.
+The resharding plan is of a decoder's logical tensors, cut as those of the models that run (a test compares them), for
+any shape. A layer's routed experts are one tensor per matrix, dealt out by expert.
 """
 
 from dataclasses import dataclass

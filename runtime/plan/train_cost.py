@@ -1,11 +1,9 @@
-"""Seconds of a training step and of a pass for log-probabilities. Pure; sources of the parts in `work` and `links`.
+"""Seconds of a training step and of a pass for log-probabilities, and the FLOPs and bytes that they follow from. Pure.
 
 A step: micro-batches of packed sequences through the pipeline, forward and backward, then the optimizer. Overlap as in
 FSDP2 and Megatron-LM: gathers of weights and reductions of gradients run beside computation and count as far as they
 are longer; tensor and expert parallelism's collectives do not. The bubble of a pipeline of p stages and m micro-batches
 is (p - 1) / v of a micro-batch's time with v model chunks per stage (Narayanan et al., 2021, section 2.2).
-
-FLOPs and bytes of a decoder's parts, per token and per sequence. Pure.
 
 Matrix products: 2 FLOPs for each weight that a token is multiplied with (Kaplan et al., 2020, section 2.1). Causal
 attention: 2 · L · s² · d per sequence of s tokens and width d of all heads, half of the square (Narayanan et al., 2021,

@@ -1,9 +1,8 @@
-"""What one update has to do: the model, the prompts and samples, how long responses are. Pure but for what it reads.
+"""What one update has to do: the model, the prompts and samples, and how long responses are. Pure but for files that
+are read.
 
-How long responses are: a distribution, from which any number of lengths is taken without chance. Pure.
-
-`take(n)` gives n lengths at the middles of n equally likely parts of the distribution, in an order that a hash of
-their places says: two calls agree, and no length is averaged away.
+Lengths are a distribution, of which `take(n)` gives n lengths without chance: at the middles of n equally likely parts,
+in an order that a hash of their places says. So two calls agree, and no length is averaged away.
 """
 
 from dataclasses import dataclass
