@@ -6,6 +6,7 @@ in a `GraphError`. The documentation's page of check's errors is generated from 
 """
 
 import difflib
+import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ def caller() -> str:
 
 def defined(function: object) -> str:
     """ "file:line" of a function's definition; "" if it was not written in Python."""
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
 
 

@@ -21,7 +21,7 @@ from penstock.graph.imports import arguments as decoded
 from penstock.graph.interface import REQUIRED, signature, type_of
 from penstock.graph.ir import Graph, Json, Ref
 from penstock.graph.node import NodeDef
-from penstock.graph.trace import Assembly, Handle, Recorder, current, recording
+from penstock.graph.trace import Assembly, Handle, TraceRecorder, current, recording
 from penstock.graph.types import Replies, Rollouts, Weights
 
 P = ParamSpec("P")
@@ -226,7 +226,7 @@ def trace(
             faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
     if faults:
         raise GraphError(*faults)
-    recorder = Recorder(program.arguments, prefix, program.names.values())
+    recorder = TraceRecorder(program.arguments, prefix, program.names.values())
     token = current.set(recorder)
     try:
         returned = program.fn(*(Handle(recorder, Ref(name)) for name in program.arguments), **values)
@@ -286,7 +286,7 @@ def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, b
     )
 
 
-def _results(program: Program[..., Any], recorder: Recorder, returned: Any) -> dict[str, Ref]:
+def _results(program: Program[..., Any], recorder: TraceRecorder, returned: Any) -> dict[str, Ref]:
     """The next value of each carried value, by its name."""
     what, arguments = f"{program.name}: its result", list(program.arguments)
     needed = "the next carried value, or a dict or dataclass of them by argument name"

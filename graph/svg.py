@@ -187,7 +187,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GraphLayout:
     width: float
     height: float
     lanes: list[PoolLane]
@@ -195,7 +195,7 @@ class Layout:
     wires: list[Wire]
 
 
-def layout(graph: Graph, notes: Mapping[str, str] | None = None) -> Layout:
+def layout(graph: Graph, notes: Mapping[str, str] | None = None) -> GraphLayout:
     """Place the graph's picture. `notes` are second lines of boxes, by name, instead of their own."""
     boxes, links = picture(graph)
     known = notes or {}
@@ -249,7 +249,7 @@ class _Router:
         bottom = self.grid.lanes[-1].y + self.grid.lanes[-1].height
         return bottom + (len(side) - place) * FEEDBACK_TRACK - 6
 
-    def layout(self) -> Layout:
+    def layout(self) -> GraphLayout:
         routes = {link: self._route(link) for link in (*self.grid.data, *self.grid.back)}
         tracks = self._tracks(routes)
         x, turns = MARGIN, {}
@@ -269,7 +269,7 @@ class _Router:
         wires += [self._own(link) for link in self.grid.links if link.kind == "own"]
         end = self.grid.lanes[-1].y + self.grid.lanes[-1].height if self.grid.lanes else HEADER
         height = end + len(self.grid.under) * FEEDBACK_TRACK + FOOTER
-        return Layout(x + MARGIN, height, self.grid.lanes, list(self.grid.placed.values()), wires)
+        return GraphLayout(x + MARGIN, height, self.grid.lanes, list(self.grid.placed.values()), wires)
 
     def _tracks(self, routes: dict[Link, list[tuple[int, float, float]]]) -> dict[int, list[Key]]:
         """The tracks of each channel from left to right: long pieces on the right, so that they enclose short ones.
@@ -519,7 +519,7 @@ def _marker(name: str, colour: str) -> str:
     )
 
 
-def _legend(drawn: Layout, height: float) -> list[str]:
+def _legend(drawn: GraphLayout, height: float) -> list[str]:
     turns = any(wire.link.label == "next turn" for wire in drawn.wires)
     later = "to a later update or turn" if turns else "to a later update"
     kinds = [("within an update", DATA, ""), (later, FEEDBACK, ' stroke-dasharray="6 4"')]

@@ -34,7 +34,7 @@ class Handle:
 
     __slots__ = ("_recorder", "_ref")
 
-    def __init__(self, recorder: "Recorder", ref: Ref) -> None:
+    def __init__(self, recorder: "TraceRecorder", ref: Ref) -> None:
         self._recorder, self._ref = recorder, ref
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_COMPARISON,
 Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-class Recorder:
+class TraceRecorder:
     """The nodes of one trace in program order, and the types that they and the arguments name.
 
     `faults` are of options that were left out, so that tracing could go on. A node that has one names no `op`, so that
@@ -351,11 +351,11 @@ def _options(
     return tuple(options.items()), faults
 
 
-current: ContextVar[Recorder | None] = ContextVar("current", default=None)
+current: ContextVar[TraceRecorder | None] = ContextVar("current", default=None)
 """The trace under way, if there is one."""
 
 
-def recording(what: str) -> Recorder:
+def recording(what: str) -> TraceRecorder:
     """The recorder of the trace under way. Raises GraphError outside of a program; `what` was called."""
     recorder = current.get()
     if recorder is None:
@@ -370,7 +370,7 @@ def has_handles(values: Sequence[Any]) -> bool:
 class Assembly:
     """Makes a graph of a finished trace: `results` has the next value of each carried argument, by name."""
 
-    def __init__(self, program: "Program[..., Any]", recorder: Recorder, results: dict[str, Ref]) -> None:
+    def __init__(self, program: "Program[..., Any]", recorder: TraceRecorder, results: dict[str, Ref]) -> None:
         self.program, self.recorder = program, recorder
         self.nodes = {node.name: node for node in recorder.nodes}
         read = {i.ref.node for n in recorder.nodes for i in n.inputs}

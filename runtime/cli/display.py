@@ -103,7 +103,7 @@ RECENT = 10
 
 
 @dataclass
-class Pool:
+class PoolLine:
     """What a pool's replicas are doing; of the last rows' time, the share that they were busy, and idle by cause; and
     their weights."""
 
@@ -124,7 +124,7 @@ class Progress:
     row: Line = field(default_factory=dict)
     rows: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     rewards: list[float] = field(default_factory=list)
-    pools: dict[str, Pool] = field(default_factory=dict)
+    pools: dict[str, PoolLine] = field(default_factory=dict)
     accuracy: dict[str, float] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     errors: list[str] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Progress:
         self.update, self.updates = line.get("update", self.update), line.get("updates", self.updates)
         self._accuracy(line.get("accuracy") or {})
         for name, said in (line.get("pools") or {}).items():
-            pool = self.pools.setdefault(name, Pool())
+            pool = self.pools.setdefault(name, PoolLine())
             doing = said.get("doing", ())
             pool.doing = (doing,) if isinstance(doing, str) else tuple(doing)
             pool.version = said.get("version", pool.version)
@@ -183,7 +183,7 @@ class Progress:
             for recent in self.rows:
                 spent.update({state: s or 0.0 for state, s in recent.get("pools", {}).get(name, {}).items()})
             if states:
-                pool, seconds = self.pools.setdefault(name, Pool()), spent.total()
+                pool, seconds = self.pools.setdefault(name, PoolLine()), spent.total()
                 pool.busy = spent["busy"] / seconds if seconds else None
                 pool.idle = {state: s / seconds for state, s in spent.items() if state != "busy" and s > 0}
 
@@ -465,7 +465,7 @@ def _pools(seen: Progress) -> Table:
     return table
 
 
-def _gauge(pool: Pool, color: str) -> Text:
+def _gauge(pool: PoolLine, color: str) -> Text:
     if pool.busy is None:
         return Text("")
     full = round(pool.busy * 10)
@@ -477,12 +477,12 @@ def _idle(doing: str) -> str:
     return CAUSES[doing].display if doing in CAUSES else doing
 
 
-def _doing(pool: Pool) -> Text:
+def _doing(pool: PoolLine) -> Text:
     busy = [what for what in pool.doing if "[" in what]
     if busy:
         return Text(", ".join(busy))
     return Text(_idle(pool.doing[0]) if pool.doing else "", style="dim")
 
 
-def _version(pool: Pool) -> Text:
+def _version(pool: PoolLine) -> Text:
     return Text("" if pool.version is None else f"weights v{pool.version}", style="dim")

@@ -30,7 +30,7 @@ from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.record.metrics import LOST, Row, read_rows
 from penstock.runtime.schedule.compile import check_rules, compile_tables
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 
 LOG_BYTES = 32 << 20
 """The largest event log that is followed for the summary of a run whose controller could write none."""
@@ -38,7 +38,7 @@ STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
 
 @dataclass(frozen=True)
-class Look:
+class DisplayOptions:
     """How a run is shown, whether in one process, and when the command began."""
 
     plain: bool
@@ -101,7 +101,7 @@ def go(
     folder: RunFolder,
     config: RunConfig,
     cluster: Cluster,
-    look: Look,
+    look: DisplayOptions,
     prepare: Callable[[Display], None] | None = None,
     earlier: float = 0.0,
 ) -> int:
@@ -138,7 +138,7 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     return f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"
 
 
-def require_start(config: RunConfig, cluster: Cluster, look: Look) -> None:
+def require_start(config: RunConfig, cluster: Cluster, look: DisplayOptions) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
     and for processes whose controller could not listen where the cluster file says."""
     if not look.in_process and cluster.bind:
@@ -211,7 +211,7 @@ def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]
         segments, _ = read_segments(folder.events) if folder.events.stat().st_size < LOG_BYTES else ([], None)
         trained = [log for segment in segments for log in segment.stages if log.facts.get("stage") == "train"]
         for log in trained[-1:]:
-            scheduler = Origin.from_json(log.facts).scheduler()
+            scheduler = SegmentOrigin.from_json(log.facts).scheduler()
             for step in log.steps:
                 scheduler.handle(cast(Event, read_record(step.event)))
             counts = {**scheduler.ledger.fates, "retried": scheduler.ledger.retried}

@@ -14,7 +14,7 @@ from penstock.runtime.record.event_log import Segment, StageLog, commands_digest
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import Origin, RecordedStep, Replayed, ReplayError, replay_all
+from penstock.runtime.schedule.replay import RecordedStep, Replayed, ReplayError, SegmentOrigin, replay_all
 
 DESCRIPTION = """Check a run's record: feed its events to the scheduler again and compare every decision.
 
@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
     folder = RunFolder.open(flags.dir)
     segments = read_log(folder.events, _counted(folder))
     try:
-        stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
+        stages = [
+            (SegmentOrigin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages
+        ]
         replayed = replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
     except ValueError as error:
         raise ReplayError(f"{folder.events}: {error}") from None

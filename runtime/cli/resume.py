@@ -12,7 +12,7 @@ import tyro
 
 from penstock.runtime.cli.flags import changes, read_flags, with_changes
 from penstock.runtime.cli.inputs import require_inputs
-from penstock.runtime.cli.launching import Look, go, require_start
+from penstock.runtime.cli.launching import DisplayOptions, go, require_start
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cli.try_inputs import require_inputs_of
 from penstock.runtime.cluster.cluster import Cluster
@@ -23,8 +23,8 @@ from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import segment_seconds
 from penstock.runtime.record.folder import (
     CUT,
-    Checkpoint,
     RunFolder,
+    SavedCheckpoint,
     latest_checkpoint,
     part_path,
     read_facts,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             _require_cut(saved, config)
             _require_format(saved, config)
         before, config = config, _changed(folder, config, cluster, changes(flags))
-        look = Look(flags.plain, flags.json, flags.in_process, began)
+        look = DisplayOptions(flags.plain, flags.json, flags.in_process, began)
         require_start(config, cluster, look)
         require_inputs_of(config.graphs, config.flags)
         if config != before:
@@ -126,7 +126,7 @@ def _cluster(folder: RunFolder, asked: Mapping[str, Any]) -> Cluster:
         raise RecordError(f"{folder.config}: asked.cluster: {said}; needed what the run wrote") from None
 
 
-def _require_cut(saved: Checkpoint, config: RunConfig) -> None:
+def _require_cut(saved: SavedCheckpoint, config: RunConfig) -> None:
     """Raises RecordError for a checkpoint that the scheduler of this run cannot have written."""
     path = saved.folder / CUT
     require_shape(saved.cut, Cut, f"{path}: cut")
@@ -140,7 +140,7 @@ def _require_cut(saved: Checkpoint, config: RunConfig) -> None:
         raise RecordError(f"{path}: {error}; needed what the run wrote") from None
 
 
-def _require_format(saved: Checkpoint, config: RunConfig) -> None:
+def _require_format(saved: SavedCheckpoint, config: RunConfig) -> None:
     """Raises CommandError for a checkpoint that ranks could not read, before any starts."""
     paths = (part_path(saved.folder, replica.name, 0) for pool in config.plan.pools for replica in pool.replicas)
     for path in filter(Path.exists, paths):

@@ -12,7 +12,7 @@ from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, RunFlags
 from penstock.runtime.cli.inputs import absolute_paths, file_digests, is_made_up
-from penstock.runtime.cli.launching import Look, asked, configure, go, require_start
+from penstock.runtime.cli.launching import DisplayOptions, asked, configure, go, require_start
 from penstock.runtime.cli.tracing import CommandError, Traced, require_program, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import why_no_turns
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
     cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
     config = configure(traced, cluster, flags.model)
-    look = Look(flags.plain, flags.json, flags.in_process, began)
+    look = DisplayOptions(flags.plain, flags.json, flags.in_process, began)
     require_start(config, cluster, look)
     needs_base = _needs_base(traced)
     digests = file_digests(flags)

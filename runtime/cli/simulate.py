@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.runtime.cli.flags import DrawingFlags, SimulateFlags
 from penstock.runtime.cli.simulate_recorded import Recorded, from_run, read_recorded_flags, recorded
-from penstock.runtime.cli.simulating import Given, Planned, drawing, facts, given, pictured, planned
+from penstock.runtime.cli.simulating import Given, PlannedSchedule, drawing, facts, given, pictured, planned
 from penstock.runtime.cli.tracing import CommandError, require_program, trace_program
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import write_atomic
@@ -17,7 +17,7 @@ from penstock.runtime.schedule.simulator import Simulation
 
 def main(argv: Sequence[str]) -> int:
     flags: DrawingFlags
-    shown: Given | Planned | Recorded
+    shown: Given | PlannedSchedule | Recorded
     try:
         if from_run(argv):
             flags = read_recorded_flags(argv)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_program(argv: Sequence[str]) -> tuple[Given | Planned, SimulateFlags]:
+def _of_program(argv: Sequence[str]) -> tuple[Given | PlannedSchedule, SimulateFlags]:
     """The schedule of a PROGRAM, and the flags. Raises CommandError, and what planning and simulating raise."""
     require_program("simulate", argv)
     traced = trace_program("simulate", argv)

@@ -19,7 +19,7 @@ from penstock.runtime.cluster.placement import Plan, place, served
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.follow import NS
-from penstock.runtime.report.run_history import Facts, Stage, read_facts
+from penstock.runtime.report.run_history import Facts, StageRecord, read_facts
 from penstock.runtime.report.what_if import (
     Crowding,
     bound,
@@ -34,7 +34,7 @@ from penstock.runtime.report.what_if import (
     with_replicas,
 )
 from penstock.runtime.schedule.compile import Rules, Tables, check_rules, compile_tables
-from penstock.runtime.schedule.simulator import Duration, Durations, Lognormal, Simulation, simulate
+from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, simulate
 
 FLAG = "--from"
 COLUMN = 8
@@ -199,7 +199,7 @@ def _require_variable(argv: Sequence[str]) -> None:
             raise CommandError(f"{given}, needed one that durations do not depend on: {shown}", 2)
 
 
-def _changed(stage: Stage, facts: Facts, flags: RecordedFlags) -> tuple[Graph, Plan]:
+def _changed(stage: StageRecord, facts: Facts, flags: RecordedFlags) -> tuple[Graph, Plan]:
     """The run's graph and plan with what the flags change. Raises CommandError for what the program does not have, and
     for a lag that its graph does not allow."""
     graph, plan, pool = stage.origin.graph, stage.origin.plan, generators(stage.tables)
@@ -231,7 +231,7 @@ def _with_given(graph: Graph, durations: Durations, words: Sequence[str]) -> Dur
         if name in SYNC:
             sync[name] = mean
         else:
-            nodes[name] = Lognormal(mean, sigma) if sigma else mean
+            nodes[name] = LognormalSeconds(mean, sigma) if sigma else mean
     return Durations(nodes, **sync)
 
 
@@ -247,7 +247,7 @@ def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, 
     }
 
 
-def _measured_s(stage: Stage, updates: int) -> float:
+def _measured_s(stage: StageRecord, updates: int) -> float:
     """Seconds per update of the run itself: of as many updates as are simulated, or of all that it has done."""
     ends = [(end - stage.begin) / NS for _, end in sorted(stage.followed.ends.items())][:updates]
     return Simulation(ends=ends, wall_s=ends[-1], max_lag=stage.tables.max_lag).steady_s
@@ -259,7 +259,9 @@ def _settings(tables: Tables, rules: Rules) -> dict[str, object]:
     return {**sampling, "versions": rules.versions}
 
 
-def _assumptions(stage: Stage, facts: Facts, crowd: Crowding | None, same: bool, flags: RecordedFlags) -> Iterator[str]:
+def _assumptions(
+    stage: StageRecord, facts: Facts, crowd: Crowding | None, same: bool, flags: RecordedFlags
+) -> Iterator[str]:
     """What stands behind the figures, a sentence each."""
     ends = stage.followed.ends
     several = f", the longest of {len(facts.training)} parts" if len(facts.training) > 1 else ""

@@ -28,7 +28,7 @@ from penstock.runtime.plan.simulate import Costed, Scene, Simulated, read_costed
 from penstock.runtime.record.timeline import Bar, excerpt, pool_of
 from penstock.runtime.record.trace_formats import gantt_text
 from penstock.runtime.schedule.compile import Rules, compile_tables
-from penstock.runtime.schedule.simulator import Duration, Durations, Lognormal, Simulation, Verdicts, simulate
+from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, Verdicts, simulate
 
 DRAWN = 6
 """Updates that the text shows; files hold all."""
@@ -244,7 +244,7 @@ def timing(graph: Graph, words: Sequence[str]) -> Timing:
         if name in sync:
             sync[name] = mean
         else:
-            nodes[name], means[name] = Lognormal(mean, sigma) if sigma else mean, mean
+            nodes[name], means[name] = LognormalSeconds(mean, sigma) if sigma else mean, mean
     if missing := [node.name for node in calls if node.name not in nodes]:
         example = " ".join(f"{name.partition(':')[0]}=0.05" for name in missing)
         others = "or a plan (--cluster and --model), or a run that has ended (penstock simulate --from RUN)"
@@ -323,7 +323,7 @@ COMPARED = 24
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSchedule:
     """A schedule of a plan. `effect`: runs of at most `COMPARED` updates by lag; empty where shared GPUs leave it
     without any."""
 
@@ -418,7 +418,7 @@ class Planned:
         return next(iter(self.effect.values())).steady_s / result.steady_s - 1
 
 
-def planned(graph: Graph, flags: SimulateFlags) -> Planned | None:
+def planned(graph: Graph, flags: SimulateFlags) -> PlannedSchedule | None:
     """None where the flags ask for no plan. Raises CommandError for flags that contradict each other, and what planning
     raises."""
     said = _said(flags)
@@ -434,7 +434,7 @@ def planned(graph: Graph, flags: SimulateFlags) -> Planned | None:
         raise CommandError(f"{_flag(contrary[0])}: given with a plan; needed none, since {why}", 2)
     scene = _scene(graph, flags)
     effect = {} if scene.plan.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
-    return Planned(scene.run(flags.updates), effect)
+    return PlannedSchedule(scene.run(flags.updates), effect)
 
 
 def _scene(graph: Graph, flags: SimulateFlags) -> Scene:
@@ -461,7 +461,7 @@ def _small(graph: Graph, given: tuple[str, ...]) -> dict[str, Duration]:
     costed = {*roles.cycle, *roles.learners, *roles.rereads, *roles.followers, *(node for node, _ in roles.baselines)}
     names = [node.name for node in graph.nodes if node.fires and node.name not in costed]
     found = (duration(word, names) for word in given)
-    return {name: Lognormal(mean, sigma) if sigma else mean for name, mean, sigma in found}
+    return {name: LognormalSeconds(mean, sigma) if sigma else mean for name, mean, sigma in found}
 
 
 def _said(flags: SimulateFlags) -> list[str]:

@@ -26,7 +26,7 @@ from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.report.follow import Follow, streams
 from penstock.runtime.schedule.events import Event, Swapped
 from penstock.runtime.schedule.idle_causes import cause
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.scheduler import Scheduler
 
 
@@ -96,7 +96,7 @@ class Watched:
         if kind == "segment":
             self._before, self._now, self.ended = self.seconds, 0.0, None
         elif kind == "stage":
-            origin = Origin.from_json(rest[0])
+            origin = SegmentOrigin.from_json(rest[0])
             self.stage, self._scheduler = origin.stage, origin.scheduler()
             self._known |= rest[0].get("accuracy", {})
             self._follow = Follow(self._scheduler.tables, streams(origin.graph), origin.live)

@@ -37,7 +37,7 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.process import (
     PACKET_BYTES,
-    Order,
+    ForkOrder,
     adopt_orphans,
     die_with_parent,
     kill,
@@ -85,7 +85,7 @@ class _Rank:
     doomed: bool = False
 
 
-class Ranks:
+class RankProcesses:
     """Ranks of `host` by name. `command` is the program of the process that forks them (see `forks`); `client` wakes
     when there is something to ask `ended` for. What forks is started at once, and again for a rank if it has ended.
     """
@@ -106,7 +106,12 @@ class Ranks:
             self._open()
         stem = "-".join(name.replace("/", "-").rsplit(".", 1))
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
-        order: Order = {"name": name, "environment": dict(environment), "stdout": str(stdout), "stderr": str(stderr)}
+        order: ForkOrder = {
+            "name": name,
+            "environment": dict(environment),
+            "stdout": str(stdout),
+            "stderr": str(stderr),
+        }
         packet = json.dumps(order).encode()
         assert name not in self._ranks, name
         assert len(packet) <= PACKET_BYTES, name
@@ -236,7 +241,7 @@ class Agent:
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
         self._client = Client(join, "agent", join.host)
         logs = make_folder(Path(join.folder) / "logs")
-        self._ranks = Ranks((*worker, *join.modules), join.run, join.host, logs, self._client)
+        self._ranks = RankProcesses((*worker, *join.modules), join.run, join.host, logs, self._client)
         self._joined = False
 
     def run(self) -> str:

@@ -50,7 +50,7 @@ from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Door, raise_descriptors
 from penstock.runtime.control.sockets import Server, WireError
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import Checkpoint, RunFolder, latest_checkpoint
+from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, latest_checkpoint
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -91,7 +91,7 @@ class Controller:
     """The processes of a run: started, heard, watched and dismissed here; `session` decides what they do."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, server: Server, session: Session, cut: Checkpoint | None
+        self, folder: RunFolder, config: RunConfig, server: Server, session: Session, cut: SavedCheckpoint | None
     ) -> None:
         self.folder, self.config, self.server, self.session, self.cut = folder, config, server, session, cut
         folder.hold()

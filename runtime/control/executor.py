@@ -29,7 +29,7 @@ from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.messages import Manifest, Order, Result
 from penstock.runtime.control.process import told
-from penstock.runtime.control.rank_state import Held, Holdings, Key, Setup, Values
+from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key, RankSetup
 from penstock.runtime.control.weight_channels import Ways
 from penstock.runtime.record.folder import update_of
 from penstock.runtime.schedule.admission import needed_version
@@ -54,7 +54,7 @@ from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
 from penstock.runtime.tensor.shm import ObjectRef
 
 
-def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: Values) -> None:
+def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: HeldValues) -> None:
     """Write this rank's part of the cut before `update`: carried values, states, and the outputs of `firings`. `name`
     is that of the folder of all parts of this cut."""
     setup = holdings.setup
@@ -66,7 +66,7 @@ def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, 
     write_shard(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
 
 
-def restore(folder: Path, holdings: Holdings, values: Values) -> list[tuple[Firing, str, ObjectRef]]:
+def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
     setup, update = holdings.setup, update_of(folder.name)
     part = CheckpointShard(folder, setup.replica, setup.rank, setup.run)
@@ -181,7 +181,7 @@ class Executor:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: RankSetup,
         ways: Ways,
         kept: dict[Key, Any],
         fetch: Callable[[ObjectRef, type], Any] | None = None,
@@ -189,7 +189,7 @@ class Executor:
         release: Callable[[ObjectRef], None] | None = None,
     ) -> None:
         self.setup, self.ways = setup, ways
-        self.values = Values(setup, kept, fetch, export, release)
+        self.values = HeldValues(setup, kept, fetch, export, release)
         self.held = Holdings(setup)
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}

@@ -171,7 +171,7 @@ PACKET_BYTES = 1 << 17
 """The most of an order."""
 
 
-class Order(TypedDict):
+class ForkOrder(TypedDict):
     """A rank to be forked: its name, what its environment has beside the server's, and the files of its output."""
 
     name: str
@@ -196,7 +196,7 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                 raise ChildProcessError("a rank could not be forked")  # the agent asks another process for it
 
 
-def _fork_again(door: socket.socket, order: Order, main: Callable[[], None]) -> NoReturn:
+def _fork_again(door: socket.socket, order: ForkOrder, main: Callable[[], None]) -> NoReturn:
     """In the process between: it makes the rank's, says its pid, whatever becomes of it, and ends."""
     between, status = os.getpid(), 1
     try:
@@ -228,7 +228,7 @@ def _tell(door: socket.socket, name: str, rank: int) -> None:
         raise
 
 
-def _become(order: Order, between: int) -> None:
+def _become(order: ForkOrder, between: int) -> None:
     """Be the rank: a child of the agent, with its own output, environment and randomness."""
     while os.getppid() == between:  # which does nothing but end
         sleep(0.0005)

@@ -95,7 +95,7 @@ PATIENCE = 0.75
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankRuntime:
     """`server` answers readers on other hosts; None where there are none: then nothing listens. `notes` are what the
     user should know: values and weights that go a slower way, and warnings of nodes."""
 
@@ -136,7 +136,7 @@ def make_rank(
     join: Join,
     pulse: Pulse,
     wake: Callable[[], None],
-) -> Rank:
+) -> RankRuntime:
     """Make all that rank `index` of `replica` holds; from the first checkpoint named in `restore` that is there."""
     folder = Path(join.folder)
     own = config.plan.replica(replica)
@@ -174,4 +174,4 @@ def make_rank(
     store = ObjectStore(join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=notes.put)
     executor = Executor(setup, ways, values, reader.get, store.put, store.free)
     together = len(own.ranks) > 1 and bool(executor.held.streams)
-    return Rank(executor, store, reader, client, server, ways, Lockstep() if together else AtOnce(), notes)
+    return RankRuntime(executor, store, reader, client, server, ways, Lockstep() if together else AtOnce(), notes)

@@ -71,7 +71,7 @@ def delayed(graphs: tuple[Graph, ...]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Setup:
+class RankSetup:
     """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder.
 
     `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
@@ -190,7 +190,7 @@ class Held:
 class Holdings:
     """Made from a setup: makers and `init`s are called here, and nowhere else."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         self.setup = setup
         self.carried: dict[str, Carried] = {}
         self.sources: dict[str, Source] = {}
@@ -252,7 +252,7 @@ Key = tuple[Firing, str]
 """A value's name: the firing that made it, and the output's name."""
 
 
-class Values:
+class HeldValues:
     """`kept` are the outputs of this rank; ranks of one process may share it.
 
     `fetch` gets one that another rank keeps, `export` turns a value into a handle for other ranks, and `release`
@@ -261,7 +261,7 @@ class Values:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: RankSetup,
         kept: dict[Key, Any],
         fetch: Callable[[ObjectRef, type], Any] | None = None,
         export: Callable[[Any], ObjectRef] | None = None,

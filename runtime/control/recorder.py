@@ -22,7 +22,7 @@ from penstock.graph.types import NodeWarning
 from penstock.runtime.control.messages import Result, record_bytes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig
 from penstock.runtime.record.event_log import LogWriter
-from penstock.runtime.record.folder import Checkpoint, RunFolder, begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.metrics import (
     LOST,
     MetricsFile,
@@ -49,7 +49,7 @@ from penstock.runtime.schedule.events import (
     Send,
     Swapped,
 )
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import Ledger
 
 MAX_BARS = 200_000
@@ -171,7 +171,7 @@ class RunRecorder:
         config: RunConfig,
         say: Say,
         now: float,
-        cut: Checkpoint | None = None,
+        cut: SavedCheckpoint | None = None,
         tensorboard: bool = False,
     ) -> None:
         self.folder, self.config, self.say = folder, config, say
@@ -215,7 +215,7 @@ class RunRecorder:
 
     # What the session tells -------------------------------------------------------------------------------
 
-    def open_stage(self, origin: Origin, now: float) -> None:
+    def open_stage(self, origin: SegmentOrigin, now: float) -> None:
         self.log.stage({**origin.to_json(), "accuracy": self.accuracy})
         name = origin.stage
         self.stage = name

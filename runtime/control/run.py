@@ -39,7 +39,7 @@ from penstock.runtime.schedule.events import (
     Swap,
 )
 from penstock.runtime.schedule.idle_causes import cause
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import Ledger, UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
@@ -50,7 +50,7 @@ Orders = dict[str, Order]
 class Recorder(Protocol):
     """What a stage tells about itself as it goes."""
 
-    def open_stage(self, origin: Origin, now: float) -> None: ...
+    def open_stage(self, origin: SegmentOrigin, now: float) -> None: ...
     def step(self, now: float, event: Event, commands: list[Command]) -> None: ...
     def result(self, now: float, result: Result) -> None: ...
     def begin_checkpoint(self, update: int) -> str: ...
@@ -89,7 +89,7 @@ class Manifests:
 class Stage:
     def __init__(
         self,
-        origin: Origin,
+        origin: SegmentOrigin,
         recorder: Recorder,
         flags: RunOptions,
         handles: Mapping[tuple[Firing, str], ObjectRef] | None = None,
@@ -364,7 +364,7 @@ class Session:
         graph, rules, cut = self._stage(name)
         # The checkpoint that there is, by the same scheduler that made it, or by the file that it was restored from.
         complete = (self.cut or {}) if name == "train" or self.stage is None else self.stage.scheduler.complete
-        origin = Origin(name, graph, self.config.plan, rules, cut, self._live, complete)
+        origin = SegmentOrigin(name, graph, self.config.plan, rules, cut, self._live, complete)
         self.recorder.open_stage(origin, now)
         handles = self._handles if name == "train" else {}
         self.stage = Stage(origin, self.recorder, self.config.flags, handles, self._manifests)

@@ -27,7 +27,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, check_ranks, place, read_meshes, why_no_turns
-from penstock.runtime.control.rank_state import Setup
+from penstock.runtime.control.rank_state import RankSetup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile
@@ -316,14 +316,14 @@ class RunConfig:
         return Rules(self.flags.eval_groups, version + 1, version)
 
     def setup(
-        self, replica: Replica, index: int, folder: Path, restore: Path | None, patience: float = Setup.patience
-    ) -> Setup:
+        self, replica: Replica, index: int, folder: Path, restore: Path | None, patience: float = RankSetup.patience
+    ) -> RankSetup:
         """What rank `index` of a replica has to know, with a context for each node and argument that its pool holds."""
         rank = replica.ranks[index]
         place = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index)
         holds = next(p.holds for p in self.plan.pools if replica in p.replicas)
         contexts = {name: context_of(name, self.graphs, self.flags, place) for name in holds}
-        return Setup(
+        return RankSetup(
             self.graphs, self.plan, replica.name, index, contexts, folder, restore, self.offload, patience, self.run
         )
 

@@ -21,7 +21,7 @@ from penstock.runtime.control.security import Join, raise_descriptors
 from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
 
 if TYPE_CHECKING:
-    from penstock.runtime.control.rank import Rank
+    from penstock.runtime.control.rank import RankRuntime
 
 
 HOLD = 0.001
@@ -100,7 +100,7 @@ def await_setup(client: Client) -> Setup | None:
             return None
 
 
-def work(client: Client, rank: "Rank") -> int:
+def work(client: Client, rank: "RankRuntime") -> int:
     """Serve until the controller says goodbye or is gone; the exit status."""
     executor, sent, waiting = rank.executor, monotonic(), deque[Order]()
     while True:

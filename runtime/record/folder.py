@@ -449,7 +449,7 @@ _FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A complete checkpoint: the `update` that comes next, the scheduler's state (`cut`), the accuracies known by then,
     and the metrics of pending groups that stand in no row yet (`figures`, see `metrics.Rows.to_json`). `written` is the
     name that the folder had while it was written, and still has on a host with a run folder of its own."""
@@ -512,7 +512,7 @@ def complete_checkpoint(
     return path
 
 
-def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
+def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
     """The newest complete checkpoint; None before the first."""
     complete = [
         (int(found[1]), int(found[2] or 1), path.parent)
@@ -524,7 +524,7 @@ def latest_checkpoint(folder: RunFolder) -> Checkpoint | None:
     newest = max(complete)[-1]
     facts = folder.read_json(str(newest.relative_to(folder.path) / CUT), CutFile)
     figures, written = facts.get("figures", {}), facts.get("written", newest.name)
-    return Checkpoint(newest, facts["update"], facts["cut"], facts["accuracy"], figures, written)
+    return SavedCheckpoint(newest, facts["update"], facts["cut"], facts["accuracy"], figures, written)
 
 
 def sweep_checkpoints(folder: RunFolder) -> None:

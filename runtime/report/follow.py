@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.record.timeline import Bar, Kind
-from penstock.runtime.schedule.compile import Step, Tables
+from penstock.runtime.schedule.compile import NodeStep, Tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -196,7 +196,7 @@ class Follow:
             self._open["fire", firing, fire.replica, rank] = work
             self.in_work[fire.replica, rank] += 1
 
-    def _version(self, step: Step, firing: Firing, replica: str) -> int | None:
+    def _version(self, step: NodeStep, firing: Firing, replica: str) -> int | None:
         """The oldest weights that the firing reads."""
         channels = (*(channel for channel, _ in step.weights), *step.fixed)
         version = min((self._live.get((channel, replica), 0) for channel in channels), default=None)

@@ -25,7 +25,7 @@ from penstock.runtime.report.follow import NS, Follow, Followed, RankId, Work, l
 from penstock.runtime.schedule.compile import Tables, compile_tables
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.idle_causes import detailed_cause
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 
 Account = dict[str, int]
 """Nanoseconds by "busy" and by cause."""
@@ -54,12 +54,12 @@ class Depth:
 
 
 @dataclass
-class Stage:
+class StageRecord:
     """One scheduler's life, from `begin` to `end` on the report's clock."""
 
     name: str
     life: int
-    origin: Origin
+    origin: SegmentOrigin
     tables: Tables
     begin: int
     end: int
@@ -75,7 +75,7 @@ class Life:
 
     begin: int
     end: int
-    stages: list[Stage]
+    stages: list[StageRecord]
     starting: int
     ended: dict[str, Any] | None
     cut: int | None
@@ -95,11 +95,11 @@ class Facts:
     notes: list[str]
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[StageRecord]:
         return [stage for life in self.lives for stage in life.stages]
 
     @property
-    def training(self) -> list[Stage]:
+    def training(self) -> list[StageRecord]:
         return [stage for stage in self.stages if stage.name == TRAIN]
 
     @property
@@ -224,9 +224,9 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
     return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
 
 
-def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> Stage:
+def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
     try:
-        origin = Origin.from_json(log.facts)
+        origin = SegmentOrigin.from_json(log.facts)
         tables = compile_tables(origin.graph, origin.plan)
         begin = zero + round(log.steps[0].time * NS)
         replayed = _Replayed(origin, tables, begin, end)
@@ -245,13 +245,13 @@ def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> S
     replayed.sample()
     followed = replayed.follow.close(replayed.time if replayed.broken else end)
     found = accounts(followed.work, replayed.reasons, begin, end)
-    return Stage(origin.stage, life, origin, tables, begin, end, followed, found, replayed.depths)
+    return StageRecord(origin.stage, life, origin, tables, begin, end, followed, found, replayed.depths)
 
 
 class _Replayed:
     """Runs the scheduler of a stage again: notes what its ranks did, why they were idle, what lay in queues."""
 
-    def __init__(self, origin: Origin, tables: Tables, begin: int, end: int) -> None:
+    def __init__(self, origin: SegmentOrigin, tables: Tables, begin: int, end: int) -> None:
         self.scheduler = origin.scheduler(tables)
         self.follow = Follow(tables, streams(origin.graph), origin.live)
         self.lanes: list[RankId] = lanes(tables)

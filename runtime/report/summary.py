@@ -17,18 +17,8 @@ from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.follow import NS, RankId, Work
-from penstock.runtime.report.run_history import Account, Facts, Stage, slot_time, union
-from penstock.runtime.report.what_if import (
-    SYNC,
-    Prediction,
-    Table,
-    bound,
-    cycle_nodes,
-    fit,
-    predict,
-    verdict,
-    what_if,
-)
+from penstock.runtime.report.run_history import Account, Facts, StageRecord, slot_time, union
+from penstock.runtime.report.what_if import SYNC, Prediction, Table, bound, cycle_nodes, fit, predict, verdict, what_if
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class Report:
     least period of any schedule."""
 
     facts: Facts
-    stage: Stage | None
+    stage: StageRecord | None
     prediction: Prediction | None
     predictions: tuple[Prediction | None, ...]
     bound: Bound | None
@@ -85,7 +75,7 @@ def make_report(facts: Facts, out_of_time: Callable[[], bool]) -> Report:
     return Report(facts, stage, prediction, predictions, found, table, line)
 
 
-def rank_accounts(stages: Iterable[Stage]) -> dict[RankId, Account]:
+def rank_accounts(stages: Iterable[StageRecord]) -> dict[RankId, Account]:
     """Nanoseconds of each rank by state, over several stages."""
     total: dict[RankId, Counter[str]] = {}
     for stage in stages:
@@ -166,7 +156,7 @@ def node_times(report: Report) -> list[NodeTime]:
     return times
 
 
-def sync_parts(stages: Iterable[Stage]) -> list[tuple[str, str, int, float, float]]:
+def sync_parts(stages: Iterable[StageRecord]) -> list[tuple[str, str, int, float, float]]:
     """Of each channel and part of a sync (pause, wire, apply): how many, median and largest seconds."""
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for stage in stages:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.compile import Channel, Step
+from penstock.runtime.schedule.compile import Channel, NodeStep
 from penstock.runtime.schedule.events import Publish, Send, Swap
 from penstock.runtime.schedule.state import State
 
@@ -61,7 +61,7 @@ def open_groups(state: State) -> None:
             heapq.heappush(state.ready[step.name], group.ordinal)
 
 
-def start_groups(state: State, steps: Sequence[Step]) -> None:
+def start_groups(state: State, steps: Sequence[NodeStep]) -> None:
     """Start what may start of `steps`, each in ordinal order. What stops one group stops those after it."""
     for step in steps:
         queue = state.ready[step.name]
@@ -78,7 +78,7 @@ def start_groups(state: State, steps: Sequence[Step]) -> None:
             heapq.heappop(queue)
 
 
-def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Step]) -> None:
+def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[NodeStep]) -> None:
     """Put a group in the queues of the steps that the new outputs of `steps` were the last inputs of."""
     begins = state.tables.begins
     for reader in begins[steps[0].name] if len(steps) == 1 else dict.fromkeys(r for s in steps for r in begins[s.name]):
@@ -86,7 +86,7 @@ def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Step
             heapq.heappush(state.ready[reader.name], ordinal)
 
 
-def _choose(state: State, step: Step, ordinal: int) -> str | None:
+def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
     """The admissible replica with most room, the first of equals; a step with state knows only its first one."""
     before, admitted = state.ledger.before(ordinal), _admitted(state, step)
     if before >= admitted or not _may_go_on(state, step, ordinal):
@@ -102,7 +102,7 @@ def _choose(state: State, step: Step, ordinal: int) -> str | None:
     return replica if replica is None or _leaves_some(state, step, admitted - before, replica) else None
 
 
-def _admitted(state: State, step: Step) -> int:
+def _admitted(state: State, step: NodeStep) -> int:
     """Groups before this many are needed, and may start on the replica with the newest weights if `step` reads any."""
     admitted = state.total
     for channel, lag in step.weights:
@@ -110,7 +110,7 @@ def _admitted(state: State, step: Step) -> int:
     return admitted
 
 
-def _leaves_some(state: State, step: Step, admitted: int, replica: str) -> bool:
+def _leaves_some(state: State, step: NodeStep, admitted: int, replica: str) -> bool:
     """While others of the pool wait for weights that are on their way, a replica takes no more than its share of what
     may start: else the first to have them would take whatever it has room for, and the others find nothing to do."""
     for channel, _ in step.weights:
@@ -120,7 +120,7 @@ def _leaves_some(state: State, step: Step, admitted: int, replica: str) -> bool:
     return True
 
 
-def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
+def _may_go_on(state: State, step: NodeStep, ordinal: int) -> bool:
     """May `step` start on a needed group at all? What it reads delayed is made, and while the state is saved those with
     state rest; these see the groups one by one, in order."""
     if any(state.version(carried) < needed_version(state.slot(ordinal), lag) for carried, lag in step.delays):
@@ -133,7 +133,7 @@ def _may_go_on(state: State, step: Step, ordinal: int) -> bool:
     return not resting or (not state.saving and needs_past_version(state, ordinal))
 
 
-def _fresh(state: State, step: Step, ordinal: int, before: int, replica: str) -> bool:
+def _fresh(state: State, step: NodeStep, ordinal: int, before: int, replica: str) -> bool:
     """Are the live weights of `replica` new enough for a group?"""
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
@@ -191,7 +191,7 @@ def _next_sent(state: State, channel: Channel, version: int, every: int) -> int:
     return min((_next_read(state, step, lag, version, every) for step, lag in readers), default=state.rules.end)
 
 
-def _next_read(state: State, step: Step, lag: int, version: int, every: int) -> int:
+def _next_read(state: State, step: NodeStep, lag: int, version: int, every: int) -> int:
     """The same for one step. It fires with versions up to `lag` before an update at which it is due; one per group is
     due at each."""
     end = state.rules.end
@@ -203,7 +203,7 @@ def _next_read(state: State, step: Step, lag: int, version: int, every: int) -> 
     return end
 
 
-def _due(state: State, step: Step, update: int) -> int:
+def _due(state: State, step: NodeStep, update: int) -> int:
     """The first update from `update` on that a step is still to begin."""
     due = step.due(update)
     if step.per_update:

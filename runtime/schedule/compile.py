@@ -122,7 +122,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NodeStep:
     """A node or a source, compiled. `place` is its order in the program.
 
     groups: per-group values it reads. waits: those that a firing waits for; before two steps take turns, the inputs of
@@ -181,19 +181,19 @@ class Tables:
     makers: the step that makes the next value of each carried value that changes.
     """
 
-    steps: dict[str, Step]
+    steps: dict[str, NodeStep]
     channels: dict[str, Channel]
     replicas: dict[str, Replica]
     pool_of: dict[str, str]
     by_pool: dict[str, tuple[Replica, ...]]
-    group_steps: dict[str, tuple[Step, ...]]
-    update_steps: dict[str, tuple[Step, ...]]
+    group_steps: dict[str, tuple[NodeStep, ...]]
+    update_steps: dict[str, tuple[NodeStep, ...]]
     sends: dict[str, tuple[Channel, ...]]
-    begins: dict[str, tuple[Step, ...]]
-    stirs: dict[str, tuple[Step, ...]]
-    sources: tuple[Step, ...]
+    begins: dict[str, tuple[NodeStep, ...]]
+    stirs: dict[str, tuple[NodeStep, ...]]
+    sources: tuple[NodeStep, ...]
     stateful: frozenset[str]
-    weight_readers: dict[str, tuple[tuple[Step, int], ...]]
+    weight_readers: dict[str, tuple[tuple[NodeStep, int], ...]]
     makers: dict[str, str]
     lagged: bool
     max_lag: int
@@ -211,16 +211,16 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
     check_order({s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update})
     by_pool = {p.name: p.replicas for p in plan.pools}
 
-    def select(pools: Collection[str], per_update: bool) -> tuple[Step, ...]:
+    def select(pools: Collection[str], per_update: bool) -> tuple[NodeStep, ...]:
         chosen = [s for s in steps.values() if s.pool in pools and s.per_update == per_update]
         return tuple(sorted(chosen, key=lambda s: s.place if per_update else -s.place))
 
-    def begun(step: Step) -> tuple[Step, ...]:
+    def begun(step: NodeStep) -> tuple[NodeStep, ...]:
         """Turns begin with the step that speaks, which waits for the inputs of the one that answers, too."""
         names = dict.fromkeys(steps[r].partner if steps[r].answers else r for r in step.readers)
         return tuple(steps[name] for name in names if not steps[name].per_update)
 
-    def stirred(step: Step) -> tuple[Step, ...]:
+    def stirred(step: NodeStep) -> tuple[NodeStep, ...]:
         return select({step.pool, *(reader.pool for reader in begun(step))}, False)
 
     return Tables(
@@ -274,17 +274,17 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
 
 def _steps(
     graph: Graph, plan: Plan, makers: dict[str, str], channels: dict[str, Channel], edges: Edges
-) -> dict[str, Step]:
+) -> dict[str, NodeStep]:
     calls = [n for n in graph.nodes if n.fires]
     clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
     delays = {n.name for n in graph.nodes if n.construct == "delay"}
-    steps: dict[str, Step] = {}
+    steps: dict[str, NodeStep] = {}
     shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     for place, source in enumerate(graph.sources):
         readers = tuple(n.name for n in readers_of(calls, source.name))
         pool = plan.pool_of(source.name).name
-        steps[source.name] = Step(
+        steps[source.name] = NodeStep(
             source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
         )
     own = {node.name: _reads(node, _partner(calls, node)) for node in calls}
@@ -298,7 +298,7 @@ def _steps(
         others = [n.name for c in made for n in readers_of(calls, c) if n.name != node.name]
         readers = tuple(n.name for n in readers_of(calls, node.name) if n.name != partner)
         plain = not (made or readers or changing or any(r in clocks for r in reads))
-        steps[node.name] = Step(
+        steps[node.name] = NodeStep(
             name=node.name,
             place=place,
             pool=pool,
@@ -405,7 +405,7 @@ def _check_delays(tables: Tables) -> None:
                 )
 
 
-def _reads_weights(tables: Tables, step: Step) -> bool:
+def _reads_weights(tables: Tables, step: NodeStep) -> bool:
     """Does a per-group step, or one that depends on it, read weights that change?"""
     after = [*step.readers, *([step.partner] if step.turns and not step.answers else [])]
     per_group = [tables.steps[name] for name in after if not tables.steps[name].per_update]

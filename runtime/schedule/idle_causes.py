@@ -19,7 +19,7 @@ done        the run has no group or update left for it
 from typing import NamedTuple
 
 from penstock.runtime.schedule.admission import needed_version
-from penstock.runtime.schedule.compile import Step
+from penstock.runtime.schedule.compile import NodeStep
 from penstock.runtime.schedule.scheduler import Scheduler
 
 
@@ -82,13 +82,13 @@ def _over(scheduler: Scheduler) -> str:
     return "saving" if scheduler.cutting is not None else ""
 
 
-def _ready(scheduler: Scheduler, replica: str) -> Step | None:
+def _ready(scheduler: Scheduler, replica: str) -> NodeStep | None:
     """The first step of a replica's pool that reads weights and has groups ready; None if there is none."""
     steps = scheduler.tables.group_steps[scheduler.tables.pool_of[replica]]
     return next((s for s in steps if scheduler.ready[s.name] and (s.weights or s.fixed)), None)
 
 
-def _all_made(scheduler: Scheduler, steps: tuple[Step, ...]) -> bool:
+def _all_made(scheduler: Scheduler, steps: tuple[NodeStep, ...]) -> bool:
     """Have all groups of the run been through these steps?"""
     ledger = scheduler.ledger
     if ledger.before(ledger.next) < scheduler.total:
@@ -96,7 +96,7 @@ def _all_made(scheduler: Scheduler, steps: tuple[Step, ...]) -> bool:
     return all(step.source or step.name in group.made for group in ledger.groups.values() for step in steps)
 
 
-def _missing_weights(scheduler: Scheduler, step: Step, replica: str) -> str:
+def _missing_weights(scheduler: Scheduler, step: NodeStep, replica: str) -> str:
     """What the first group that is ready for a step waits for."""
     group = scheduler.ready[step.name][0]
     before = scheduler.ledger.before(group) if group in scheduler.ledger.groups else 0

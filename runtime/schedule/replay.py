@@ -25,7 +25,7 @@ class ReplayError(ValueError):
 
 
 @dataclass(frozen=True)
-class Origin:
+class SegmentOrigin:
     """How a scheduler was made: all that is needed to make it again. A log writes one where a stage begins.
 
     `complete` is None in the logs of versions that wrote every cut.
@@ -56,10 +56,10 @@ class Origin:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "Origin":
+    def from_json(data: Mapping[str, Any]) -> "SegmentOrigin":
         """Raises ValueError for what `to_json` did not make."""
         try:
-            return Origin(
+            return SegmentOrigin(
                 stage=data["stage"],
                 graph=Graph.from_json(data["graph"]),
                 plan=Plan.from_json(data["plan"]),
@@ -104,7 +104,7 @@ class Replayed:
     cuts: list[Any] = field(default_factory=list)
 
 
-def replay(origin: Origin, steps: Iterable[RecordedStep], digest: Digest) -> Replayed:
+def replay(origin: SegmentOrigin, steps: Iterable[RecordedStep], digest: Digest) -> Replayed:
     """Feed a stage's events to a fresh scheduler. Raises ReplayError at the first step whose commands differ."""
     scheduler = origin.scheduler()
     result = Replayed(origin.stage)
@@ -130,7 +130,7 @@ def replay(origin: Origin, steps: Iterable[RecordedStep], digest: Digest) -> Rep
     return result
 
 
-def replay_all(stages: Iterable[tuple[Origin, Iterable[RecordedStep]]], digest: Digest) -> list[Replayed]:
+def replay_all(stages: Iterable[tuple[SegmentOrigin, Iterable[RecordedStep]]], digest: Digest) -> list[Replayed]:
     """Replay a run's stages in order, over all its resumes.
 
     Raises ReplayError also where a stage continues from a cut that no stage before it made.
@@ -146,5 +146,5 @@ def replay_all(stages: Iterable[tuple[Origin, Iterable[RecordedStep]]], digest: 
     return results
 
 
-def _where(origin: Origin, step: RecordedStep) -> str:
+def _where(origin: SegmentOrigin, step: RecordedStep) -> str:
     return f"record {step.record}, at {step.time:.6f} s in stage {origin.stage!r}, after {step.event}"

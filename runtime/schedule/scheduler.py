@@ -39,7 +39,7 @@ from typing import Any
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule import admission, transitions
-from penstock.runtime.schedule.compile import Rules, Step, Tables, check_rules
+from penstock.runtime.schedule.compile import NodeStep, Rules, Tables, check_rules
 from penstock.runtime.schedule.events import (
     Abort,
     Arrived,
@@ -102,7 +102,7 @@ class Scheduler(State):
 
     # What is heard: each returns the steps that may start because of it, None for a look at everything -------
 
-    def _hear(self, event: Event) -> Sequence[Step] | None:
+    def _hear(self, event: Event) -> Sequence[NodeStep] | None:
         match event:
             case Done():
                 return self._done(event)
@@ -124,7 +124,7 @@ class Scheduler(State):
                 pass
         return None
 
-    def _done(self, event: Done) -> Sequence[Step] | None:
+    def _done(self, event: Done) -> Sequence[NodeStep] | None:
         firing = event.firing
         last = self.answered(("fire", firing, event.replica), event.rank)
         if event.dropped:
@@ -133,7 +133,7 @@ class Scheduler(State):
             self.again.add(firing)
         return self._over(firing, event.replica) if last else ()
 
-    def _failure(self, event: Failed) -> Sequence[Step] | None:
+    def _failure(self, event: Failed) -> Sequence[NodeStep] | None:
         """Stop at once, or wait for the other ranks' answers and then try again or give the group up."""
         firing = event.firing
         last = self.answered(("fire", firing, event.replica), event.rank)
@@ -146,7 +146,7 @@ class Scheduler(State):
         self.raised = event.error
         return self._over(firing, event.replica) if last else ()
 
-    def _over(self, firing: Firing, replica: str) -> Sequence[Step] | None:
+    def _over(self, firing: Firing, replica: str) -> Sequence[NodeStep] | None:
         """All ranks have answered for a firing. Any of them may have failed, or dropped its group."""
         failed, dropped, again = (_take(of, firing) for of in (self.failed, self.dropped, self.again))
         del self.running[firing]
@@ -161,11 +161,11 @@ class Scheduler(State):
             return transitions.group_done(self, step, firing, replica, dropped=dropped, again=again)
         return None
 
-    def _weights(self, event: Arrived | Swapped) -> Sequence[Step] | None:
+    def _weights(self, event: Arrived | Swapped) -> Sequence[NodeStep] | None:
         kind = "send" if isinstance(event, Arrived) else "swap"
         if not self.answered((kind, event.channel, event.version, event.replica), event.rank):
             return ()
-        steps: Sequence[Step] = ()
+        steps: Sequence[NodeStep] = ()
         way, pool = self.ways[event.channel], self.tables.pool_of[event.replica]
         if isinstance(event, Arrived):
             way.arrive(event.replica, event.version)
@@ -180,7 +180,7 @@ class Scheduler(State):
         admission.move_weights(self)
         return steps
 
-    def _saved(self, event: Saved) -> Sequence[Step] | None:
+    def _saved(self, event: Saved) -> Sequence[NodeStep] | None:
         last = self.answered(("save", event.update, event.replica), event.rank)
         if not last or any(key[0] == "save" for key in self.answers):
             return ()

@@ -23,7 +23,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.collection import uncollected
 from penstock.runtime.record.timeline import Bar, Kind, Utilisation, excerpt
 from penstock.runtime.record.trace_formats import gantt_svg
-from penstock.runtime.schedule.compile import Rules, Step, Tables
+from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -90,7 +90,7 @@ class Account:
         return cause(self.scheduler, replica)
 
 
-class Engine(Protocol):
+class SimulatedEngine(Protocol):
     """One replica's firings of one node, whose pace depends on all that are in work on it. Times are on the clock of
     the simulator and never go back."""
 
@@ -112,7 +112,7 @@ class Engine(Protocol):
 class Batching(Protocol):
     """A duration that is not known when a firing begins."""
 
-    def engine(self) -> Engine:
+    def engine(self) -> SimulatedEngine:
         """A replica without work."""
 
 
@@ -137,7 +137,7 @@ def draw(key: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Lognormal:
+class LognormalSeconds:
     """A long-tailed duration with a given mean, in seconds, and sigma of its logarithm. Keyed by seed, node, index."""
 
     mean: float
@@ -359,7 +359,7 @@ class _Clock:
         self._asked = 0
         # Nodes of one duration share its engines, under the name of the first of them.
         self._owners = {id(duration): name for name, duration in reversed(list(durations.nodes.items()))}
-        self._engines: dict[tuple[str, str], Engine] = {}
+        self._engines: dict[tuple[str, str], SimulatedEngine] = {}
         self._alarms: dict[tuple[str, str], _Alarm] = {}
         self._begun: dict[Firing, _Begun] = {}
 
@@ -451,7 +451,7 @@ class _Clock:
             engine.begin(firing, self.now)
             self._watch(name, replica, engine)
 
-    def _version(self, step: Step, ordinal: int, replica: str) -> int | None:
+    def _version(self, step: NodeStep, ordinal: int, replica: str) -> int | None:
         """The oldest live weights that a per-group step reads; noted as what its group is made with."""
         channels = (*(channel for channel, _ in step.weights), *step.fixed)
         version = min((self.scheduler.live(channel, replica) for channel in channels), default=None)
@@ -465,7 +465,7 @@ class _Clock:
             self.result.queue.append(self.scheduler.ledger.finished)
             self.result.lags.update(update - self._versions.pop(g) for g in groups if g in self._versions)
 
-    def _watch(self, node: str, replica: str, engine: Engine) -> None:
+    def _watch(self, node: str, replica: str, engine: SimulatedEngine) -> None:
         """Be called when something is due in an engine."""
         alarm = self._alarms[node, replica] = _Alarm(node, replica)
         if engine.due < inf:

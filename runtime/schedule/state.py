@@ -19,7 +19,7 @@ from typing import Any
 from penstock.graph.ir import Firing
 from penstock.runtime.cluster.placement import Replica
 from penstock.runtime.schedule.channel import Line, Way
-from penstock.runtime.schedule.compile import Rules, Step, Tables
+from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
 from penstock.runtime.schedule.events import Checkpoint, Command, Finish, Fire, Free
 
 
@@ -32,7 +32,7 @@ class Talk:
 
 
 @dataclass(slots=True)
-class Group:
+class GroupState:
     """A pending group: the steps done with the replica that holds each output, and the readers still to come.
 
     `working` firings are in work on it; `finished` when it has been through every step. `talks`: for each step that
@@ -57,8 +57,8 @@ class Ledger:
 
     def __init__(self, earlier: int = 0) -> None:
         self.earlier = earlier
-        self.groups: dict[int, Group] = {}
-        self.leaving: dict[int, Group] = {}
+        self.groups: dict[int, GroupState] = {}
+        self.leaving: dict[int, GroupState] = {}
         self.lost: list[int] = []
         self.fates = {"consumed": 0, "dropped": 0, "failed": 0}
         self.retried = 0
@@ -72,13 +72,13 @@ class Ledger:
         """The lowest pending ordinal; `next` if none is pending."""
         return next(iter(self.groups), self.next)
 
-    def open(self) -> Group:
+    def open(self) -> GroupState:
         """The group of the next ordinal."""
-        group = self.groups[self.next] = Group(self.next)
+        group = self.groups[self.next] = GroupState(self.next)
         self.next += 1
         return group
 
-    def find(self, ordinal: int) -> Group:
+    def find(self, ordinal: int) -> GroupState:
         """A group in work: pending, or leaving."""
         return self.groups.get(ordinal) or self.leaving[ordinal]
 
@@ -87,7 +87,7 @@ class Ledger:
         settled = self.fates["dropped"] + self.fates["failed"] - len(self.lost)
         return self.earlier + ordinal - settled - bisect_left(self.lost, ordinal)
 
-    def lose(self, ordinal: int, fate: str) -> Group:
+    def lose(self, ordinal: int, fate: str) -> GroupState:
         """Give a group its final fate "dropped" or "failed". It is `leaving` while firings are in work on it."""
         insort(self.lost, ordinal)
         self.fates[fate] += 1
@@ -97,7 +97,7 @@ class Ledger:
             self.leaving[ordinal] = group
         return group
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: GroupState) -> None:
         """It has been through every step."""
         group.finished = True
         self.finished += 1
@@ -115,7 +115,7 @@ class Ledger:
             return None
         return tuple(self._line.popleft() for _ in range(batch))
 
-    def consume(self, ordinals: tuple[int, ...]) -> list[Group]:
+    def consume(self, ordinals: tuple[int, ...]) -> list[GroupState]:
         """Give the groups of a batch that was taken their final fate."""
         self.fates["consumed"] += len(ordinals)
         self.finished -= len(ordinals)
@@ -139,7 +139,7 @@ class Ledger:
         self.next, self.lost, self.fates = cut["next"], list(cut["lost"]), dict(cut["fates"])
         self.retried = cut.get("retried", 0)
         for ordinal, made, readers in cut["groups"]:
-            self.groups[ordinal] = Group(ordinal, dict(made), dict(readers))
+            self.groups[ordinal] = GroupState(ordinal, dict(made), dict(readers))
         self._walked = self.first
 
 
@@ -275,7 +275,7 @@ class State:
     def live(self, channel: str, replica: str) -> int:
         return self.ways[channel].receivers[replica].live
 
-    def has_fixed(self, step: Step, replica: str) -> bool:
+    def has_fixed(self, step: NodeStep, replica: str) -> bool:
         """Are the values that never change, and that `step` reads over channels, there as the run found them?"""
         return all(self.live(channel, replica) >= self.rules.start for channel in step.fixed)
 
@@ -288,11 +288,11 @@ class State:
         """Is a per-update step done with the current update, or does it not take part in it?"""
         return self.updates_done[name] > self.update or self.tables.steps[name].due(self.update) > self.update
 
-    def next_update(self, step: Step) -> int:
+    def next_update(self, step: NodeStep) -> int:
         """The update that a per-update step is next to fire at."""
         return self.trailing[step.name] if step.trails else step.due(self.updates_done[step.name])
 
-    def firing(self, step: Step, ordinal: int) -> Firing:
+    def firing(self, step: NodeStep, ordinal: int) -> Firing:
         """The next firing of a per-group step for a pending group, or the one in work."""
         talk = self.ledger.groups[ordinal].talks.get(step.partner if step.answers else step.name)
         return Firing(step.name, ordinal, talk.turn if talk else 0)
@@ -306,7 +306,7 @@ class State:
         done = any(count > self.update for count in self.updates_done.values())
         return done or any(f.node in self.updates_done for f in self.running)
 
-    def first_unfired(self, step: Step) -> int:
+    def first_unfired(self, step: NodeStep) -> int:
         """The lowest ordinal that has not been through `step` nor is in work there."""
         name, ordinal = step.name, max(self._passed[step.name], self.ledger.first)
         while ordinal < self.ledger.next:
@@ -322,6 +322,6 @@ class State:
         """A per-group firing failed and will be tried again."""
         self._passed[firing.node] = min(self._passed[firing.node], firing.index)
 
-    def idle(self, step: Step) -> bool:
+    def idle(self, step: NodeStep) -> bool:
         """Is no firing of `step` in work?"""
         return not any(f.node == step.name for f in self.running)

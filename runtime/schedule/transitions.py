@@ -24,12 +24,12 @@ from typing import Any
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.admission import needed_version, needs_past_version, offer, reclaimable
-from penstock.runtime.schedule.compile import Step
+from penstock.runtime.schedule.compile import NodeStep
 from penstock.runtime.schedule.events import Commit, Save, Settle
-from penstock.runtime.schedule.state import Group, State, Talk
+from penstock.runtime.schedule.state import GroupState, State, Talk
 
 
-def spoken(state: State, group: Group, step: Step, firing: Firing, replica: str) -> None:
+def spoken(state: State, group: GroupState, step: NodeStep, firing: Firing, replica: str) -> None:
     """The step that speaks is done with a turn: what the turn before has made is read, and the answer is due."""
     talk = group.talks.setdefault(step.name, Talk())
     answers = state.tables.steps[step.partner]
@@ -41,7 +41,7 @@ def spoken(state: State, group: Group, step: Step, firing: Firing, replica: str)
     heapq.heappush(state.ready[step.partner], group.ordinal)
 
 
-def answered(state: State, group: Group, step: Step, firing: Firing, replica: str, again: bool) -> bool:
+def answered(state: State, group: GroupState, step: NodeStep, firing: Firing, replica: str, again: bool) -> bool:
     """The step that answers is done with a turn; true if it was the group's last one."""
     talk = group.talks[step.partner]
     for made in [made for made in talk.made if made.node == step.name]:  # what it recalled
@@ -58,7 +58,7 @@ def answered(state: State, group: Group, step: Step, firing: Firing, replica: st
     return True
 
 
-def finish(group: Group, step: Step) -> dict[str, str]:
+def finish(group: GroupState, step: NodeStep) -> dict[str, str]:
     """Forget the turns of a group; the names of the two steps with the replicas that hold what they have made."""
     return {made.node: holder for made, holder in group.talks.pop(step.partner).made.items()}
 
@@ -141,7 +141,7 @@ def assemble(state: State) -> bool:
     return state.batch is not None
 
 
-def start_updates(state: State, steps: tuple[Step, ...]) -> None:
+def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
     """Start the steps of the current update whose inputs are there, once its batch is complete: an update that has
     begun can always be finished. While a cut is due, none begins, and a step trails only if versions that it keeps may
     be in the way of what the cut waits for."""
@@ -158,7 +158,7 @@ def start_updates(state: State, steps: tuple[Step, ...]) -> None:
             state.fire(firing, replica.name, state.batch or () if step.groups else ())
 
 
-def _start_trailing(state: State, step: Step) -> None:
+def _start_trailing(state: State, step: NodeStep) -> None:
     """Start a step that no update waits for: at the update that it is next to fire at, now or some time ago."""
     update, replica = state.next_update(step), state.tables.by_pool[step.pool][0]
     firing = Firing(step.name, update)
@@ -167,7 +167,7 @@ def _start_trailing(state: State, step: Step) -> None:
         state.fire(firing, replica.name)
 
 
-def _has_inputs(state: State, step: Step, replica: str) -> bool:
+def _has_inputs(state: State, step: NodeStep, replica: str) -> bool:
     if not all(state.over(name) for name in (*step.updates, *step.after)):
         return False
     if not all(reclaimable(state, channel) for channel in step.publishes):
@@ -175,7 +175,7 @@ def _has_inputs(state: State, step: Step, replica: str) -> bool:
     return _has_weights(state, step, state.update, replica)
 
 
-def _has_weights(state: State, step: Step, update: int, replica: str) -> bool:
+def _has_weights(state: State, step: NodeStep, update: int, replica: str) -> bool:
     for channel, lag in step.weights:
         receiver = state.ways[channel].receivers[replica]
         if receiver.live < needed_version(update, lag) or receiver.swapping:
@@ -184,8 +184,8 @@ def _has_weights(state: State, step: Step, update: int, replica: str) -> bool:
 
 
 def group_done(
-    state: State, step: Step, firing: Firing, replica: str, *, dropped: bool, again: bool
-) -> Sequence[Step] | None:
+    state: State, step: NodeStep, firing: Firing, replica: str, *, dropped: bool, again: bool
+) -> Sequence[NodeStep] | None:
     """A per-group firing is done. The steps that may start because of it; None where anything may."""
     group = state.ledger.find(firing.index)
     group.working -= 1
@@ -236,7 +236,7 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
         heapq.heappush(state.ready[firing.node], firing.index)
 
 
-def update_done(state: State, step: Step, firing: Firing, replica: str) -> None:
+def update_done(state: State, step: NodeStep, firing: Firing, replica: str) -> None:
     """A per-update firing is done."""
     if step.readers:
         state.between[firing] = replica
@@ -274,7 +274,9 @@ def _is_over(state: State) -> bool:
     return all(reclaimable(state, channel) for step in left for channel in step.publishes)
 
 
-def _take_turn(state: State, group: Group, step: Step, firing: Firing, replica: str, again: bool) -> dict[str, str]:
+def _take_turn(
+    state: State, group: GroupState, step: NodeStep, firing: Firing, replica: str, again: bool
+) -> dict[str, str]:
     """A step of a bounded cycle is done: what the cycle has made, and where, if that was its end."""
     if group.ordinal in state.ledger.leaving:
         state.free(firing, replica)
@@ -285,7 +287,7 @@ def _take_turn(state: State, group: Group, step: Step, firing: Firing, replica: 
     return {}
 
 
-def _note_value(state: State, group: Group, step: Step, replica: str) -> None:
+def _note_value(state: State, group: GroupState, step: NodeStep, replica: str) -> None:
     """The step's output is there, and it has read its inputs."""
     group.made[step.name] = replica
     group.readers[step.name] = len(step.readers)
@@ -297,7 +299,7 @@ def _note_value(state: State, group: Group, step: Step, replica: str) -> None:
             state.free(Firing(name, group.ordinal), group.made[name])
 
 
-def _drop(state: State, group: Group, firing: Firing) -> None:
+def _drop(state: State, group: GroupState, firing: Firing) -> None:
     if state.pinned:
         state.finish("failed", f'{firing} dropped its group: a filter needs versions="free", given "pinned"')
         return
@@ -314,14 +316,14 @@ def _drop(state: State, group: Group, firing: Firing) -> None:
         state.finish("failed", f"given {given}; needed {needed}, or a filter that keeps more")
 
 
-def _leave(state: State, group: Group) -> None:
+def _leave(state: State, group: GroupState) -> None:
     """Free what a lost group holds, once nobody works on it any more."""
     if not group.working:
         state.ledger.leaving.pop(group.ordinal, None)
         _release(state, group)
 
 
-def _release(state: State, group: Group) -> None:
+def _release(state: State, group: GroupState) -> None:
     for talk in group.talks.values():
         for made, holder in talk.made.items():
             state.free(made, holder)

@@ -7,13 +7,13 @@ from typing import cast
 from penstock.runtime.control.messages import read_record, record_bytes
 from penstock.runtime.record.event_log import StageLog, commands_digest, read_log
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import Origin, RecordedStep, Replayed, replay_all
+from penstock.runtime.schedule.replay import RecordedStep, Replayed, SegmentOrigin, replay_all
 
 
 def replayed(folder: Path) -> list[Replayed]:
     """All stages of a run, over all its segments. Raises LogError or ReplayError."""
     segments = read_log(folder / "events.log")
-    stages = [(Origin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
+    stages = [(SegmentOrigin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
     return replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
 
 

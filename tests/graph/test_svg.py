@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.graph import Graph, load, trace
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
 from penstock.graph.show import Box, Link, picture, value
-from penstock.graph.svg import NOTE, TITLE, Grid, Layout, Placed, layers, layout, svg
+from penstock.graph.svg import NOTE, TITLE, GraphLayout, Grid, Placed, layers, layout, svg
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
 NAMES = ("aipo", "actor_critic", "anchored", "evaluate")
@@ -80,7 +80,7 @@ def crosses(a: tuple[float, float], b: tuple[float, float], box: Placed) -> bool
     return inside_x and top < box.y + box.height - 1 and bottom > box.y + 1
 
 
-def assert_clean(drawn: Layout) -> None:
+def assert_clean(drawn: GraphLayout) -> None:
     for one, two in combinations(drawn.placed, 2):
         apart_x = one.x + one.width <= two.x or two.x + two.width <= one.x
         assert apart_x or one.y + one.height <= two.y or two.y + two.height <= one.y
@@ -116,7 +116,7 @@ def test_wires_of_different_values_never_lie_on_one_another(name: str) -> None:
     assert_apart(layout(graph_of(name)))
 
 
-def assert_apart(drawn: Layout) -> None:
+def assert_apart(drawn: GraphLayout) -> None:
     for one, two in combinations(drawn.wires, 2):
         if (one.link.tail, one.link.output) != (two.link.tail, two.link.output):
             pieces = [(a, b) for a in pairwise(one.points) for b in pairwise(two.points)]

@@ -33,7 +33,7 @@ from penstock.runtime.plan.workload import of_run, read_lengths
 from penstock.runtime.record.event_log import MAGIC, commands_digest, new_records, read_log
 from penstock.runtime.record.folder import RunFolder, begin_checkpoint, complete_checkpoint, read_facts
 from penstock.runtime.report.write import write_report
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.replay import replay as replayed
 from tests.runtime.report.runs import simulated_run
 
@@ -50,7 +50,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three updates on two generators, with a checkpoint at their end."""
     folder = simulated_run(tmp_path_factory.mktemp("runs") / "whole", updates=3, batch=2, generators=2).folder
     (stage,) = read_log(folder.events)[0].stages
-    cut = replayed(Origin.from_json(stage.facts), _steps(stage), partial(commands_digest, encode=record_bytes)).cuts[-1]
+    cut = replayed(
+        SegmentOrigin.from_json(stage.facts), _steps(stage), partial(commands_digest, encode=record_bytes)
+    ).cuts[-1]
     complete_checkpoint(folder, begin_checkpoint(folder, "abcdef012345", 3), cut, {"before": 0.4})
     config = folder.read_json("config.json")
     asked = {"cluster": {"hosts": [{"name": "local", "cores": 2}]}, "folder": "/", "digests": {}}

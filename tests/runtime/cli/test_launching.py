@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cli import resume, run
-from penstock.runtime.cli.launching import Look, finish, go, summary_text
+from penstock.runtime.cli.launching import DisplayOptions, finish, go, summary_text
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
 from penstock.runtime.control.launcher import FAILED, INTERRUPTED
@@ -369,6 +369,8 @@ def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
 
 def test_a_display_is_closed_before_the_summary(processes: Processes, finished: RunFolder, capsys: Output) -> None:
     config = RunConfig.load(finished)
-    assert go(finished, config, Cluster.local(), Look(plain=True, json=False, in_process=False, began=0.0)) == 0
+    assert (
+        go(finished, config, Cluster.local(), DisplayOptions(plain=True, json=False, in_process=False, began=0.0)) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines.index("training …") < lines.index("status     done")

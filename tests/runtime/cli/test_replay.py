@@ -15,7 +15,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.compile import Rules, compile_tables
-from penstock.runtime.schedule.replay import Origin, ReplayError
+from penstock.runtime.schedule.replay import ReplayError, SegmentOrigin
 from penstock.runtime.schedule.simulator import simulate
 
 
@@ -28,7 +28,7 @@ def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:
     rules = Rules(batch=4, end=5)
     log = LogWriter(folder.events, record_bytes)
     log.segment(None, {})
-    log.stage(Origin("train", graphs[told], plan, rules).to_json())
+    log.stage(SegmentOrigin("train", graphs[told], plan, rules).to_json())
     simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ()).durations, observe=log.step)
     log.end({"status": "done"})
     folder.write_json("summary.json", {"status": "done", "records": log.records})

@@ -11,7 +11,7 @@ import torch
 from penstock.graph import Context, Metrics, Policy, Program, Prompts, Rewards, Rollouts, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
-from penstock.runtime.control.rank_state import Setup
+from penstock.runtime.control.rank_state import RankSetup
 
 
 class Basket:
@@ -146,10 +146,10 @@ def make_setup(
     restore: Path | None = None,
     traced: Program[..., Any] = baskets,
     **options: Any,
-) -> Setup:
+) -> RankSetup:
     """For the first of `replicas` that hold everything."""
     graph = trace(traced, options)
     holds = (*(argument.name for argument in graph.arguments), *(node.name for node in graph.nodes))
     pool = Pool("worker", holds, tuple(Replica(f"worker/{i}", (Rank(),), 8) for i in range(replicas)))
     contexts = {name: Context(node=name) for name in holds}
-    return Setup((graph,), Plan((pool,)), "worker/0", 0, contexts, folder, restore)
+    return RankSetup((graph,), Plan((pool,)), "worker/0", 0, contexts, folder, restore)

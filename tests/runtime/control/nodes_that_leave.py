@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
-from penstock.runtime.control.rank_state import Setup
+from penstock.runtime.control.rank_state import RankSetup
 
 from .nodes_for_tests import Basket
 
@@ -84,8 +84,8 @@ def growing(policy: Heavy, prompts: FakePrompts) -> Policy:
     return grown
 
 
-def make_setup(folder: Path, restore: Path | None = None, **settings: Any) -> Setup:
+def make_setup(folder: Path, restore: Path | None = None, **settings: Any) -> RankSetup:
     """For one rank that holds everything."""
     plan = Plan((Pool("worker", HOLDS, (Replica("worker/0", (Rank(),), 8),)),))
     contexts = {name: Context(node=name) for name in HOLDS}
-    return Setup((trace(growing, {}),), plan, "worker/0", 0, contexts, folder, restore, **settings)
+    return RankSetup((trace(growing, {}),), plan, "worker/0", 0, contexts, folder, restore, **settings)

@@ -9,7 +9,7 @@ from penstock.graph import Rewards
 from penstock.graph.ir import Firing
 from penstock.nodes.fake import FakePrompts
 from penstock.runtime.cluster.placement import Plan, Rank
-from penstock.runtime.control.rank_state import Setup
+from penstock.runtime.control.rank_state import RankSetup
 
 from .nodes_for_tests import make_setup
 
@@ -36,7 +36,7 @@ def test_a_rank_is_asked_from_afar_if_its_readers_are_on_other_hosts(tmp_path: P
     setup = make_setup(tmp_path, replicas=2)
     (pool,) = setup.plan.pools
 
-    def spread(*hosts: str) -> Setup:
+    def spread(*hosts: str) -> RankSetup:
         replicas = tuple(replace(r, ranks=(Rank(h),)) for r, h in zip(pool.replicas, hosts, strict=True))
         return replace(setup, plan=Plan((replace(pool, replicas=replicas),)))
 

@@ -16,7 +16,7 @@ from penstock.runtime.control.run import Manifests, Stage
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Arrived, Begin, Done, Published, Send
-from penstock.runtime.schedule.replay import Origin
+from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.tensor.weight_sync import WeightPublisher
 from tests.runtime.tensor.peer import Policy
 
@@ -33,7 +33,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     plan = place([graph], Cluster(hosts=HOSTS, pools={"generator": ("b", "c", "d")}), generators=len(GENERATORS))
     config, folder = RunConfig(graph, None, plan, flags, "stage"), RunFolder.create(tmp_path / "run")
     folder.unlock()
-    origin = Origin("train", graph, plan, config.rules(0))
+    origin = SegmentOrigin("train", graph, plan, config.rules(0))
     made = Stage(origin, RunRecorder(folder, config, lambda line: None, 0.0), flags)
     made.recorder.open_stage(origin, 0.0)
     made.feed(Begin(), 0.0)

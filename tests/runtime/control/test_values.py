@@ -12,7 +12,7 @@ import torch
 from penstock.graph.ir import Firing, Ref
 from penstock.graph.types import Rewards
 from penstock.nodes.curriculum import Varied
-from penstock.runtime.control.rank_state import History, Values, join
+from penstock.runtime.control.rank_state import HeldValues, History, join
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import CodecError, decode, encode, private
 from penstock.runtime.tensor.shm import ObjectRef
@@ -27,7 +27,7 @@ def rewards(*values: float) -> Rewards:
 
 
 def test_a_group_s_reader_gets_its_own_and_an_update_s_the_batch(tmp_path: Path) -> None:
-    values = Values(make_setup(tmp_path), {})
+    values = HeldValues(make_setup(tmp_path), {})
     for group in range(3):
         assert values.keep(Firing("doubled", group), {"out": rewards(float(group))}) == {}
     ref = Ref("doubled", "out")
@@ -50,7 +50,7 @@ class Everything:
 
 
 def test_a_value_is_private_to_each_reader_and_apart_from_its_maker(tmp_path: Path) -> None:
-    values, firing = Values(make_setup(tmp_path), {}), Firing("basket", 0)
+    values, firing = HeldValues(make_setup(tmp_path), {}), Firing("basket", 0)
     whole = torch.arange(6.0).view(2, 3)
     made = Everything(whole.T, np.arange(3), ["a"], ([{"x": [1]}],), (1, 2))
     values.keep(firing, {"out": made})
@@ -85,7 +85,7 @@ def test_a_reader_of_the_same_process_finds_what_one_of_another_does(tmp_path: P
 
 
 def test_what_cannot_be_copied_for_its_readers_is_refused(tmp_path: Path) -> None:
-    values = Values(make_setup(tmp_path), {})
+    values = HeldValues(make_setup(tmp_path), {})
     with pytest.raises(CodecError, match="given a lock that cannot be copied"):
         values.keep(Firing("basket", 0), {"out": threading.Lock()})
 
@@ -99,7 +99,7 @@ def test_a_delayed_value_is_private_to_each_reader() -> None:
 
 def test_what_another_process_reads_is_exported_and_released_with_the_value(tmp_path: Path) -> None:
     released: list[ObjectRef] = []
-    values = Values(make_setup(tmp_path, replicas=2), {}, export=lambda value: HANDLE, release=released.append)
+    values = HeldValues(make_setup(tmp_path, replicas=2), {}, export=lambda value: HANDLE, release=released.append)
     firing = Firing("basket", 0)
     assert values.keep(firing, {"out": rewards(1.0)}) == {"out": HANDLE}
     assert values.of([firing]).keys() == {(firing, "out")}
@@ -117,7 +117,7 @@ def test_a_value_of_another_rank_is_fetched_as_the_class_that_the_graph_declares
         fetched.append((handle, cls))
         return rewards(4.0)
 
-    values = Values(make_setup(tmp_path), {}, fetch=fetch)
+    values = HeldValues(make_setup(tmp_path), {}, fetch=fetch)
     fire = Fire(Firing("doubled", 0), "worker/0", (0,))
     found = values.read(Ref("basket", "out"), fire, {(Firing("basket", 0), "out"): HANDLE})
     assert (found.values_N.tolist(), fetched) == ([4.0], [(HANDLE, Rewards)])

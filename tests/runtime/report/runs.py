@@ -15,13 +15,13 @@ from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import MetricsFile
 from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import Command, Event
-from penstock.runtime.schedule.replay import Origin
-from penstock.runtime.schedule.simulator import Durations, Lognormal, Simulation, simulate
+from penstock.runtime.schedule.replay import SegmentOrigin
+from penstock.runtime.schedule.simulator import Durations, LognormalSeconds, Simulation, simulate
 
 TOY = "penstock.programs.toy:toy"
 HOST = Cluster(hosts=(Host(name="local", cores=2),))
 DURATIONS = Durations(
-    {"fake_generate": Lognormal(0.05, 0.4), "fake_score": 0.004, "fake_update": 0.03},
+    {"fake_generate": LognormalSeconds(0.05, 0.4), "fake_score": 0.004, "fake_update": 0.03},
     publish=0.003,
     wire=0.002,
     swap=0.001,
@@ -67,7 +67,7 @@ def simulated_run(
     tables = compile_tables(graph, _served(plan))
     log = LogWriter(folder.events, record_bytes)
     log.segment(None, {"run": config.run})
-    log.stage({**Origin("train", graph, _served(plan), rules).to_json(), "accuracy": {"before": ACCURACY}})
+    log.stage({**SegmentOrigin("train", graph, _served(plan), rules).to_json(), "accuracy": {"before": ACCURACY}})
 
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         log.step(started_s + time, event, commands)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.events import Checkpoint, Command, Done
-from penstock.runtime.schedule.replay import Origin, RecordedStep, ReplayError, replay, replay_all
+from penstock.runtime.schedule.replay import RecordedStep, ReplayError, SegmentOrigin, replay, replay_all
 
 from .graphs import aipo, place
 from .world import Setting, World, random_setting
@@ -20,14 +20,14 @@ def digest(commands: Sequence[Command]) -> bytes:
     return blake2b(repr(commands).encode(), digest_size=8).digest()
 
 
-def recorded(world: World, stage: str = "train") -> tuple[Origin, list[RecordedStep]]:
+def recorded(world: World, stage: str = "train") -> tuple[SegmentOrigin, list[RecordedStep]]:
     """What a log would hold of a world's life; the origin through JSON."""
     setting = world.setting
     rules, live, complete = world.scheduler.rules, world.live or {}, world.cut or {}
-    origin = Origin(stage, setting.graph, setting.plan, rules, world.cut, live, complete)
+    origin = SegmentOrigin(stage, setting.graph, setting.plan, rules, world.cut, live, complete)
     steps = zip(world.heard, world.told, strict=True)
     log = [RecordedStep(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
-    return Origin.from_json(json.loads(json.dumps(origin.to_json()))), log
+    return SegmentOrigin.from_json(json.loads(json.dumps(origin.to_json()))), log
 
 
 def test_a_recorded_run_replays_to_identical_commands_over_all_its_resumes() -> None:
@@ -51,11 +51,11 @@ def test_a_recorded_run_replays_to_identical_commands_over_all_its_resumes() -> 
 def test_a_log_that_does_not_say_which_checkpoint_was_complete_had_every_cut_written() -> None:
     world = finished()
     made = recorded(world)[0]
-    assert Origin.from_json(json.loads(json.dumps(replace(made, complete={"update": 1}).to_json()))).complete == {
-        "update": 1
-    }
+    assert SegmentOrigin.from_json(
+        json.loads(json.dumps(replace(made, complete={"update": 1}).to_json()))
+    ).complete == {"update": 1}
     older = {name: value for name, value in made.to_json().items() if name != "complete"}
-    assert Origin.from_json(older).complete is None
+    assert SegmentOrigin.from_json(older).complete is None
 
 
 def finished() -> World:
@@ -108,4 +108,4 @@ def test_a_stage_must_continue_from_a_cut_that_was_made() -> None:
 
 def test_a_stage_without_its_origin_is_refused() -> None:
     with pytest.raises(ValueError, match="given the fields stage, graph; needed stage, graph, plan, rules, cut, live"):
-        Origin.from_json({"stage": "train", "graph": aipo().to_json()})
+        SegmentOrigin.from_json({"stage": "train", "graph": aipo().to_json()})

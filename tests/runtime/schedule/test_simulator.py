@@ -12,7 +12,7 @@ from penstock.graph.analysis import Bound, period_bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.schedule.compile import Rules, compile_tables
-from penstock.runtime.schedule.simulator import Duration, Durations, Lognormal, Simulation, Verdicts, simulate
+from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, Verdicts, simulate
 
 from .graphs import aipo, alternate, broadcast, call, evaluate, graph, keep, place, sft
 from .invariants import Checker
@@ -87,7 +87,9 @@ def test_the_simulated_scheduler_keeps_its_invariants() -> None:
         rules = replace(setting.rules, drops=99)
         filters = {n.name: rng.choice([0.2, 0.6]) for n in setting.graph.nodes if n.construct == "keep"}
         again = {n.name: setting.again[n.name] for n in setting.graph.nodes if n.answers}
-        durations = Durations({n: Lognormal(rng.choice([0.1, 1]), 1.0, seed) for n in nodes}, wire=rng.choice([0, 2]))
+        durations = Durations(
+            {n: LognormalSeconds(rng.choice([0.1, 1]), 1.0, seed) for n in nodes}, wire=rng.choice([0, 2])
+        )
         checker = Checker(setting.graph, setting.plan, rules)
         result = simulate(
             compile_tables(setting.graph, setting.plan),
@@ -109,10 +111,12 @@ def test_lag_zero_takes_the_sum_and_a_lag_the_slowest_pool() -> None:
 
 def test_the_same_durations_give_the_same_schedule() -> None:
     tables = compile_tables(aipo(2), place(aipo(), {"generator": 2}))
-    durations = Durations({**SECONDS, "generate": Lognormal(1.0, 0.8)}, 0.1, 0.2, 0.01)
+    durations = Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8)}, 0.1, 0.2, 0.01)
     first, second = (simulate(tables, Rules(4, 20), durations) for _ in range(2))
     assert first == second
-    assert first != simulate(tables, Rules(4, 20), Durations({**SECONDS, "generate": Lognormal(1.0, 0.8, seed=1)}))
+    assert first != simulate(
+        tables, Rules(4, 20), Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8, seed=1)})
+    )
 
 
 def test_busy_and_idle_add_up_to_the_wall_time() -> None:
@@ -196,7 +200,7 @@ def test_the_same_verdicts_give_the_same_schedule() -> None:
 
 
 def test_each_turn_has_a_duration_of_its_own() -> None:
-    result = conversed(3, 1, Verdicts(), Lognormal(1.0, 0.8))
+    result = conversed(3, 1, Verdicts(), LognormalSeconds(1.0, 0.8))
     assert len({bar.seconds for bar in result.bars if bar.name == "speak"}) == 3
 
 
@@ -235,7 +239,7 @@ def test_durations_are_checked() -> None:
 
 
 def test_a_keyed_duration_has_the_given_mean() -> None:
-    draw = Lognormal(mean=2.0, sigma=0.5, seed=3)
+    draw = LognormalSeconds(mean=2.0, sigma=0.5, seed=3)
     values = [draw("generate", i) for i in range(20000)]
     assert sum(values) / len(values) == pytest.approx(2.0, rel=0.02)
     assert draw("generate", 7) == values[7] != draw("score", 7)
