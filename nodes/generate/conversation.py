@@ -81,7 +81,7 @@ class SampledRow:
 
 
 @dataclass
-class Group:
+class SampledGroup:
     """A firing of `generate` in work: `samples` rows for each of its prompts. A firing has one prompt, unless a caller
     has joined several."""
 
@@ -91,10 +91,10 @@ class Group:
     rows: list[SampledRow]
 
     @staticmethod
-    def begin(tag: Any, prompts: Prompts, samples: int, tokenizer: Tokenizer) -> "Group":
+    def begin(tag: Any, prompts: Prompts, samples: int, tokenizer: Tokenizer) -> "SampledGroup":
         """The first turn."""
         encoded = [tokenizer.encode_prompt(text) for text in prompts.texts]
-        return Group(tag, prompts, samples, [SampledRow(prompt) for prompt in encoded for _ in range(samples)])
+        return SampledGroup(tag, prompts, samples, [SampledRow(prompt) for prompt in encoded for _ in range(samples)])
 
     @staticmethod
     def go_on(
@@ -105,7 +105,7 @@ class Group:
         replies: Replies,
         tokenizer: Tokenizer,
         max_prefix: int,
-    ) -> "Group":
+    ) -> "SampledGroup":
         """The next turn of a conversation that an earlier firing made. A row whose conversation would have more than
         `max_prefix` tokens ends there: without the reply, and unfinished.
 
@@ -153,7 +153,7 @@ class Group:
             unscored, unsampled = np.zeros(len(tokens), dtype=np.float32), np.full(len(tokens), NOT_SAMPLED)
             row.before = row.before.then(Response(tokens, unscored, unsampled, finished=True))
             row.transcript = [*row.transcript, text]
-        return Group(tag, prompts, samples, rows)
+        return SampledGroup(tag, prompts, samples, rows)
 
     @property
     def complete(self) -> bool:

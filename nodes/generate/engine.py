@@ -11,7 +11,7 @@ Invariants:
   for a given number of slots and threads.
 - Ranks that share a model (`LlamaPart`) each have an engine. Given the same groups in the same order they sample the
   same tokens, each from a cache of its own heads.
-- `Slots` is numpy on the host: one step costs the same few operations however many slots there are.
+- `EngineSlots` is numpy on the host: one step costs the same few operations however many slots there are.
 
 Shapes: S slots, V vocabulary, T tokens of a response, M samples that get a slot, R rows of a prefill, P padded prompt
 length. Names without a shape are values on the host.
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, NodeWarning, Prompts, Rollouts, Weights
-from penstock.nodes.generate.conversation import EMPTY, Group, Response, SampledRow
+from penstock.nodes.generate.conversation import EMPTY, Response, SampledGroup, SampledRow
 from penstock.nodes.generate.kv_cache import DecodeMemory, MemoryPlan, Prefix, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import Llama
@@ -48,7 +48,7 @@ CPU_PREFILL_TOKENS, PREFILL_TOKENS = 128, 4096
 class Request:
     """Rows of a group that go on from the same tokens; the first `placed` of them have got a slot."""
 
-    group: Group
+    group: SampledGroup
     rows: range
     tokens: list[int]
     placed: int = 0
@@ -101,9 +101,9 @@ class Engine:
         self.memory: DecodeMemory | None = None
         stops = np.zeros(model.config.vocab_size, dtype=bool)
         stops[list(tokenizer.stops)] = True
-        self.slots: Slots[tuple[Group, SampledRow]] = Slots(num_slots, context.max_tokens, stops)
+        self.slots: EngineSlots[tuple[SampledGroup, SampledRow]] = EngineSlots(num_slots, context.max_tokens, stops)
         self.queue: deque[Request] = deque()
-        self.settled: list[Group] = []
+        self.settled: list[SampledGroup] = []
         self.warned = False
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
@@ -120,7 +120,7 @@ class Engine:
         conversation, replies = inputs.get("conversation"), inputs.get("replies")
         needed = needed_prompt(self.length, self.context)
         if conversation is None or replies is None:
-            group = Group.begin(tag, prompts, self.samples, self.tokenizer)
+            group = SampledGroup.begin(tag, prompts, self.samples, self.tokenizer)
             for ordinal, row in zip(prompts.ordinals, group.rows[:: self.samples], strict=True):
                 if not 0 < len(row.prompt) <= self.max_prefix:
                     given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
@@ -128,7 +128,7 @@ class Engine:
             self._enqueue(group, self.samples, inputs["behaviour"])
             return
         _check_settings(conversation, self.sampler)
-        group = Group.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
+        group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
         outgrown = next((index for index, row in enumerate(group.rows) if row.outgrown), None)
         if outgrown is not None and not self.warned:
             self.warned = True
@@ -146,9 +146,9 @@ class Engine:
         """Queue one row for each of the prompts, which goes on from these tokens of its own, at most `max_prefix` of
         them. None is for a row that says nothing: its text will be empty."""
         rows = [SampledRow([0], EMPTY, [""], open=False) if own is None else SampledRow(list(own)) for own in tokens]
-        self._enqueue(Group(tag, prompts, 1, rows), 1, behaviour)
+        self._enqueue(SampledGroup(tag, prompts, 1, rows), 1, behaviour)
 
-    def _enqueue(self, group: Group, step: int, behaviour: Weights) -> None:
+    def _enqueue(self, group: SampledGroup, step: int, behaviour: Weights) -> None:
         """Queue the open rows of a group, `step` neighbours with the same tokens in one request."""
         self.behaviour = behaviour
         for index in range(0, len(group.rows), step):
@@ -263,7 +263,7 @@ class Engine:
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.context.device)
 
-    def _result(self, group: Group) -> tuple[Rollouts, Metrics]:
+    def _result(self, group: SampledGroup) -> tuple[Rollouts, Metrics]:
         rollouts, metrics = group.rollouts(self.tokenizer, self.sampler), group.metrics()
         # Greedy and cut samples have log-probabilities that the trainer's cannot equal.
         comparable = self.measures and self.sampler.temperature > 0 and not self.sampler.cuts
@@ -282,7 +282,7 @@ class Engine:
 H = TypeVar("H")
 
 
-class Slots(Generic[H]):
+class EngineSlots(Generic[H]):
     """Which sample holds which slot, and what was sampled in it.
 
     `positions` is where each slot's newest token stands in its conversation; `live` says which slots are held. The

@@ -69,7 +69,7 @@ class Sampler:
         # A uniform below 1 gives a target below the last entry, so the draw is a token of positive probability.
         target_S1 = (uniform_S * mass_SV[:, -1]).unsqueeze(1)
         tokens_S1 = torch.searchsorted(mass_SV, target_S1, right=True)
-        # Logits that are not numbers find no token. They are an error of the slot's holder, if there is one (`Slots`).
+        # Logits that are not numbers find no token. `EngineSlots.record` raises for them, if the slot is held.
         tokens_S1.clamp_(max=logits_SV.shape[-1] - 1)
         return tokens_S1.squeeze(1), logprobs_SV.gather(1, tokens_S1).squeeze(1)
 

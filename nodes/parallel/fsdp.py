@@ -3,7 +3,7 @@
 The same interface as `DataParallelThreads`, for ranks in place of threads: all ranks are given the same micro-batches,
 each works on its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by
 DTensor, then FSDP2 (HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has some of
-the layers (`Stage`).
+the layers (`PipelineStage`).
 
 Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
 dtype.
@@ -33,7 +33,7 @@ from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Decoder
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, trainer_rules
 from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
-from penstock.nodes.parallel.pipeline import Stage
+from penstock.nodes.parallel.pipeline import PipelineStage
 
 Model = TypeVar("Model", bound=Decoder)
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ class Shards(Generic[Model]):
         self.model, self.ranks, self.rules = model, ranks, trainer_rules(model.config)
         self.count = ranks.shares
         self._wholes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-        self._stage = Stage(model, ranks, dtype) if ranks.size(STAGE) > 1 else None
+        self._stage = PipelineStage(model, ranks, dtype) if ranks.size(STAGE) > 1 else None
         _cut(model, ranks, dtype, self.rules)
         self._parts: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
         self.parameters: dict[str, Tensor] = {

@@ -28,7 +28,7 @@ Work = Callable[[Packed, bool], Result]
 """(a micro-batch, whether it counts) → its result, after its backward pass if there is one."""
 
 
-class Stage:
+class PipelineStage:
     """This rank's stage of `model`, which is cut in place; `dtype` is that of activations.
 
     Raises ModelError for a model whose head is its embedding, or with fewer layers than stages.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate import generate, make_engine
-from penstock.nodes.generate.engine import Engine, Slots
+from penstock.nodes.generate.engine import Engine, EngineSlots
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama, ModelError, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy
@@ -393,13 +393,13 @@ def test_an_engine_that_has_released_its_memory_samples_the_same(context: Contex
 STOP = 9
 
 
-def make(num_slots: int = 3, max_tokens: int = 4) -> Slots[str]:
+def make(num_slots: int = 3, max_tokens: int = 4) -> EngineSlots[str]:
     stops = np.zeros(10, dtype=bool)
     stops[STOP] = True
-    return Slots(num_slots, max_tokens, stops)
+    return EngineSlots(num_slots, max_tokens, stops)
 
 
-def step(slots: Slots[str], tokens: list[int], version: int = 0) -> dict[str, tuple[list[int], list[int], bool]]:
+def step(slots: EngineSlots[str], tokens: list[int], version: int = 0) -> dict[str, tuple[list[int], list[int], bool]]:
     """One step that samples these tokens, with their tenths as log-probabilities; what ended with it."""
     slots.record(np.array(tokens), (np.array(tokens) / 10).astype(np.float32), version)
     ended = {}

@@ -22,7 +22,7 @@ from penstock.nodes.model.tensor_parallel import (
     tensor_parallel,
 )
 from penstock.nodes.parallel.mesh import Ranks, assign
-from penstock.nodes.parallel.pipeline import Stage
+from penstock.nodes.parallel.pipeline import PipelineStage
 from penstock.runtime.tensor.layout import Mesh, Split
 
 CONFIG = ModelConfig(97, 24, 40, 5, 8, 4, 4)
@@ -54,9 +54,9 @@ def test_a_neighbour_is_one_further_along_an_axis_alone(rank: int) -> None:
 def test_tied_embeddings_and_more_stages_than_layers_are_refused() -> None:
     ranks, tied = Ranks((("pp", 6),), 0), replace(CONFIG, tie_word_embeddings=True)
     with pytest.raises(ModelError, match="given tied embeddings over 6 stages, needed a head of its own or one stage"):
-        Stage(Llama(tied), ranks, torch.float32)
+        PipelineStage(Llama(tied), ranks, torch.float32)
     with pytest.raises(ValueError, match="given 6 stages, needed 1 to 5"):
-        Stage(Llama(CONFIG), ranks, torch.float32)
+        PipelineStage(Llama(CONFIG), ranks, torch.float32)
 
 
 def test_one_rank_has_no_mesh() -> None:
