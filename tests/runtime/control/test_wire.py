@@ -296,11 +296,11 @@ def test_a_rank_has_one_connection_for_its_heartbeats(tmp_path: Path) -> None:
 STOPPED = """
 import sys
 from pathlib import Path
-from penstock.runtime.control import wire
+from penstock.runtime.control import sockets
 from penstock.runtime.control.security import Door
 from penstock.runtime.control.messages import Goodbye, Note
-wire.SILENCE = float(sys.argv[2])
-server = wire.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local"})
+sockets.SILENCE = float(sys.argv[2])
+server = sockets.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local"})
 print(server.endpoint, flush=True)
 while True:
     for peer, message in server.receive(0.1):
