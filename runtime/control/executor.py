@@ -29,7 +29,8 @@ from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.messages import Manifest, Order, Result
 from penstock.runtime.control.process import told
-from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key, RankSetup
+from penstock.runtime.control.rank_setup import RankSetup
+from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key
 from penstock.runtime.control.weight_channels import Ways
 from penstock.runtime.record.folder import update_of
 from penstock.runtime.schedule.admission import needed_version

@@ -27,7 +27,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, check_ranks, place, read_meshes, why_no_turns
-from penstock.runtime.control.rank_state import RankSetup
+from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile

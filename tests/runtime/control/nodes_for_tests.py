@@ -11,7 +11,7 @@ import torch
 from penstock.graph import Context, Metrics, Policy, Program, Prompts, Rewards, Rollouts, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
-from penstock.runtime.control.rank_state import RankSetup
+from penstock.runtime.control.rank_setup import RankSetup
 
 
 class Basket:

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.graph import Context, Metrics, Policy, Prompts, Rewards, node, program, trace
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
-from penstock.runtime.control.rank_state import RankSetup
+from penstock.runtime.control.rank_setup import RankSetup
 
 from .nodes_for_tests import Basket
 

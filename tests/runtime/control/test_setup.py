@@ -9,7 +9,7 @@ from penstock.graph import Rewards
 from penstock.graph.ir import Firing
 from penstock.nodes.fake import FakePrompts
 from penstock.runtime.cluster.placement import Plan, Rank
-from penstock.runtime.control.rank_state import RankSetup
+from penstock.runtime.control.rank_setup import RankSetup
 
 from .nodes_for_tests import make_setup
 

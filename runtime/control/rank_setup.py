@@ -1,0 +1,108 @@
+"""What a rank needs to know before it makes anything, and what graphs and plan say about the names in it.
+
+It needs no torch: `run_config` makes it, for the controller, too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from penstock.graph.imports import load
+from penstock.graph.ir import Firing, Graph, Ref
+from penstock.graph.types import Context
+from penstock.runtime.cluster.placement import Plan
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder.
+
+    `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
+    updates change must. `patience` is the seconds for each way. `run` is the run's id over all its lives, as in
+    `config.json`: a part of another run's checkpoint is refused.
+    """
+
+    graphs: tuple[Graph, ...]
+    plan: Plan
+    replica: str
+    rank: int
+    contexts: Mapping[str, Context]
+    folder: Path
+    restore: Path | None = None
+    offload: Literal["auto", "on", "off"] = "off"
+    patience: float = 60.0
+    run: str = ""
+
+    @property
+    def pool(self) -> str:
+        return self.replica.rpartition("/")[0]
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        return next(p.holds for p in self.plan.pools if p.name == self.pool)
+
+    @cached_property
+    def outputs(self) -> Mapping[str, Mapping[str, str]]:
+        """For each node and argument its outputs by name, with the path of the class that the graph declares."""
+        found: dict[str, Mapping[str, str]] = {}
+        for graph in self.graphs:
+            found |= {a.name: {"out": a.type} for a in graph.arguments}
+            found |= {n.name: {o.name: o.type for o in n.outputs} for n in graph.nodes}
+        return found
+
+    @cached_property
+    def clocks(self) -> Mapping[str, str]:
+        """How often a node or a source fires: "group" or "update"."""
+        found: dict[str, str] = {n.name: n.clock for g in self.graphs for n in g.nodes}
+        return found | {a.name: "group" for g in self.graphs for a in g.sources}
+
+    @cached_property
+    def makes(self) -> Mapping[str, Mapping[str, str]]:
+        """For each node that makes a carried value's next value: which value, of which output."""
+        found: dict[str, dict[str, str]] = {}
+        for graph in self.graphs:
+            for name, ref in graph.results:
+                found.setdefault(ref.node, {})[name] = ref.output
+        return found
+
+    def carried_name(self, ref: Ref) -> str:
+        """The carried value that an edge carries, as it is before its update or after it; "" for any other."""
+        made = {output: name for name, output in self.makes.get(ref.node, {}).items()}
+        return made.get(ref.output, ref.node if ref.node in self._carried else "")
+
+    @cached_property
+    def _carried(self) -> frozenset[str]:
+        return frozenset(c.name for graph in self.graphs for c in graph.carried)
+
+    @cached_property
+    def exported(self) -> frozenset[str]:
+        """Nodes and sources here whose outputs are read in another process."""
+        several = len(next(p.replicas for p in self.plan.pools if p.name == self.pool)) > 1
+        names = set()
+        for graph in self.graphs:
+            for node in graph.nodes:
+                read_elsewhere = node.fires and (several or node.name not in self.holds)
+                names |= {i.ref.node for i in node.inputs if read_elsewhere and i.ref.node in self.holds}
+        return frozenset(names)
+
+    @cached_property
+    def asked_from_afar(self) -> bool:
+        """Do ranks of other hosts read what is made here?"""
+        home = self.plan.replica(self.replica).ranks[self.rank].host
+        readers = {
+            self.plan.pool_of(node.name)
+            for graph in self.graphs
+            for node in graph.nodes
+            if node.fires and any(item.ref.node in self.exported for item in node.inputs)
+        }
+        return any(rank.host != home for pool in readers for replica in pool.replicas for rank in replica.ranks)
+
+    def declared(self, firing: Firing, output: str) -> type:
+        """The class that the graph declares for a value. Classes come from the graph, never from a message."""
+        path = self.outputs[firing.node][output]
+        found = load(path)
+        if not isinstance(found, type):
+            raise TypeError(f"{path}: given a {type(found).__name__}, needed the class of an edge")
+        return found
