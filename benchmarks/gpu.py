@@ -192,7 +192,7 @@ def _parts_are_the_whole(wire: str, tensors: Mapping[str, Tensor], device: str) 
         own = {t.name: _cut(tensors[t.name], box) for t in layout.tensors for box in t.held_by(rank)}
         parts = allocate(travels, rank, device)
         Converter(layout, travels, rank).convert(own, parts, agree)
-        expected = {name: _cut(whole[name], part.box) for name, part in parts.items()}
+        expected = {name: _cut(whole[name], part.region) for name, part in parts.items()}
         same[rank] = _equal({name: part.tensor for name, part in parts.items()}, expected)
 
     threads = [threading.Thread(target=convert, args=(rank,)) for rank in range(2)]

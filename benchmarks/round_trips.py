@@ -164,7 +164,7 @@ class Driver:
 
     def assemble(self, run: str) -> None:
         """Set up each worker that says Hello; return when all are ready."""
-        setup = Setup(json.dumps(config(self.names, run).to_json()), "")
+        setup = Setup(json.dumps(config(self.names, run).to_json()), ())
         ready, until = 0, monotonic() + START_S
         while ready < len(self.names):
             if monotonic() > until:

@@ -35,7 +35,7 @@ def test_every_phase_names_a_way_a_proof_and_maybe_a_format(tmp_path: Path, devi
         assert proof in MODES
         assert set(wire) <= set(FORMATS)
         bridge = import_module("gpu_ranks").bridge(tmp_path, phase)
-        assert way == (bridge.backend if bridge.backend == "nccl" else bridge.way)
+        assert way == (bridge.backend if bridge.backend == "nccl" else bridge.transport)
 
 
 def test_a_process_that_ends_early_is_named_with_its_status(tmp_path: Path) -> None:

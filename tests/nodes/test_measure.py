@@ -1,8 +1,11 @@
 """A measurement is the greedy accuracy of one version on the held-out problems."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.graph.types import Context, Weights
+from penstock.nodes.data import open_prompts
 from penstock.nodes.evaluate import measure
 from penstock.nodes.open_model import open_model
 from penstock.nodes.score import math_answer
@@ -33,7 +36,8 @@ def test_all_problems_count_once_and_the_version_is_told() -> None:
 def test_the_problems_are_held_out() -> None:
     assert measure.init is not None
     examiner = measure.init(CONTEXT, problems=1, by=math_answer)
-    assert examiner.source.context.split == "evaluate"
+    first = [open_prompts(replace(CONTEXT, split=split)).read(0) for split in ("evaluate", "train")]
+    assert examiner.source.read(0) == first[0] != first[1]
 
 
 def test_two_measurements_at_once_do_not_mix() -> None:

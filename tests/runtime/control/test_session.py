@@ -131,7 +131,7 @@ class Kill:
         return True
 
     def _call(self, real: Callable[..., Any], place: Any, *args: Any, **kwargs: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else os.fspath(place)
+        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else os.fsdecode(place)
         if self.before and path.startswith(str(self.checkpoints)):
             self.left -= 1
             if self.left < 0:
