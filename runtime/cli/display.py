@@ -128,6 +128,7 @@ class Progress:
     accuracy: dict[str, float] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     errors: list[str] = field(default_factory=list)
+    cause: str = ""
     lost: Line = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,6 +154,7 @@ class Progress:
             case "external":
                 self.notes.append(external_text(line))
             case "error":
+                self.cause = self.cause or str(line.get("code") or "")
                 self._error(str(line["text"]))
             case "summary":
                 self.stage = line["status"]

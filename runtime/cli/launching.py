@@ -117,7 +117,7 @@ def go(
             errors = display.progress.errors
             if (moved := folder.follow()) and status != DONE and moved not in errors:
                 errors.append(moved)
-            summary = finish(folder, status, errors, monotonic() - look.began, earlier)
+            summary = finish(folder, status, errors, monotonic() - look.began, earlier, display.progress.cause)
     drawn = draw(folder, summary)
     folder.release()
     with suppress(OSError):  # nobody reads it any more, and `main` sees to the exit status
@@ -152,16 +152,19 @@ def require_start(config: RunConfig, cluster: Cluster, look: DisplayOptions) -> 
             raise CommandError(f"{given}, needed one rank for each: they would wait for each other", 2)
 
 
-def finish(folder: RunFolder, status: int, errors: list[str], seconds: float, earlier: float = 0.0) -> dict[str, Any]:
+def finish(
+    folder: RunFolder, status: int, errors: list[str], seconds: float, earlier: float = 0.0, cause: str = ""
+) -> dict[str, Any]:
     """The summary, made from what is there if the controller wrote none, with what only this process knows: the exit
-    status, the whole command's seconds, the run's seconds before it, and where a resume begins. It is written, too; if
-    that cannot be done, `errors` say why."""
+    status, the code of the first failure that it was told of (`cause`), the whole command's seconds, the run's seconds
+    before it, and where a resume begins. It is written, too; if that cannot be done, `errors` say why."""
     summary = _written(folder) or _made(folder, seconds)
     ended = STATUS.get(status, "failed")
     reasons = [summary["error"], *(errors if ended != summary["status"] else ())]  # which the controller may have lost
     summary |= {
         "status": ended,
         "error": "\n".join(dict.fromkeys(filter(None, reasons))),
+        "cause": summary.get("cause") or cause,
         "wall_s": round(summary["wall_s"] + earlier, 3),
         "checkpoint": resumes_at(folder),
         "command_s": round(seconds, 3),
@@ -198,6 +201,7 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
         "dropped_frames": {},
         "warnings": [],
         "error": "",
+        "cause": "",
         "folder": str(folder.path),
     }
 

@@ -3,11 +3,6 @@
 It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
 scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launch` for what it
 says on standard output and hears on standard input.
-
-What is wrong with a run before it is known why: news of a death are the better reason. Pure: time is passed in.
-
-A peer whose transfer breaks is often heard before the agent whose rank has died: the machine that ended one process may
-keep another one waiting. An agent tells of deaths before it beats, so that one that has beaten since knows of none.
 """
 
 import json
@@ -16,14 +11,14 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
 from msgspec import structs
 
 from penstock.graph.ir import Firing
+from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.messages import (
     TOLD,
@@ -55,36 +50,12 @@ from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
-DEATH_S = 1.0
-"""Seconds for which a complaint waits for a better reason in any case."""
-AGENTS_S = 5.0
-"""Seconds after which no agent is waited for any more: it may be what is wrong."""
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """`agents` may know of a better reason. `since` is when it was heard."""
-
-    text: str
-    since: float
-    agents: tuple[str, ...] = ()
-
-    def ripe(self, now: float, heard: Callable[[str], float]) -> bool:
-        """Will no better reason come? `heard` says when a peer gave its last sign of life."""
-        waited = now - self.since
-        return waited > AGENTS_S or (waited > DEATH_S and all(heard(agent) > self.since for agent in self.agents))
-
-
 TICK = 0.1
 """Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
 MAX_WARNINGS = 200
 """Warnings that the summary keeps."""
 DISMISS_S = 2.0
 """Seconds for ranks and agents to end after a goodbye."""
-
-
-class PeerFault(RuntimeError):
-    """A process of the run died, fell silent or broke the protocol. The message names it."""
 
 
 class Controller:
@@ -103,7 +74,6 @@ class Controller:
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
         self.warnings: list[str] = []
-        self._complaint: Complaint | None = None
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -114,10 +84,6 @@ class Controller:
                 self._send(self.session.begin(monotonic(), self.restored))
             while self.session.running:
                 self._turn()
-                now = monotonic()
-                self._send(self.session.watch(now, self.server.held_up(now)))
-        except PeerFault as fault:
-            self.session.abort(str(fault), monotonic())
         finally:
             self._dismiss()
         return self.session.status
@@ -132,7 +98,7 @@ class Controller:
             self._turn()
             now = monotonic()
             if now > until + self.server.held_up(now):
-                raise PeerFault(self._absent(seconds))
+                self._fail(FailureCode.NOT_READY, self._absent(seconds))
 
     def _absent(self, seconds: float) -> str:
         hosts = {rank.host for rank in self.ranks.values()}
@@ -161,19 +127,22 @@ class Controller:
     # Running ----------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Hear what there is, or wait a moment for it; then look for those who do not answer. The launcher comes first:
-        a stop does not wait behind what ranks say.
+        """Hear what there is, or wait a moment for it; then look for those who do not answer, and whether the run goes
+        on. The launcher comes first: a stop does not wait behind what ranks say.
         """
         heard = self.server.receive(TICK)
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
         for peer, message in heard:
             self._hear(peer, message)
-        if late := self.server.late(monotonic()):
-            raise PeerFault(f"no sign of life from {', '.join(map(self._spelled, late))}: hung, stopped or gone")
-        if self._complaint and self._complaint.ripe(monotonic(), self.server.heard):
-            raise PeerFault(self._complaint.text)
-        self._tell_dropped(monotonic())
+        now = monotonic()
+        if late := self.server.late(now):
+            names = ", ".join(map(self._spelled, late))
+            self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone")
+        # The same moment for both: a stop of this process between them would be taken for a rank's delay.
+        self._send(self.session.watch(now, self.server.held_up(now)))
+        self.session.decide(now, self.server.heard)
+        self._tell_dropped(now)
 
     def _tell_dropped(self, now: float) -> None:
         """A note of the frames that were dropped, at most one a second however many they are."""
@@ -190,7 +159,7 @@ class Controller:
             case Results(results):
                 for result in results:
                     if isinstance(result.event, Abort):
-                        self._complain(result.event.error)
+                        self._fail(FailureCode.TRANSFER, result.event.error)
                     elif self.session.running:
                         self._send(self._answer(peer, result))
             case _ if isinstance(message, Question):
@@ -211,7 +180,9 @@ class Controller:
                     self._welcome(message)
             case Note(level, text):
                 if level == "error":
-                    raise PeerFault(text)
+                    by_agent = peer.startswith("agent:")
+                    self._fail(FailureCode.AGENT_DIED if by_agent else FailureCode.RANK_RAISED, text)
+                    return
                 if level == "warning" and len(self.warnings) < MAX_WARNINGS:
                     self.warnings.append(text)
                 say({"kind": "note", "level": level, "text": text})
@@ -221,9 +192,9 @@ class Controller:
                 fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
                 if signal or (tail and status != TOLD):
                     self.server.forget(rank_peer(replica, rank))
-                    raise PeerFault(fault)
-                # It has said why itself, on a connection of its own: that may be heard later.
-                self._complaint = Complaint(fault, monotonic())
+                    self._fail(FailureCode.RANK_DIED, fault)
+                else:  # it has said why itself, on a connection of its own: that may be heard later
+                    self._fail(FailureCode.RANK_ENDED, fault)
             case _:
                 self.server.drop("unexpected", peer, type(message).__name__)
 
@@ -241,7 +212,8 @@ class Controller:
             self._send(self.session.stop(monotonic(), rest))
         elif word == "agent":
             host, _, reason = rest.partition(" ")
-            raise PeerFault(f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}")
+            text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
+            self._fail(FailureCode.AGENT_DIED, text)
 
     def _ranks_of(self, host: str) -> str:
         return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"
@@ -259,12 +231,12 @@ class Controller:
         for replica, order in orders.items():
             for name, index in self.ranks:
                 if name == replica and not self.server.send(rank_peer(name, index), order):
-                    self._complain(f"{self.config.plan.spelled(name, index)} cannot be reached")
+                    self._fail(FailureCode.UNREACHABLE, f"{self.config.plan.spelled(name, index)} cannot be reached")
 
-    def _complain(self, text: str) -> None:
-        """The first complaint ends the run, unless the news of a death comes first."""
+    def _fail(self, code: FailureCode, text: str) -> None:
+        """Report a failure. The agents may know of the death behind it, but for one that an agent has just told of."""
         agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
-        self._complaint = self._complaint or Complaint(text, monotonic(), agents)
+        self.session.fail(Failure(code, text, () if code == FailureCode.RANK_ENDED else agents), monotonic())
 
     # Ending -----------------------------------------------------------------------------------------------
 
@@ -307,8 +279,8 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     try:
         status = controller.run()
     finally:
-        if session.status == "failed":  # said even if the folder could not take it
-            say({"kind": "error", "text": session.error})
+        if session.failure is not None:  # said even if the folder could not take it
+            say(session.failure.line())
     return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)
 
 
@@ -321,17 +293,18 @@ def main() -> None:
         ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
         server = Server(Door.read(folder.path / "keys" / "controller.json"), ranks)
     except WireError as error:
-        say({"kind": "error", "text": error.strerror})
+        say(Failure(FailureCode.CONTROLLER, str(error.strerror)).line())
         sys.exit(FAILED)
     say({"kind": "listening", "endpoint": server.endpoint})
     status = FAILED
     try:
         status = _control(folder, config, server)
     except RecordError as error:
-        say({"kind": "error", "text": folder.follow() or str(error)})
+        say(Failure(FailureCode.RUN_FOLDER, folder.follow() or str(error)).line())
     except Exception:
-        why = folder.follow() or f"the controller failed:\n{traceback.format_exc()}"
-        say({"kind": "error", "text": why})
+        moved = folder.follow()
+        raised = Failure(FailureCode.CONTROLLER, f"the controller failed:\n{traceback.format_exc()}")
+        say((Failure(FailureCode.RUN_FOLDER, moved) if moved else raised).line())
     finally:
         server.close()
     sys.stdout.flush()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import told
 from penstock.runtime.control.rank_state import Key
@@ -69,6 +70,7 @@ class InProcess:
             if self.interrupted:
                 self._queue(pending, self.session.stop(monotonic(), unheard()))
             self._queue(pending, self.session.watch(monotonic()))
+            self.session.decide(monotonic())
         return self.session.status
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -131,19 +133,22 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         with on_stop(driver.interrupt):
             status = driver.run()
     except KeyboardInterrupt:
-        session.abort("stopped at once by the user, without a checkpoint", monotonic())
+        text = "stopped at once by the user, without a checkpoint"
+        session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
+        session.decide(monotonic())
         raise
     except RecordError:  # of the folder, which takes no summary either
         raise
     except Exception as error:  # none of a node, which fails its firing alone
         folder.require()
-        session.abort(told(error).rstrip(), monotonic())
+        session.fail(Failure(FailureCode.CONTROLLER, told(error).rstrip()), monotonic())
+        session.decide(monotonic())
         status = session.status
     finally:
         stop_telling()
         (folder.held / "processes.json").unlink(missing_ok=True)
         sweep_checkpoints(RunFolder(folder.held))
         folder.release()
-    if status == "failed":
-        say({"kind": "error", "text": session.error})
+    if session.failure is not None:
+        say(session.failure.line())
     return status

@@ -28,6 +28,7 @@ from typing import Any
 
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, socket_file
+from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.process import describe_exit, kill, read_line, start, sweep_processes, tail
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.signals import on_stop, unheard, while_heard
@@ -255,7 +256,7 @@ class Launcher:
         if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
             how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}{_doing(self._last)}"
-            self.tell({"kind": "error", "text": f"{how}\n{said}" if said else how})
+            self.tell(Failure(FailureCode.CONTROLLER, f"{how}\n{said}" if said else how).line())
         return FAILED
 
     def _end(self, controller: _Controller) -> None:

@@ -333,8 +333,9 @@ class RunRecorder:
         if self.status.due(now, QUIET):
             self._status(now)
 
-    def finish(self, now: float, status: str, error: str) -> None:
-        """The end, whatever it was. Raises RecordError where the folder does not take it."""
+    def finish(self, now: float, status: str, error: str, cause: str = "") -> None:
+        """The end, whatever it was. `cause` is the code of a failure. Raises RecordError where the folder does not take
+        it."""
         self._status(now)
         self.folder.require()
         self.log.end({"status": status, "error": error})
@@ -357,6 +358,7 @@ class RunRecorder:
             "dropped_frames": dict(self.dropped_frames),
             "warnings": list(self.warnings),
             "error": error,
+            "cause": cause,
             "records": self.log.records,
             "folder": str(self.folder.path),
         }

@@ -10,13 +10,15 @@ which answers were asked for, and tells the recorder what happened. Time is pass
 """
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from msgspec import structs
 
 from penstock.graph.ir import Firing, Graph
+from penstock.runtime.control.failure import Failure, FailureCode, Verdict
 from penstock.runtime.control.messages import Manifest, Order, Result, rank_peer
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.schedule.compile import Rules, compile_tables
@@ -59,7 +61,7 @@ class Recorder(Protocol):
     def follow(self, ledger: Ledger) -> None: ...
     def close_stage(self, name: str) -> None: ...
     def tick(self, now: float) -> None: ...
-    def finish(self, now: float, status: str, error: str) -> None: ...
+    def finish(self, now: float, status: str, error: str, cause: str) -> None: ...
 
 
 class Manifests:
@@ -258,6 +260,8 @@ class Session:
         self.config, self.recorder, self.cut = config, recorder, cut
         self.start = cut["update"] if cut else 0
         self.status, self.error = "running", ""
+        self.failure: Failure | None = None  # that ended the run
+        self.verdict = Verdict()
         self.stage: Stage | None = None
         self.stopping: float | None = None
         self.why = "stopped by the user"
@@ -290,11 +294,13 @@ class Session:
         """A rank's answer. Raises UnawaitedError for one that was not asked for."""
         if self.stage is None:
             raise UnawaitedError(f"{type(result.event).__name__} before the first stage")
+        if self.verdict.certain:
+            return {}
         return self._after(self.stage.answer(result, now), now)
 
     def stop(self, now: float, why: str = "") -> Orders:
         """The user wants the run to end: with a checkpoint if it can be had in time. `why` if it was not said so."""
-        if self.stopping is not None or not self.running:
+        if self.stopping is not None or not self.running or self.verdict.certain:
             return {}
         self.stopping, self.why = now, why or self.why
         if self.stage is not None and self.stage.name == "save":
@@ -305,19 +311,31 @@ class Session:
 
     def watch(self, now: float, held_up: float = 0.0) -> Orders:
         """Look at deadlines: the stop's, the answers', the next checkpoint's. `held_up`: as the stage's."""
-        if self.stage is None or not self.running:
+        if self.stage is None or not self.running or self.verdict.certain:
             return {}
         self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
             return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{self._awaited()}")
-        overdue = self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up)
-        return self.abort(overdue, now) if overdue else {}
+        if overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):
+            self.fail(Failure(FailureCode.OVERDUE, overdue), now)
+        return {}
 
-    def abort(self, error: str, now: float) -> Orders:
-        """A peer's fault ends the run."""
+    def fail(self, failure: Failure, now: float) -> None:
+        """A detector reports why the run cannot go on. `decide` ends it."""
+        self.verdict.report(failure, now)
+
+    def decide(self, now: float, heard: Callable[[str], float] = lambda peer: math.inf) -> None:
+        """End the run with the failure that explains those reported, unless a better cause may still come.
+
+        Drivers call it once per turn. `heard` gives the time of a peer's last sign of life.
+        """
+        failure = self.verdict.final(now, heard)
+        if failure is None or not self.running:
+            return
+        self.failure = failure
         if self.stage is not None and self.stage.finish is None:
-            self.stage.feed(Abort(error), now)
-        return self._finish(now, "failed", error)
+            self.stage.feed(Abort(failure.text), now)
+        self._finish(now, "failed", failure.text)
 
     def moving(self, replica: str) -> str:
         """The weights that are on their way from a replica or to it; "" for none."""
@@ -338,7 +356,8 @@ class Session:
         if stage.finish is None:
             return _merge(orders, self._checkpoint_if_due(stage, now))
         if stage.finish.status == "failed":
-            return self._finish(now, "failed", stage.finish.error)
+            self.fail(Failure(FailureCode.NODE, stage.finish.error), now)
+            return {}
         if stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
             return self._finish(now, "stopped", self.why)
         self._live = stage.live()
@@ -397,7 +416,7 @@ class Session:
     def _finish(self, now: float, status: str, error: str) -> Orders:
         if self.running:
             self.status, self.error = status, error
-            self.recorder.finish(now, status, error)
+            self.recorder.finish(now, status, error, self.failure.code if self.failure else "")
         return {}
 
 

@@ -46,6 +46,7 @@ class Summary(TypedDict):
 
     status: Text
     error: NotRequired[Text]
+    cause: NotRequired[Text]
     accuracy_before: NotRequired[Number]
     accuracy_after: NotRequired[Number]
     updates: NotRequired[Count]

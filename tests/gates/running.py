@@ -166,6 +166,12 @@ class Running:
         return "\n".join(line["text"] for line in self.lines if line.get("kind") == "error")
 
     @property
+    def cause(self) -> str:
+        """The code of the failure that was said; "" if none was."""
+        codes: list[str] = [line.get("code", "") for line in self.lines if line.get("kind") == "error"]
+        return codes[0] if codes else ""
+
+    @property
     def notes(self) -> list[str]:
         return [line["text"] for line in self.lines if line.get("kind") == "note"]
 

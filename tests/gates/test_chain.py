@@ -60,6 +60,7 @@ def test_a_generator_killed_while_weights_go_through_it_ends_the_run_and_is_name
         mark.with_suffix(".go").touch()
         assert running.wait() == 1
     error = summary(folder)["error"]
+    assert summary(folder)["cause"] == "rank-died"
     assert f"generator/1 rank 0 died: killed by SIGKILL (pid {pid})" in error
     assert "version 2 of policy>generator from generator/0 to generator/1, which has 1" in error
     assert "version 2 of policy>generator from generator/1 to generator/2, which has 1" in error

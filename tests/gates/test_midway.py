@@ -42,6 +42,7 @@ def test_a_rank_killed_while_weights_are_half_way_is_named_with_the_version(
         mark.with_suffix(".go").touch()
         assert running.wait() == 1
     error = summary(folder)["error"]
+    assert summary(folder)["cause"] == "rank-died"
     assert f"{pool}/0 rank 0 died: killed by SIGKILL (pid {pid})" in error
     assert f"version {AT} of policy>generator from trainer/0 to generator/0, which has {AT - 1}" in error
 

@@ -1,0 +1,85 @@
+"""Why a run failed: the causes of failure in the order of their priority, and which of those reported is said.
+
+Every detector calls `Session.fail` with a `Failure`. One failure brings about others: the death of a rank breaks the
+transfers of its peers, which say so at once, while the machine that ended the rank may keep its agent waiting. So the
+session decides once per turn of its driver, and says the reported failure whose code comes first in `FailureCode`.
+
+Those of `HELD` are consequences as a rule. They end the run only when no better cause can come: an agent tells of
+deaths before its heartbeat, so one that has given a sign of life since knows of none.
+
+Pure: time is passed in. Invariant: a failure is replaced only by one whose code comes before its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class FailureCode(StrEnum):
+    """What ends a run. An earlier code explains the later ones. It is stable: scripts and tests match on it."""
+
+    INTERRUPTED = "interrupted"  # the user ends a run in one process at once, without a checkpoint
+    RUN_FOLDER = "run-folder"  # the run folder is gone, or takes no more
+    CONTROLLER = "controller"  # the process that drives the run raised or was ended
+    AGENT_DIED = "agent-died"  # and with it all ranks of its host
+    RANK_DIED = "rank-died"  # by a signal, or without having said why
+    RANK_RAISED = "rank-raised"  # a rank says why it cannot start or go on
+    RANK_ENDED = "rank-ended"  # a rank has ended, and what it said of it is still to be heard
+    NODE = "node"  # a node failed for good, or groups were dropped or failed beyond the bounds
+    NOT_READY = "not-ready"  # agents or ranks were not there within the startup deadline
+    SILENT = "silent"  # a process gives no sign of life
+    OVERDUE = "overdue"  # an answer was not there within the deadline
+    UNREACHABLE = "unreachable"  # a rank cannot be sent to
+    TRANSFER = "transfer"  # weights did not arrive
+
+
+PRIORITY = {code: number for number, code in enumerate(FailureCode)}
+HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)
+"""Failures that wait for a better cause."""
+HELD_S = 1.0
+"""Seconds for which they wait in any case."""
+AGENTS_S = 5.0
+"""Seconds after which no agent's heartbeat is waited for any more: the agent may be what is wrong."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause."""
+
+    code: FailureCode
+    text: str
+    agents: tuple[str, ...] = ()
+
+    def line(self) -> dict[str, Any]:
+        """As the launcher and the display are told of it."""
+        return {"kind": "error", "code": self.code.value, "text": self.text}
+
+
+class Verdict:
+    """The failure that a run ends with, of all that are reported."""
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None
+        self._since = 0.0
+
+    def report(self, failure: Failure, now: float) -> None:
+        """Keep the failure if it explains the one that is known. Of two with one code, the first is kept."""
+        if self.failure is None or PRIORITY[failure.code] < PRIORITY[self.failure.code]:
+            self.failure, self._since = failure, now
+
+    @property
+    def certain(self) -> bool:
+        """Is there a failure that waits for no better cause?"""
+        return self.failure is not None and self.failure.code not in HELD
+
+    def final(self, now: float, heard: Callable[[str], float]) -> Failure | None:
+        """The failure to end the run with; None while there is none, or a better cause may come.
+
+        `heard` gives the time of a peer's last sign of life.
+        """
+        if self.failure is None or self.certain:
+            return self.failure
+        waited = now - self._since
+        beaten = all(heard(agent) > self._since for agent in self.failure.agents)
+        return self.failure if waited > AGENTS_S or (waited > HELD_S and beaten) else None
