@@ -51,6 +51,9 @@ HASHED = (".svg", ".html", "/help.txt", "/simulate-trace.json")
 """Outputs that tests/golden keeps as a hash, whatever their length; `--against` shows how they differ."""
 LOCAL = "/local/"
 """Part of the names of outputs that depend on the machine. Only `--against` compares them."""
+TICKS = 2**20
+"""Ticks of the virtual clock in a second. Its times are exact floats: a sleep until a given time ends at the first tick
+after it, in however many parts it is slept, so that the times of a run do not depend on how often nodes are polled."""
 DIGITS = 5
 """Digits of floats in tests/golden."""
 
@@ -89,7 +92,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.virtual = False
-        self.elapsed_ns = 0
+        self.elapsed_ticks = 0
         self._real = {name: getattr(time, name) for name in ("monotonic", "perf_counter", "process_time", "time")}
         self._sleep = time.sleep
 
@@ -101,13 +104,16 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         if self.virtual:
-            self.elapsed_ns += max(0, ceil(seconds * 1e9))
+            self.elapsed_ticks += max(0, ceil(seconds * TICKS))
         else:
             self._sleep(seconds)
 
     def _reader(self, name: str, began: int) -> Callable[[], float]:
         real = self._real[name]
-        return lambda: began + self.elapsed_ns / 1e9 if self.virtual else real()
+        return lambda: began + self.elapsed_ticks / TICKS if self.virtual else real()
+
+
+CLOCK = Clock()
 
 
 class Forked(subprocess.Popen[Any]):
@@ -127,6 +133,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def run_module(name: str, words: Sequence[str]) -> None:
+    CLOCK.elapsed_ticks = 0  # how long its parent has waited for a lock, say, is another time in each run
     sys.argv = [name, *words]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -153,15 +160,14 @@ def serve_tree(tree: Path, out: Path, programs: Sequence[str]) -> None:
     """Write the outputs of a tree's programs into a folder each. Its `src` is on PYTHONPATH."""
     import torch  # before the clock is replaced, as the standard library above
 
-    clock = Clock()
-    clock.install()
+    CLOCK.install()
     secrets.token_hex = lambda nbytes=None: "ab" * (nbytes or 32)
     os.cpu_count = lambda: CORES
     os.sched_getaffinity = lambda pid: set(range(CORES))
     torch.cuda.is_available = lambda: False
     main = load(tree)
     subprocess.Popen = Forked  # type: ignore[misc]
-    clock.virtual = True
+    CLOCK.virtual = True
     children: dict[int, tuple[str, Path]] = {}
     waiting = list(programs)
     while waiting or children:
