@@ -1,4 +1,4 @@
-"""What crosses a process or is written to the event log. `runtime.control.codec` packs it."""
+"""What crosses a process or is written to the event log. `runtime.control.messages` packs it."""
 
 from msgspec import Struct
 

@@ -1,16 +1,14 @@
-"""One agent per host: starts the ranks that the controller asks for, watches their pids, and ends with them.
+"""One agent per host: starts the ranks that the controller asks for, tells of their ends, and ends with them.
 
 `python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host.
 
-A rank is forked (see `forks`) from `python -m penstock.runtime.control.worker`, in a session of its own, with in its
+The ranks are forked by a child of the agent, `python -m penstock.runtime.control.worker` (`process.serve_forks`). Each
+is in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its
 environment
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
     PENSTOCK_FOLDER    the run folder on this host
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_DEVICE, PENSTOCK_THREADS, PENSTOCK_RUN, PENSTOCK_PARENT
     OMP_NUM_THREADS, MKL_NUM_THREADS: the rank's threads
-and stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`.
-
-The ranks that an agent has started: forked on its order, killed, and waited for.
 """
 
 import json
@@ -19,7 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple, NoReturn
@@ -29,19 +27,15 @@ from penstock.runtime.control.messages import (
     Exited,
     Goodbye,
     Heartbeat,
-    Kill,
     Launch,
-    Message,
     Note,
     signal_name,
 )
 from penstock.runtime.control.process import (
     PACKET_BYTES,
     ForkOrder,
-    adopt_orphans,
     die_with_parent,
     kill,
-    kill_session,
     start,
     tail,
 )
@@ -55,8 +49,6 @@ from penstock.runtime.tensor.shm import SHM, sweep
 
 LAST_S = 10.0
 """Seconds for the kernel to end what was killed."""
-TRIES = 2
-"""Processes that are asked for a rank: one may be killed, but if a second one ends before it forks it, none can."""
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Libraries that ask at their import how many threads they may have would start them in what forks."""
 
@@ -70,161 +62,73 @@ class Ended(NamedTuple):
     tail: str
 
 
-@dataclass(slots=True)
-class _Rank:
-    """`pid` is 0 until it is born; one that is `doomed` is killed then. `asked`: the process that forks has the order.
-    `lost` are those that ended before they had forked it.
-    """
-
-    order: bytes
-    stderr: Path
-    asked: bool = False
-    lost: int = 0
-    pid: int = 0
-    pidfd: int = -1
-    doomed: bool = False
-
-
 class RankProcesses:
-    """Ranks of `host` by name. `command` is the program of the process that forks them (see `forks`); `client` wakes
-    when there is something to ask `ended` for. What forks is started at once, and again for a rank if it has ended.
+    """The ranks of `host` by name, forked by a child of this process, with which they end.
+
+    `command` is the program of that child (see `serve_forks`); `client` wakes when there is something to ask `ended`
+    for.
     """
 
     def __init__(self, command: Sequence[str], run: str, host: str, logs: Path, client: Client) -> None:
-        adopt_orphans()
-        self._command, self._run, self._logs, self._client = command, run, logs, client
+        self._logs, self._client = logs, client
         self._log = logs / f"ranks-{host}.err"
-        self._ranks: dict[str, _Rank] = {}
-        self._open()
+        self._stderr: dict[str, Path] = {}  # of each rank that has not ended
+        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
+        self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
+            self._child = start(command, run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
+        self._door.setblocking(False)
+        self._watched = True
+        client.watch(self._door.fileno())
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._stderr)
 
     def launch(self, name: str, environment: Mapping[str, str]) -> None:
         """Start the rank `POOL/REPLICA.INDEX`, whose output goes to files of that name in `logs`."""
-        if self._door.fileno() < 0:
-            self._open()
         stem = "-".join(name.replace("/", "-").rsplit(".", 1))
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
-        order: ForkOrder = {
-            "name": name,
-            "environment": dict(environment),
-            "stdout": str(stdout),
-            "stderr": str(stderr),
-        }
-        packet = json.dumps(order).encode()
-        assert name not in self._ranks, name
-        assert len(packet) <= PACKET_BYTES, name
-        self._ranks[name] = _Rank(packet, stderr)
-        self._ask()
-
-    def kill(self, name: str) -> None:
-        """SIGKILL to a rank and to what it has started itself; nothing for one that is not there."""
-        if rank := self._ranks.get(name):
-            rank.doomed = True
-            self._end(rank)
+        order = ForkOrder(name=name, environment=environment, stdout=str(stdout), stderr=str(stderr))
+        assert name not in self._stderr, name
+        self._stderr[name] = stderr
+        with suppress(ConnectionError):  # that the child has ended is found by `ended`
+            self._door.send(json.dumps(order).encode())
 
     def ended(self) -> list[Ended]:
         """Those that have ended since the last call, and those that will never begin."""
-        statuses = self._statuses()
-        self._hear_of_births(statuses)
-        self._ask()
-        found = []
-        for name, rank in list(self._ranks.items()):
-            if rank.pid in statuses:
-                found.append(Ended(name, rank.pid, statuses[rank.pid], tail(rank.stderr) or tail(self._log)))
-            elif not rank.pid and self._door.fileno() < 0:
-                found.append(Ended(name, self._server.pid, self._server.returncode, tail(self._log)))
-            else:
+        found: list[Ended] = []
+        while True:
+            try:
+                packet = self._door.recv(PACKET_BYTES)
+            except BlockingIOError:
+                return found
+            except ConnectionError:  # the child has ended before it had read all; what it said before that follows
                 continue
-            del self._ranks[name]
-            self._forget(rank.pidfd)
+            if not packet:
+                break
+            name, pid, status = json.loads(packet)
+            found.append(Ended(name, pid, status, tail(self._stderr.pop(name)) or tail(self._log)))
+        if self._watched:
+            self._client.unwatch(self._door.fileno())
+            self._watched = False
+        pid, status = self._child.pid, self._child.wait(timeout=LAST_S)
+        found += [Ended(name, pid, status, tail(stderr) or tail(self._log)) for name, stderr in self._stderr.items()]
+        self._stderr.clear()
         return found
 
     def close(self) -> list[Ended]:
         """End all of them, and what forks them."""
-        self._shut()
-        for rank in self._ranks.values():
-            self._end(rank)
+        self._door.shutdown(socket.SHUT_WR)  # upon which the child kills them
         found, until = self.ended(), monotonic() + LAST_S
-        while self._ranks and monotonic() < until:
+        while self._stderr and monotonic() < until:
             sleep(0.002)
             found += self.ended()
+        kill(self._child)
+        self._child.wait(timeout=LAST_S)
+        found += self.ended()
+        self._door.close()
         return found
-
-    def _open(self) -> None:
-        door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
-            self._server = start(self._command, self._run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
-        door.setblocking(False)
-        self._client.watch(door.fileno())
-        self._door = door
-
-    def _shut(self) -> None:
-        if self._door.fileno() >= 0:
-            self._client.unwatch(self._door.fileno())
-            self._door.close()
-        kill(self._server)
-        self._server.wait(timeout=LAST_S)
-
-    def _ask(self) -> None:
-        """Send the orders that are still to be sent. When the door is full, births will make room for the rest."""
-        with suppress(BlockingIOError, ConnectionError):  # a door that nobody is behind is found by `_hear_of_births`
-            for rank in self._ranks.values():
-                if not rank.asked and self._door.fileno() >= 0:
-                    self._door.send(rank.order)
-                    rank.asked = True
-
-    def _ask_another(self) -> None:
-        """Of what forks nothing is left, and of each rank that it has begun the pid is known: another one begins the
-        others, unless that is the second to fail.
-        """
-        self._shut()
-        unborn = [rank for rank in self._ranks.values() if not rank.pid]
-        for rank in unborn:
-            rank.asked, rank.lost = False, rank.lost + 1
-        if unborn and max(rank.lost for rank in unborn) < TRIES:
-            self._open()
-
-    def _statuses(self) -> dict[int, int]:
-        """Exit status of each child of this process that has ended; orphans of ranks are among them."""
-        found: dict[int, int] = {}
-        with suppress(ChildProcessError):
-            while (child := os.waitpid(-1, os.WNOHANG))[0]:
-                found[child[0]] = os.waitstatus_to_exitcode(child[1])
-        if self._server.pid in found:
-            self._server.returncode = found[self._server.pid]  # it cannot be waited for again
-        return found
-
-    def _hear_of_births(self, statuses: Mapping[int, int]) -> None:
-        """A rank's pid is said before that can be waited for, so those that have ended are among these."""
-        while self._door.fileno() >= 0:
-            try:
-                packet = self._door.recv(PACKET_BYTES)
-            except BlockingIOError:
-                return
-            except ConnectionError:  # it ended before it had read all; what was said before that follows
-                continue
-            if not packet:
-                self._ask_another()
-                return
-            name, pid = json.loads(packet)
-            rank = self._ranks[name]
-            rank.pid = pid
-            if pid not in statuses:
-                rank.pidfd = os.pidfd_open(pid)
-                self._client.watch(rank.pidfd)
-            if rank.doomed:
-                self._end(rank)
-
-    def _forget(self, pidfd: int) -> None:
-        if pidfd >= 0:
-            self._client.unwatch(pidfd)
-            os.close(pidfd)
-
-    def _end(self, rank: _Rank) -> None:
-        if rank.pid:
-            kill_session(rank.pid)
 
 
 WORKER = ("-m", "penstock.runtime.control.worker")
@@ -258,7 +162,8 @@ class Agent:
                     if isinstance(message, Goodbye):
                         self._leave()
                         return ""
-                    self._obey(message)
+                    if isinstance(message, Launch):
+                        self._launch(message)
                 self._tell(self._ranks.ended())
                 now = monotonic()
                 if now >= beat:
@@ -276,12 +181,6 @@ class Agent:
             sweep(None, folders)
             self._client.close()
 
-    def _obey(self, message: Message) -> None:
-        if isinstance(message, Launch):
-            self._launch(message)
-        elif isinstance(message, Kill):
-            self._ranks.kill(f"{message.replica}.{message.rank}")
-
     def _fault(self, now: float) -> str:
         lost = self._client.lost(now)
         self._joined = self._joined or lost == 0
@@ -296,7 +195,6 @@ class Agent:
 
     def _launch(self, launch: Launch) -> None:
         environment = {
-            **launch.environment,
             "PENSTOCK_JOIN": str(self._join_file),
             "PENSTOCK_FOLDER": self._join.folder,
             "PENSTOCK_REPLICA": launch.replica,

@@ -15,16 +15,18 @@ terminal that closes sends several.
 """
 
 import os
-import selectors
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 from time import monotonic, sleep
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, socket_file
@@ -47,48 +49,21 @@ LEAVE_S = 3.5
 LOST_S = 8.0
 """Seconds for a controller that has lost an agent to end the run."""
 _TICK = 0.1
+LAST_LINE_S = 1.0
+"""Seconds to wait for a line of a controller that has ended, where another process keeps its stdout open."""
 _LONGEST_LINE = 64 << 20
-"""Bytes of a line that are kept before its end has come."""
+"""Bytes of a line, beyond which it is taken for several."""
 
 Line = dict[str, Any]
 Child = subprocess.Popen[bytes]
 
 
-class _Controller:
-    """The controller's process: lines in and lines out. `silent` once it has closed its stdout."""
-
-    def __init__(self, process: Child) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process, self.stdin, self.stdout = process, process.stdin, process.stdout
-        self._rest = b""
-        self.silent = False
-        os.set_blocking(self.stdout.fileno(), False)
-
-    def lines(self, most: int = 1 << 18) -> list[bytes]:
-        """The whole lines that it has written since the last call, up to about `most` bytes of them."""
-        size = 0
-        with suppress(BlockingIOError):
-            while size < most:
-                if not (data := os.read(self.stdout.fileno(), 1 << 16)):
-                    self.silent = True
-                    break
-                size += len(data)
-                self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        if len(self._rest) > _LONGEST_LINE:
-            self._rest = b""  # no line of ours: something else writes there
-        return [line for line in lines if line]
-
-    def say(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # it is ending already, and is seen to have ended in a moment
-            self.stdin.write(line.encode() + b"\n")
-            self.stdin.flush()
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):
-            self.stdin.close()
-        self.stdout.close()
+def _read_lines(stdout: IO[bytes], lines: "Queue[bytes | None]") -> None:
+    """In a thread of its own: put each line into the queue, and None at the end. A full queue holds up the writer."""
+    with stdout:
+        for line in iter(partial(stdout.readline, _LONGEST_LINE), b""):
+            lines.put(line)
+    lines.put(None)
 
 
 class Launcher:
@@ -119,15 +94,11 @@ class Launcher:
         self._deadline: float | None = None
         self._explained = False
         self._last: Line = {}
-        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> int:
         """Run to the end, in the main thread if Ctrl-C is to be heard; the exit status. Nothing is left behind."""
-        try:
-            with on_stop(self._interrupt):
-                return self._run()
-        finally:
-            os.close(self._signal)
+        with on_stop(self._interrupt):
+            return self._run()
 
     def _run(self) -> int:
         held = RunFolder(self.folder)
@@ -140,10 +111,10 @@ class Launcher:
                 make_folder(self.folder / "logs")
             except OSError as error:
                 raise disk_fault(self.folder, error) from error
-            controller = _Controller(self._start(self.commands[0], "controller", str(self.folder), report=True))
+            controller = self._start(self.commands[0], "controller", str(self.folder), report=True)
             try:
                 self._watch(controller)
-                return self._status(controller.process)
+                return self._status(controller)
             finally:
                 self._end(controller)
         finally:
@@ -152,17 +123,15 @@ class Launcher:
             held.release()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # Only a second Ctrl-C counts: a terminal that closes sends several signals for one wish.
         if number == signal.SIGINT and self.interrupts:
             self.interrupts += 1
-            os.eventfd_write(self._signal, 1)
         else:
             self._wish()
 
     def _wish(self) -> None:
         """Somebody wants the run to end, however often they say so."""
-        if not self.interrupts:
-            self.interrupts = 1
-            os.eventfd_write(self._signal, 1)
+        self.interrupts = max(1, self.interrupts)
 
     def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
         pipe = subprocess.PIPE if report else subprocess.DEVNULL
@@ -173,36 +142,33 @@ class Launcher:
 
     # While the controller lives ---------------------------------------------------------------------------
 
-    def _watch(self, controller: _Controller) -> None:
-        """Until the controller has ended, or has been ended here."""
-        asked, process = 0, controller.process
-        pidfd = os.pidfd_open(process.pid)
-        with selectors.DefaultSelector() as selector:
-            for one in (controller.stdout, self._signal, pidfd):
-                selector.register(one, selectors.EVENT_READ)
-            while process.poll() is None:
-                selector.select(_TICK)
-                for line in controller.lines():
-                    if self.interrupts > asked:  # before each line: to show them may take long
-                        asked = self.interrupts
-                        self._ask_to_stop(controller)
-                    self._hear(line)
-                if controller.silent and controller.stdout in selector.get_map():
-                    selector.unregister(controller.stdout)
-                if self.interrupts > asked:
-                    asked = self.interrupts
-                    self._ask_to_stop(controller)
-                self._check_agents(controller)
-                if self._deadline is not None and monotonic() > self._deadline:
-                    kill(process)
-                    process.wait()
-        os.close(pidfd)
-        for line in controller.lines():
-            self._hear(line)
+    def _watch(self, controller: Child) -> None:
+        """Until the controller has ended, or has been ended here, and all its lines are heard."""
+        asked, ended, closed = 0, False, False
+        lines: Queue[bytes | None] = Queue(maxsize=1000)
+        assert controller.stdout is not None
+        threading.Thread(target=_read_lines, args=(controller.stdout, lines), daemon=True).start()
+        while True:
+            line: bytes | None = b""
+            with suppress(Empty):
+                line = lines.get(timeout=LAST_LINE_S if ended and not closed else _TICK)
+            closed = closed or line is None
+            if self.interrupts > asked:  # before each line: to show them may take long
+                asked = self.interrupts
+                self._ask_to_stop(controller)
+            if line:
+                self._hear(line.rstrip(b"\n"))
+            elif ended:
+                return
+            self._check_agents(controller)
+            if self._deadline is not None and monotonic() > self._deadline:
+                kill(controller)
+                controller.wait()
+            ended = controller.poll() is not None
 
     def _hear(self, line: bytes) -> None:
         message = read_line(line)
-        if message is None:
+        if message is None:  # such as a library's print
             self.tell({"kind": "note", "level": "info", "text": line.decode(errors="replace")})
         elif message.get("kind") == "listening":
             self._start_agents(str(message["endpoint"]))
@@ -222,17 +188,18 @@ class Launcher:
             else:
                 self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
 
-    def _ask_to_stop(self, controller: _Controller) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._signal)
+    def _ask_to_stop(self, controller: Child) -> None:
         if self.interrupts > 1:
             self._deadline = 0.0
             return
         self._deadline = monotonic() + STOP_S
-        controller.say(f"stop {unheard()}".rstrip())
-        self.tell({"kind": "note", "level": "info", "text": f"stopping within {STOP_S:g} s; {_resumes(self.folder)}"})
+        _say(controller, f"stop {unheard()}".rstrip())
+        saved = latest_checkpoint(RunFolder(self.folder))
+        held = f"the last checkpoint is that of update {saved.update}" if saved else "there is no checkpoint yet"
+        text = f"stopping within {STOP_S:g} s; {held}: a new one is written if the update in work ends in time"
+        self.tell({"kind": "note", "level": "info", "text": text})
 
-    def _check_agents(self, controller: _Controller) -> None:
+    def _check_agents(self, controller: Child) -> None:
         """An agent that dies before its controller takes its ranks with it: the controller has to know."""
         for host, agent in list(self.agents.items()):
             if agent.poll() is None:
@@ -241,7 +208,7 @@ class Launcher:
             if agent.returncode == 0:
                 continue  # it has heard the controller's goodbye
             said = tail(self.folder / "logs" / f"agent-{host}.err").replace("\n", " | ")
-            controller.say(f"agent {host} {describe_exit(agent)}" + (f": {said}" if said else ""))
+            _say(controller, f"agent {host} {describe_exit(agent)}" + (f": {said}" if said else ""))
             until = monotonic() + LOST_S
             self._deadline = until if self._deadline is None else min(self._deadline, until)
 
@@ -259,11 +226,12 @@ class Launcher:
             self.tell(Failure(FailureCode.CONTROLLER, f"{how}\n{said}" if said else how).line())
         return FAILED
 
-    def _end(self, controller: _Controller) -> None:
+    def _end(self, controller: Child) -> None:
         """Agents have heard the goodbye, or see that the controller is gone; what is left soon after is killed."""
-        kill(controller.process)
-        controller.process.wait()
-        controller.close()
+        kill(controller)
+        controller.wait()
+        assert controller.stdin is not None
+        controller.stdin.close()
         until = monotonic() + LEAVE_S
         until = until if self._deadline is None else min(self._deadline, until)
         agents = self.agents.values()
@@ -274,11 +242,11 @@ class Launcher:
             agent.wait()
 
 
-def _resumes(folder: Path) -> str:
-    """Where a resume begins if the update in work takes too long to be waited for."""
-    saved = latest_checkpoint(RunFolder(folder))
-    held = f"the last checkpoint is that of update {saved.update}" if saved else "there is no checkpoint yet"
-    return f"{held}: a new one is written if the update in work ends in time"
+def _say(controller: Child, line: str) -> None:
+    assert controller.stdin is not None
+    with suppress(BrokenPipeError):  # it is ending already, and is seen to have ended in a moment
+        controller.stdin.write(line.encode() + b"\n")
+        controller.stdin.flush()
 
 
 def _doing(last: Line) -> str:

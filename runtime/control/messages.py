@@ -1,49 +1,36 @@
-"""Every message of the control plane, and their encoding. Metadata only: a tensor travels as an `ObjectRef`.
+"""Every message between the processes of a run, and their encoding. Metadata only: a tensor travels as an `ObjectRef`.
 
-A frame is MessagePack of [PROTOCOL, sequence, [tag, fields…]]; `codec` checks it against the annotations here.
-A *peer* is a connection that said Hello: "generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
+A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer* is a connection that said Hello:
+"generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
 
-Ranks that are to form a process group find each other by what they Post on the controller's board, Count and Look up
-there; Found is the answer.
+- A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
+- An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye.
+- Ranks that form a process group Post to the controller's key-value store, Count and Look there; Found is the answer.
+- A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
+  answer repeats the number: [EXCHANGE, number, Part] with the bytes in a second frame, or [EXCHANGE, number, Refused]
+  alone. Asking changes nothing, so a question may be asked twice.
 
-A rank's life: Hello, Setup, Ready, then Orders and Results until Goodbye. An agent's: Hello, AgentReady, then a
-Launch for each of its ranks and an Exited for each that ends, until Goodbye.
-
-What ranks of different hosts say to each other about values: a question for a part of a block, and its answer.
-
-A question is one frame, MessagePack of [EXCHANGE, number, Ask]. The answer repeats the number: [EXCHANGE, number,
-Part] with the bytes in a second frame, or [EXCHANGE, number, Refused] alone. Asking changes nothing, so that a
-question may be asked twice.
-
-Events and commands as bytes for the event log: the encoding of the wire, without a frame.
+Events and commands are written to the event log in the same encoding, without a frame.
 """
 
 import signal as signals
-from typing import Literal, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from msgspec import field
+import msgspec
+from msgspec import Meta, field
 
 from penstock.graph.ir import Firing
-from penstock.runtime.control.codec import MAX_BYTES, Codec, MessageError
 from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
-__all__ = [
-    "MAX_BYTES",
-    "PROTOCOL",
-    "TOLD",
-    "TO_CONTROLLER",
-    "Message",
-    "MessageError",
-    "pack",
-    "unpack",
-    "unpack_frame",
-]
-
 PROTOCOL: Literal[5] = 5
 MAX_TEXT = 16 << 10
 """Characters of a text for the user: the middle of a longer one is left out."""
+MAX_BYTES = 4 << 20
+"""Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs."""
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""On a clock of some machine. A peer's infinity or NaN would spoil the run's figures."""
 
 
 # To the controller ----------------------------------------------------------------------------------------
@@ -100,8 +87,8 @@ class Result(Packable, frozen=True):
     event: Event
     outputs: dict[str, ObjectRef] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    began: float = 0.0
-    ended: float = 0.0
+    began: Seconds = 0.0
+    ended: Seconds = 0.0
     manifest: Manifest | None = None
 
 
@@ -221,49 +208,20 @@ class Goodbye(Packable, frozen=True):
 
 
 class Launch(Packable, frozen=True):
-    """Start a rank on this device with this many CPU threads; `environment` is added to the agent's own."""
+    """Start a rank on this device with this many CPU threads."""
 
     replica: str
     rank: int
     device: str = "cpu"
     threads: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-class Kill(Packable, frozen=True):
-    """End a rank at once."""
-
-    replica: str
-    rank: int
 
 
 Question = Post | Count | Look
 ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Exited | Question
-Message = ToController | Setup | Order | Found | Goodbye | Launch | Kill
-
-TO_CONTROLLER: tuple[type, ...] = get_args(ToController)
-"""What a controller may hear."""
+Message = ToController | Setup | Order | Found | Goodbye | Launch
 
 TOLD = 3
 """The exit status of a rank that has said in a `Note` why it ends."""
-
-_CODEC: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[5], int, Message], "frame")
-
-
-def pack(message: Message, sequence: int = 0) -> bytes:
-    """One frame. Raises MessageError when it is larger than MAX_BYTES."""
-    return _CODEC.pack((PROTOCOL, sequence, message))
-
-
-def unpack(data: bytes) -> Message:
-    """The message of a frame; MessageError for anything else."""
-    return _CODEC.unpack(data)[2]
-
-
-def unpack_frame(data: bytes) -> tuple[int, Message]:
-    """A frame's sequence number and message."""
-    _, sequence, message = _CODEC.unpack(data)
-    return sequence, message
 
 
 def rank_peer(replica: str, rank: int) -> str:
@@ -319,17 +277,89 @@ class Refused(Packable, frozen=True):
     reason: str
 
 
+# Encoding -------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class MessageError(ValueError):
+    """Bytes that are no message: a peer's fault. Says which field was given what, and what was needed."""
+
+
+class Codec(Generic[T]):
+    """Packs and unpacks values of one annotation, such as a union of Packables. `label` names it in errors.
+
+    A Packable is an array of its class's name and its fields in order. Nothing is constructed but the classes that the
+    annotation names: no extension types, no names looked up.
+    """
+
+    def __init__(self, annotation: Any, label: str) -> None:
+        self._label = label
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(annotation).decode
+
+    def pack(self, value: T) -> bytes:
+        """Raises MessageError when the value is larger than any reader takes, TypeError when it is no message."""
+        try:
+            data: bytes = self._encode(value)
+        except UnicodeEncodeError:
+            data = self._encode(_escaped(msgspec.to_builtins(value)))
+        return self._bounded(data)
+
+    def unpack(self, data: bytes) -> T:
+        """Raises MessageError for anything but what `pack` could have made."""
+        try:
+            value: T = self._decode(self._bounded(data))
+            packed = self._encode(value)
+            # msgspec fills in fields that have defaults. Another spelling of a number is no fault.
+            if packed != data and _omits(msgspec.msgpack.decode(data), msgspec.msgpack.decode(packed)):
+                raise msgspec.ValidationError("a field is left out")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            # Without a bound, an error would carry megabytes of what a peer sent into the log.
+            raise MessageError(f"{self._label}: {error!s:.160}") from error
+        return value
+
+    def _bounded(self, data: bytes) -> bytes:
+        if len(data) > MAX_BYTES:
+            raise MessageError(f"{self._label}: given {len(data)} bytes, needed at most {MAX_BYTES}")
+        return data
+
+
+def _omits(given: Any, whole: Any) -> bool:
+    """Does an array lack items that `whole` has in its place?"""
+    if isinstance(whole, dict):
+        return any(_omits(given[key], value) for key, value in whole.items())
+    return isinstance(whole, list) and (len(given) != len(whole) or any(map(_omits, given, whole)))
+
+
+def _escaped(plain: Any) -> Any:
+    """Text that UTF-8 cannot hold (a file's name may be such) with backslashes."""
+    match plain:
+        case str():
+            return plain.encode(errors="backslashreplace").decode()
+        case list() | tuple():
+            return [_escaped(one) for one in plain]
+        case dict():
+            return {_escaped(key): _escaped(one) for key, one in plain.items()}
+    return plain
+
+
+_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[5], int, Message], "frame")
+_RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, Part | Refused]] = Codec(tuple[Literal[1], int, Part | Refused], "answer")
 
-
-_RECORD_CODEC: Codec[Event | Command] = Codec(Event | Command, "record")
-
-
-def record_bytes(record: Event | Command) -> bytes:
-    return _RECORD_CODEC.pack(record)
+record_bytes = _RECORD.pack
+"""An event or command as bytes."""
+read_record = _RECORD.unpack
+"""An event or command of bytes. Raises MessageError for what no version of this program wrote."""
 
 
-def read_record(data: bytes) -> Event | Command:
-    """Raises MessageError for bytes that no version of this program wrote."""
-    return _RECORD_CODEC.unpack(data)
+def pack(message: Message, sequence: int = 0) -> bytes:
+    """One frame. Raises MessageError when it is larger than MAX_BYTES."""
+    return _FRAME.pack((PROTOCOL, sequence, message))
+
+
+def unpack(data: bytes) -> tuple[int, Message]:
+    """A frame's sequence number and message. Raises MessageError for anything else."""
+    return _FRAME.unpack(data)[1:]

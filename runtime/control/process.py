@@ -1,29 +1,18 @@
 """Children of a run: they die with their parent, carry the run's mark, and leave nothing behind. Linux only.
 
 A child is started in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone. Its arguments,
-which every user of the machine can read, hold no secret: those are in files of mode 0600 (see `keys`).
+which every user of the machine can read, hold no secret: those are in files of mode 0600 (`security`).
 
-The ranks of a host are forked from one process that has imported what each of them needs: torch takes seconds.
-
-It is a child of the agent (see `ranks`), whose program ends in `serve_forks(main)`, with a socket for its stdin. For
-each order there it forks twice. The process between ends at once, so that the rank becomes the agent's own child: the
-agent waits for it, and the kernel ends it with the agent. What forks has one thread and has computed nothing, on no
-device.
-
-Memory that a process frees stays with it.
-
-glibc gives the end of its heap back to the kernel whenever enough of it is free, and the heaps that it makes for other
-threads as soon as they are empty. Then each update gets pages anew and has them cleared: 18,000 page faults and 8 % of
-the time of an update of a model of 3 million parameters on a CPU. One heap for all threads is enough where what they
-take is large and seldom.
-
-What is said of an exception that a node or a maker raised.
+The ranks of a host are forked by one process that has imported what each of them needs, since torch takes seconds. It
+is a child of the agent and ends in `serve_forks(main)`, with a socket for its stdin. It has one thread and has computed
+nothing, on no device.
 """
 
 import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -44,7 +33,7 @@ RUN = "PENSTOCK_RUN"
 """Environment variable of every process of a run: the run's id."""
 PARENT = "PENSTOCK_PARENT"
 """Environment variable: the pid with which a child must end."""
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # as in linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # as in linux/prctl.h
 _TAIL_LINES, _TAIL_BYTES = 12, 4000
 _LOOKS, _LOOK_S = 250, 0.02
 """Of a sweep: it counts looks and no seconds, for what was killed has no time to end while the whole machine stands."""
@@ -80,16 +69,6 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         os._exit(1)  # the parent ended before the kernel was asked
-
-
-def adopt_orphans() -> None:
-    """Have the kernel make this process the parent of descendants whose own parent ends: only it can wait for them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def take_name(name: str) -> None:
-    """Be called `name` by ps and top, which show its first 15 bytes."""
-    _prctl(_PR_SET_NAME, name.encode())
 
 
 def _prctl(option: int, value: int | bytes) -> None:
@@ -181,35 +160,64 @@ class ForkOrder(TypedDict):
 
 
 def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
-    """Fork a process that calls `main` for each order of the agent at stdin, until it closes that."""
+    """Fork a process that calls `main` for each order of the agent at stdin, and tell it [name, pid, status] when one
+    has ended. When the agent closes its side, kill those that are left, tell of them, and return.
+    """
     die_with_parent()
     for module in preload:
         import_module(module)
     gc.collect()
     gc.freeze()  # or the first collection in each rank would write to, and so copy, every page
+    ranks: dict[int, tuple[str, int]] = {}  # name and pid by pidfd
+    poller, listens = select.poll(), True
     with socket.socket(fileno=os.dup(0)) as door:
-        while packet := door.recv(PACKET_BYTES):
-            between = os.fork()
-            if between == 0:
-                _fork_again(door, json.loads(packet), main)
-            if os.waitpid(between, 0)[1]:
-                raise ChildProcessError("a rank could not be forked")  # the agent asks another process for it
+        poller.register(door, select.POLLIN)
+        while listens or ranks:
+            for descriptor, _ in poller.poll():
+                if descriptor in ranks:
+                    name, pid = ranks.pop(descriptor)
+                    poller.unregister(descriptor)
+                    os.close(descriptor)
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    door.send(json.dumps([name, pid, status]).encode())
+                elif packet := door.recv(PACKET_BYTES):
+                    order: ForkOrder = json.loads(packet)
+                    parent = os.getpid()
+                    try:
+                        pid = os.fork()
+                    except OSError:  # no memory, or too many processes: the agent tells what is said here
+                        traceback.print_exc()
+                        door.send(json.dumps([order["name"], 0, 1]).encode())
+                        continue
+                    if pid == 0:
+                        for inherited in (door.detach(), *ranks):
+                            os.close(inherited)
+                        _become(order, parent, main)
+                    pidfd = os.pidfd_open(pid)
+                    ranks[pidfd] = order["name"], pid
+                    poller.register(pidfd, select.POLLIN)
+                else:
+                    poller.unregister(door)
+                    listens = False
+                    for _, pid in ranks.values():
+                        kill_session(pid)
+                        os.kill(pid, signal.SIGKILL)  # one that has just been forked leads no session yet
 
 
-def _fork_again(door: socket.socket, order: ForkOrder, main: Callable[[], None]) -> NoReturn:
-    """In the process between: it makes the rank's, says its pid, whatever becomes of it, and ends."""
-    between, status = os.getpid(), 1
+def _become(order: ForkOrder, parent: int, main: Callable[[], None]) -> NoReturn:
+    """Be the rank, with its own session, output, environment and randomness."""
+    status = 1
     try:
-        leads, leading = os.pipe()
-        if rank := os.fork():
-            os.close(leading)
-            os.read(leads, 1)  # until it leads its session, by which it can be killed, or is dead
-            _tell(door, order["name"], rank)
-            os._exit(0)
         os.setsid()
-        for descriptor in (leads, leading, door.detach()):
-            os.close(descriptor)
-        _become(order, between)
+        os.environ[PARENT] = str(parent)
+        die_with_parent()
+        _become_file(0, os.open(os.devnull, os.O_RDONLY))
+        _become_file(1, open_append(Path(order["stdout"])))
+        _become_file(2, open_append(Path(order["stderr"])))
+        os.environ.update(order["environment"])
+        _prctl(_PR_SET_NAME, order["name"].encode())  # for ps and top, which show its first 15 bytes
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # as in a process of its own; the standard library sees to itself
         main()
         status = 0
     except BaseException:
@@ -218,28 +226,6 @@ def _fork_again(door: socket.socket, order: ForkOrder, main: Callable[[], None])
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _tell(door: socket.socket, name: str, rank: int) -> None:
-    try:
-        door.send(json.dumps([name, rank]).encode())
-    except OSError:  # nobody would know of it
-        os.kill(rank, signal.SIGKILL)
-        raise
-
-
-def _become(order: ForkOrder, between: int) -> None:
-    """Be the rank: a child of the agent, with its own output, environment and randomness."""
-    while os.getppid() == between:  # which does nothing but end
-        sleep(0.0005)
-    die_with_parent()
-    _become_file(0, os.open(os.devnull, os.O_RDONLY))
-    _become_file(1, open_append(Path(order["stdout"])))
-    _become_file(2, open_append(Path(order["stderr"])))
-    os.environ.update(order["environment"])
-    take_name(order["name"])
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # as in a process of its own; the standard library sees to itself
 
 
 def _become_file(descriptor: int, opened: int) -> None:
@@ -253,7 +239,13 @@ _LARGEST_ON_HEAP = 32 << 20  # the most that glibc takes
 
 
 def keep_freed_memory() -> None:
-    """For the whole process and before it starts threads; nothing where the C library has no such setting."""
+    """Keep the memory that this process frees. Call it before threads start; it does nothing where the C library has no
+    such setting.
+    """
+    # glibc gives the end of its heap back to the kernel whenever enough of it is free, and the heaps that it makes for
+    # other threads as soon as they are empty. Then each update gets pages anew and has them cleared: 18,000 page faults
+    # and 8 % of the time of an update of a model of 3 million parameters on a CPU. One heap for all threads is enough
+    # where what they take is large and seldom.
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, _KEEP_BYTES)
@@ -271,6 +263,7 @@ def told(error: BaseException) -> str:
     A refusal is a ValueError or TypeError that this package raises with no code of the user's on the way. It says what
     was given and what is needed, and the lines that found out are of no use to whoever wrote the program.
     """
+    # A library between two frames of ours is no code of the user's.
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     refused = isinstance(error, ValueError | TypeError) and bool(modules) and modules[-1].startswith(OWN)
     shown = refused and all(module.startswith(OWN + BETWEEN) for module in modules)

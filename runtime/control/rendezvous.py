@@ -17,8 +17,17 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from time import monotonic
 
-from penstock.runtime.control.codec import MAX_BYTES, MessageError
-from penstock.runtime.control.messages import Count, Found, Heartbeat, Look, Note, Post, Question
+from penstock.runtime.control.messages import (
+    MAX_BYTES,
+    Count,
+    Found,
+    Heartbeat,
+    Look,
+    MessageError,
+    Note,
+    Post,
+    Question,
+)
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
 

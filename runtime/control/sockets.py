@@ -37,14 +37,15 @@ import zmq
 from msgspec import structs
 
 from penstock.runtime.cluster.endpoints import bind_fault, socket_file
-from penstock.runtime.control.codec import MAX_BYTES, MessageError
 from penstock.runtime.control.messages import (
+    MAX_BYTES,
     MAX_TEXT,
     AgentReady,
     Exited,
     Heartbeat,
     Hello,
     Message,
+    MessageError,
     Note,
     Question,
     Ready,
@@ -54,7 +55,7 @@ from penstock.runtime.control.messages import (
     pack,
     rank_peer,
     shortened,
-    unpack_frame,
+    unpack,
 )
 from penstock.runtime.control.security import Door, Gate, Join
 from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Published, Saved, Swapped
@@ -141,8 +142,6 @@ MAX_UNREAD = 64
 MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
 """Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears
 and from its deadlines."""
-LATEST_S = 1e12
-"""No clock of a machine has gone on for so many seconds; figures of a run are made with its times."""
 MAX_DOING = 200
 """Characters of what a peer says that it is at."""
 MAX_NOTES = 100
@@ -345,7 +344,7 @@ class Server:
         if len(frames[1]) > MAX_BYTES:
             raise _Dropped("oversized", name, f"{len(frames[1])} bytes")
         try:
-            sequence, message = unpack_frame(frames[1])
+            sequence, message = unpack(frames[1])
         except MessageError as error:
             raise _Dropped("malformed", name, str(error)) from error
         if connection is None:
@@ -354,10 +353,6 @@ class Server:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, _SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
-        if isinstance(message, Results):
-            for one in message.results:
-                if not (abs(one.began) < LATEST_S and abs(one.ended) < LATEST_S):
-                    raise _Dropped("malformed", name, f"a Result from {one.began} to {one.ended} s")
         if claim := _overreach(message, connection, self._ranks):
             raise _Dropped("unauthorised", name, claim)
         connection.heard = sequence
@@ -572,7 +567,7 @@ class Client:
 
     def _take(self, frames: list[bytes]) -> Message | None:
         try:
-            sequence, message = unpack_frame(frames[0] if len(frames) == 1 else b"")
+            sequence, message = unpack(frames[0] if len(frames) == 1 else b"")
         except MessageError:
             self.counts["malformed"] += 1
             return None

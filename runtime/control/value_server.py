@@ -24,7 +24,6 @@ from time import monotonic
 import zmq
 
 from penstock.runtime.cluster.endpoints import bind_fault, tcp_endpoint
-from penstock.runtime.control.codec import MessageError
 from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
@@ -33,6 +32,7 @@ from penstock.runtime.control.messages import (
     QUESTION,
     WINDOW,
     Ask,
+    MessageError,
     Part,
     Refused,
 )

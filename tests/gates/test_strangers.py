@@ -17,8 +17,7 @@ import zmq
 from msgspec import structs
 
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.control.codec import MAX_BYTES
-from penstock.runtime.control.messages import Heartbeat, Hello, pack
+from penstock.runtime.control.messages import MAX_BYTES, Heartbeat, Hello, pack
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.control.security import Join, Keys
 

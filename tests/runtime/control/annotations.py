@@ -6,6 +6,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 from msgspec import Struct
 
+from penstock.runtime.control.messages import Seconds
+
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=20),
     int: st.integers(-(2**63), 2**63 - 1),
@@ -23,6 +25,8 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Any value that fits the annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Seconds:
+        return st.floats(-1e12, 1e12)
     if annotation in PLAIN:
         return PLAIN[annotation]
     if annotation is Any:
@@ -37,6 +41,6 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, args))
-    hints = get_type_hints(annotation)
+    hints = get_type_hints(annotation, include_extras=True)
     names = annotation.__struct_fields__ if issubclass(annotation, Struct) else annotation._fields
     return st.builds(annotation, *[values(hints[name]) for name in names])

@@ -1,7 +1,7 @@
 """A stand-in for a rank's process: it connects, says Ready and waits for its goodbye. No torch, no nodes.
 
 FAKE_RANK says how it misbehaves: "raise" ends with a traceback, "deaf" ignores its goodbye and a lost controller,
-"family" starts a child of its own.
+"family" does so, too, and starts a child of its own.
 """
 
 import json
@@ -43,7 +43,9 @@ def main() -> None:
     client.send(Ready(replica, rank, os.getpid()))
     while True:
         heard = client.receive(0.1)
-        if mode != "deaf" and (client.lost(monotonic()) > 10 or any(isinstance(m, Goodbye) for m in heard)):
+        if mode not in ("deaf", "family") and (
+            client.lost(monotonic()) > 10 or any(isinstance(m, Goodbye) for m in heard)
+        ):
             break
     pulse.stop()
     client.close()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from penstock.runtime.control.agent import serve
-from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Kill, Launch, Note, Ready
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Launch, Note, Ready
 from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
 from penstock.runtime.tensor.shm import SHM, sweep
 
@@ -27,13 +27,15 @@ ON_B = dict.fromkeys(RANKS, "b")
 
 
 @contextmanager
-def agent(b: Bench, *worker: str, leave: float = 3.0, **changes: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """The agent of host "b", whose ranks are fakes or of the program `worker`, and have `leave` seconds to end after a
-    goodbye; nothing of it is left afterwards.
+def agent(
+    b: Bench, *worker: str, leave: float = 3.0, mode: str = "", **changes: Any
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """The agent of host "b", whose ranks are fakes in this `mode` or of the program `worker`, and have `leave` seconds
+    to end after a goodbye; nothing of it is left afterwards.
     """
     path = b.folder / "b.json"
     changes.get("join", b.join("b")).write(path)
-    given = {"FAKE_LEAVE_S": str(leave)}
+    given = {"FAKE_LEAVE_S": str(leave), "FAKE_RANK": mode}
     process = start([AGENT, str(path), *worker], b.keys.door.run, environment=given, stderr=subprocess.PIPE)
     try:
         yield process
@@ -68,14 +70,13 @@ def test_an_agent_joins_and_starts_ranks_with_their_name_device_and_threads(b: B
     with agent(b) as process:
         assert heard(b, Hello).role == "agent"
         assert heard(b, AgentReady) == AgentReady("b", process.pid)
-        assert b.server.send("agent:b", Launch("generator/1", 2, "cuda:3", 5, {"FAKE_X": "y"}))
+        assert b.server.send("agent:b", Launch("generator/1", 2, "cuda:3", 5))
         ready = heard(b, Ready)
         assert (ready.replica, ready.rank) == ("generator/1", 2)
         told = json.loads(heard(b, Note).text)
         environment = told["environment"]
         assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "5"
         assert (environment["PENSTOCK_DEVICE"], environment["PENSTOCK_THREADS"]) == ("cuda:3", "5")
-        assert environment["FAKE_X"] == "y"
         assert environment.get("OMP_WAIT_POLICY") == os.environ.get("OMP_WAIT_POLICY")
         assert (b.folder / "logs" / "generator-1-2.err").read_text() == "said by a rank\n"
         said = json.dumps(told) + (Path("/proc") / str(process.pid) / "cmdline").read_text()
@@ -90,10 +91,10 @@ def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench
         heard(b, AgentReady)
         until(lambda: not dead.exists())
         assert b.server.send("agent:b", Launch("generator/0", 0))
-        heard(b, Ready)
+        pid = heard(b, Ready).pid
         left = SHM / f"penstock-{b.keys.door.run}-generator.0.0-0"
         assert left.exists()
-        assert b.server.send("agent:b", Kill("generator/0", 0))
+        os.kill(pid, signal.SIGKILL)
         heard(b, Exited)
         assert b.server.send("agent:b", Goodbye("done"))
         assert until(lambda: b.hear() is not None and process.poll() is not None)
@@ -101,15 +102,15 @@ def test_no_segment_outlives_an_agent_nor_one_that_was_killed_before_it(b: Bench
 
 
 def test_a_rank_that_raises_is_told_of_with_its_status_and_the_tail_of_its_stderr(b: Bench) -> None:
-    with agent(b):
+    with agent(b, mode="raise"):
         heard(b, AgentReady)
-        b.server.send("agent:b", Launch("scorer/0", 0, environment={"FAKE_RANK": "raise"}))
+        b.server.send("agent:b", Launch("scorer/0", 0))
         exited = heard(b, Exited)
         assert (exited.replica, exited.rank, exited.status, exited.signal) == ("scorer/0", 0, 1, 0)
         assert exited.tail.splitlines()[-1] == "MemoryError: no room for a model"
 
 
-def test_ranks_are_the_agents_own_children_that_share_imports_but_no_randomness(b: Bench) -> None:
+def test_ranks_share_imports_but_no_randomness_nor_session(b: Bench) -> None:
     with agent(b) as process:
         heard(b, AgentReady)
         told = []
@@ -117,42 +118,25 @@ def test_ranks_are_the_agents_own_children_that_share_imports_but_no_randomness(
             b.server.send("agent:b", Launch("generator/0", index))
             pid = heard(b, Ready).pid
             told.append(json.loads(heard(b, Note).text))
-            assert (told[-1]["parent"], told[-1]["session"]) == (process.pid, pid)
+            assert told[-1]["session"] == pid
             assert (Path("/proc") / str(pid) / "comm").read_text() == f"generator/0.{index}\n"
+        assert told[0]["parent"] == told[1]["parent"] != process.pid
         assert told[0]["loaded"] == told[1]["loaded"]
         assert told[0]["drawn"] != told[1]["drawn"]
 
 
-def test_ranks_live_on_without_what_forked_them_and_the_next_one_has_another(b: Bench) -> None:
-    with agent(b) as process:
+def test_ranks_end_with_what_forked_them_and_are_told_of(b: Bench) -> None:
+    with agent(b, mode="deaf") as process:
         heard(b, AgentReady)
-        b.server.send("agent:b", Launch("generator/0", 0))
-        first = heard(b, Ready).pid
-        loaded = json.loads(heard(b, Note).text)["loaded"]
-        forks = next(pid for pid in processes_of(b.keys.door.run) if pid not in (process.pid, first))
-        os.kill(forks, signal.SIGKILL)
-        until(lambda: forks not in processes_of(b.keys.door.run))
-        b.server.send("agent:b", Launch("generator/0", 1))
-        second = heard(b, Ready).pid
-        assert json.loads(heard(b, Note).text)["loaded"] != loaded
-        assert {first, second} < set(processes_of(b.keys.door.run))
-
-
-def test_ranks_that_had_been_asked_for_when_what_forks_ended_are_forked_once_by_another(b: Bench) -> None:
-    """They are more, too, than its socket holds."""
-    with agent(b) as process:
-        heard(b, AgentReady)
-        b.server.send("agent:b", Launch("scorer/0", 0))
-        first = heard(b, Ready).pid
-        forks = next(pid for pid in processes_of(b.keys.door.run) if pid not in (process.pid, first))
-        os.kill(forks, signal.SIGSTOP)
-        for index in range(8):
-            b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_LONG": "x" * 60_000}))
-        b.server.send("agent:b", Kill("scorer/0", 0))
-        assert heard(b, Exited).pid == first  # so it has read what came before
-        os.kill(forks, signal.SIGKILL)
-        assert {heard(b, Ready).rank for _ in range(8)} == set(range(8))
-        assert len(processes_of(b.keys.door.run)) == 8 + 2
+        for index in range(2):
+            b.server.send("agent:b", Launch("generator/0", index))
+            heard(b, Ready)
+        os.kill(json.loads(heard(b, Note).text)["parent"], signal.SIGKILL)
+        assert {heard(b, Exited).rank for _ in range(2)} == {0, 1}
+        until(lambda: processes_of(b.keys.door.run) == [process.pid])
+        b.server.send("agent:b", Launch("generator/0", 2))
+        exited = heard(b, Exited)
+        assert (exited.rank, exited.signal) == (2, 9)
 
 
 def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: Bench, tmp_path: Path) -> None:
@@ -169,12 +153,9 @@ def test_a_rank_that_cannot_be_forked_is_told_of_with_what_was_said_instead(b: B
 
 
 NO_MEMORY = """
-SERVER, fork = os.getpid(), os.fork
-def fork_once():
-    if os.getpid() == SERVER:
-        return fork()
+def fork():
     raise OSError(12, "Cannot allocate memory")
-os.fork = fork_once
+os.fork = fork
 """
 KILLED_AT_BIRTH = "os.setsid = lambda: os.kill(os.getpid(), 9)"
 
@@ -204,7 +185,6 @@ def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> N
         exited = heard(b, Exited)
         assert (exited.replica, exited.rank, exited.status) == ("generator/0", 0, 1)
         assert "Cannot allocate memory" in exited.tail
-        assert exited.tail.endswith("ChildProcessError: a rank could not be forked")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -227,15 +207,6 @@ def test_an_agent_that_is_told_to_end_says_so_before_its_ranks_deaths(tmp_path: 
             process.wait()
 
 
-def test_what_forks_is_started_again_for_the_first_rank_too(b: Bench) -> None:
-    with agent(b) as process:
-        heard(b, AgentReady)
-        forks = until(lambda: [pid for pid in processes_of(b.keys.door.run) if pid != process.pid])
-        os.kill(forks[0], signal.SIGKILL)
-        b.server.send("agent:b", Launch("generator/0", 0))
-        assert heard(b, Ready).rank == 0
-
-
 def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
     with agent(b):
         heard(b, AgentReady)
@@ -247,23 +218,11 @@ def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
         assert exited.reason.startswith(f"killed by SIGKILL (pid {pid})")
 
 
-def test_kill_ends_a_rank_and_what_it_has_started(b: Bench) -> None:
-    with agent(b):
-        heard(b, AgentReady)
-        b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": "family"}))
-        heard(b, Ready)
-        until(lambda: len(processes_of(b.keys.door.run)) == 4)  # with the agent and what forks
-        b.server.send("agent:b", Kill("generator/0", 0))
-        b.server.send("agent:b", Kill("nobody/0", 0))
-        assert heard(b, Exited).signal == 9
-        until(lambda: len(processes_of(b.keys.door.run)) == 2)
-
-
-@pytest.mark.parametrize(("mode", "leave"), [("", 60.0), ("deaf", 0.5)])
+@pytest.mark.parametrize(("mode", "leave"), [("", 60.0), ("deaf", 0.5), ("family", 0.5)])
 def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: str, leave: float) -> None:
-    with agent(b, leave=leave) as process:
+    with agent(b, leave=leave, mode=mode) as process:
         heard(b, AgentReady)
-        b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": mode}))
+        b.server.send("agent:b", Launch("generator/0", 0))
         heard(b, Ready)
         for peer in b.server.peers:
             b.server.send(peer, Goodbye("done"))
@@ -273,9 +232,9 @@ def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: s
 
 
 def test_an_agent_whose_controller_is_gone_ends_its_ranks_and_says_so(b: Bench) -> None:
-    with agent(b) as process:
+    with agent(b, mode="deaf") as process:
         heard(b, AgentReady)
-        b.server.send("agent:b", Launch("generator/0", 0, environment={"FAKE_RANK": "deaf"}))
+        b.server.send("agent:b", Launch("generator/0", 0))
         heard(b, Ready)
         b.server.close()
         assert process.wait(30) == 1
@@ -285,10 +244,10 @@ def test_an_agent_whose_controller_is_gone_ends_its_ranks_and_says_so(b: Bench) 
 
 
 def test_ranks_die_with_their_agent(b: Bench) -> None:
-    with agent(b) as process:
+    with agent(b, mode="deaf") as process:
         heard(b, AgentReady)
         for index in range(2):
-            b.server.send("agent:b", Launch("generator/0", index, environment={"FAKE_RANK": "deaf"}))
+            b.server.send("agent:b", Launch("generator/0", index))
             heard(b, Ready)
         assert len(processes_of(b.keys.door.run)) == 4  # with the agent and what forks
         process.kill()

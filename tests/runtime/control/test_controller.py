@@ -127,7 +127,7 @@ def test_a_rank_that_keeps_too_much_is_told_and_counted(b: Bench, controller: Co
         pulse.say(pack(Post(str(number), "0" * (1 << 20)), 2 + number))
     hear(controller, lambda: b.server.counts["excessive"])
     assert pulse.socket.poll(20_000)
-    found = unpack(pulse.socket.recv())
+    _, found = unpack(pulse.socket.recv())
     assert isinstance(found, Found)
     assert "generator/0" in found.error
 

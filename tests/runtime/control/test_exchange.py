@@ -21,7 +21,6 @@ import zmq
 from msgspec import structs
 
 from penstock.graph.types import Prompts, Rewards
-from penstock.runtime.control.codec import MessageError
 from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
@@ -30,6 +29,7 @@ from penstock.runtime.control.messages import (
     QUESTION,
     WINDOW,
     Ask,
+    MessageError,
     Part,
     Refused,
 )

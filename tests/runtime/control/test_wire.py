@@ -21,8 +21,8 @@ from msgspec import structs
 from penstock.graph.ir import Firing
 from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control import sockets
-from penstock.runtime.control.codec import MAX_BYTES
 from penstock.runtime.control.messages import (
+    MAX_BYTES,
     MAX_TEXT,
     AgentReady,
     Exited,

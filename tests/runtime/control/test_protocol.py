@@ -1,0 +1,228 @@
+"""Every message crosses the wire whole, and nothing else does: what does not fit its annotation is refused."""
+
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control.messages import (
+    MAX_BYTES,
+    PROTOCOL,
+    Codec,
+    Exited,
+    Hello,
+    Message,
+    MessageError,
+    Result,
+    Results,
+    pack,
+    unpack,
+)
+from penstock.runtime.packable import Packable
+from penstock.runtime.schedule.events import Command, Done, Event
+
+from .annotations import values
+
+MESSAGES = get_args(Message)
+RECORDS = (*get_args(Event), *get_args(Command))
+
+
+class Point(NamedTuple):
+    x: int
+    y: int = 0
+
+
+class Empty(Packable, frozen=True):
+    pass
+
+
+class One(Packable, frozen=True):
+    text: str
+
+
+class Whole(Packable, frozen=True):
+    text: str
+    count: int
+    share: float
+    yes: bool
+    kind: Literal["a", "b"]
+    point: Point
+    points: tuple[Point, ...]
+    pair: tuple[int, str]
+    table: dict[str, float]
+    maybe: One | None
+    either: Empty | One
+    tables: dict[str, tuple[One, ...]]
+
+
+WHOLE = Whole(
+    "é", 3, 0.5, True, "b", Point(1), (Point(1, 2),), (1, "x"), {"k": 2.0}, None, One("t"), {"a": (One("b"),)}
+)
+CODEC: Codec[Whole] = Codec(Whole, "value")
+MISFITS: dict[int, tuple[Any, ...]] = {
+    0: ("Other", 5),
+    1: (b"bytes", None, msgpack.ExtType(1, b"x")),
+    2: (True, 1.0, msgpack.Timestamp(1)),
+    3: (True, "1"),
+    4: (1,),
+    5: ("c", ["a"]),
+    6: ([1], [1, 2, 3], [1, "2"]),
+    7: ([[1, 2], 3], [[1]], {"a": 1}),
+    8: ([1], ["x", 1]),
+    9: ({"k": "v"}, [["k", 1.0]]),
+    10: (["Two", "x"], ["One", 1]),
+    11: (None, [], [["One"], "x"], ["Empty", "extra"]),
+    12: ({"a": b"bytes"}, {"a": [["One", b"bytes"]]}, {"a": [["One"]]}, {1: []}),
+}
+"""For each place in a packed `Whole` (0: its tag), values that do not fit."""
+
+
+def _fields() -> list[Any]:
+    raw: list[Any] = msgpack.unpackb(CODEC.pack(WHOLE))
+    return raw
+
+
+def test_what_was_packed_is_unpacked_equal_and_of_the_same_types() -> None:
+    value = CODEC.unpack(CODEC.pack(WHOLE))
+    assert value == WHOLE
+    assert (type(value.point), type(value.points)) == (Point, tuple)
+    assert msgpack.unpackb(Codec[Any](One, "value").pack(One("x"))) == ["One", "x"]
+
+
+def test_an_int_does_for_a_float_and_arrives_as_one() -> None:
+    raw = _fields()
+    raw[3] = 2
+    assert repr(CODEC.unpack(msgpack.packb(raw)).share) == "2.0"
+
+
+@pytest.mark.parametrize(("place", "given"), [(place, given) for place, some in MISFITS.items() for given in some])
+def test_a_field_of_another_type_is_refused(place: int, given: Any) -> None:
+    raw = _fields()
+    raw[place] = given
+    with pytest.raises(MessageError):
+        CODEC.unpack(msgpack.packb(raw))
+
+
+def test_missing_and_extra_fields_and_bytes_are_refused() -> None:
+    for data in (msgpack.packb(_fields()[:-1]), msgpack.packb([*_fields(), "extra"]), CODEC.pack(WHOLE) + b"\0"):
+        with pytest.raises(MessageError):
+            CODEC.unpack(data)
+
+
+def test_depth_and_length_end_where_the_annotation_or_the_bytes_do() -> None:
+    codec: Codec[Any] = Codec(tuple[int, ...], "value")
+    for data in (b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
+        with pytest.raises(MessageError):
+            codec.unpack(data)
+    with pytest.raises(MessageError, match=str(MAX_BYTES)):
+        codec.unpack(b"\0" * (MAX_BYTES + 1))
+    with pytest.raises(MessageError, match=str(MAX_BYTES)):
+        Codec[Any](One, "value").pack(One("x" * MAX_BYTES))
+
+
+def test_an_error_does_not_repeat_what_a_peer_sent_at_length() -> None:
+    with pytest.raises(MessageError) as caught:
+        Codec[Any](Empty | One, "value").unpack(msgpack.packb(["x" * 100_000, "x"]))
+    assert len(str(caught.value)) < 200
+
+
+def test_text_that_utf8_cannot_hold_is_escaped() -> None:
+    value = CODEC.unpack(CODEC.pack(msgspec.structs.replace(WHOLE, text="a\udc80b", table={"\udc80": 1.0})))
+    assert (value.text, value.table) == ("a\\udc80b", {"\\udc80": 1.0})
+    assert value.tables == WHOLE.tables
+
+
+def test_what_is_no_message_cannot_be_packed() -> None:
+    with pytest.raises(TypeError, match="object"):
+        Codec[Any](int, "value").pack(object())
+
+
+@pytest.mark.parametrize("message_type", MESSAGES, ids=lambda cls: str(cls.__name__))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_message_packs_and_unpacks(message_type: type, data: st.DataObject) -> None:
+    message = data.draw(values(message_type))
+    assert unpack(pack(message, 7)) == (7, message)
+
+
+@pytest.mark.parametrize("record_type", RECORDS, ids=lambda cls: str(cls.__name__))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_event_and_command_is_packed_inside_a_message(record_type: type, data: st.DataObject) -> None:
+    record = data.draw(values(record_type))
+    if record_type in get_args(Event):
+        message: Any = Result(record)
+    else:
+        message = data.draw(values(MESSAGES[[m.__name__ for m in MESSAGES].index("Order")]))
+        message = type(message)((record,), message.handles)
+    assert unpack(pack(message))[1] == message
+
+
+def test_tags_are_distinct() -> None:
+    names = [cls.__name__ for cls in (*MESSAGES, *RECORDS)]
+    assert len(set(names)) == len(names)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_message_error(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        unpack(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_truncated_and_damaged_frames_raise_nothing_but_message_errors(data: st.DataObject) -> None:
+    frame = pack(Results((Result(Done(Firing("generate", 3), "generator/0"), metrics={"tokens": 1.0}),)), 5)
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(MessageError):
+        unpack(frame[:cut])
+    damaged = bytearray(frame)
+    damaged[cut] = data.draw(st.integers(0, 255))
+    with suppress(MessageError):
+        unpack(bytes(damaged))
+
+
+def named(raw: Any) -> bool:
+    """Does it begin as a message does? Hypothesis draws words of our sources; some messages hold nothing else."""
+    return isinstance(raw, list) and raw[:1] in [[message.__name__] for message in MESSAGES]
+
+
+@settings(max_examples=300, deadline=None)
+@given(values(Any).filter(lambda raw: not named(raw)))
+def test_messagepack_of_another_shape_is_a_message_error(raw: Any) -> None:
+    for frame in (raw, [PROTOCOL, 1, raw], [PROTOCOL, 1, ["Hello", raw]]):
+        with pytest.raises(MessageError):
+            unpack(msgpack.packb(frame))
+
+
+def test_another_protocol_version_is_refused_by_number() -> None:
+    _, sequence, message = msgpack.unpackb(pack(Results(()), 1))
+    with pytest.raises(MessageError, match=str(PROTOCOL + 1)):
+        unpack(msgpack.packb([PROTOCOL + 1, sequence, message]))
+
+
+@pytest.mark.parametrize("began", [float("nan"), float("inf"), -1e13])
+def test_a_time_that_no_clock_shows_is_refused(began: float) -> None:
+    with pytest.raises(MessageError):
+        unpack(pack(Results((Result(Done(Firing("generate", 3), "generator/0"), began=began),))))
+
+
+def test_a_class_that_is_no_message_is_refused_though_the_codec_knows_it() -> None:
+    for name, *parts in (["Firing", "a", 1, 0, 0], ["Begin"], ["Message"], ["builtins.eval", "1"]):
+        with pytest.raises(MessageError):
+            unpack(msgpack.packb([PROTOCOL, 1, [name, *parts]]))
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(Hello("rank", "generator/0", 0, 1, "local", "secret"))
+
+
+def test_an_exit_says_how_the_process_ended() -> None:
+    assert Exited("generator/0", 0, 7, 0, 9, "").reason == "killed by SIGKILL (pid 7)"
+    assert Exited("generator/0", 0, 7, 1, 0, "MemoryError").reason == "exit status 1 (pid 7)\nMemoryError"
