@@ -18,7 +18,6 @@ built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
     names FOLDER              links to the algorithms, FOLDER/NAME.py, and to the other programs
     figures NAME [TABLE …]    benchmarks/results/NAME.json as tables, with date, commit and machine
     excerpt NAME              benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
-    errors                    the codes of faults with their causes and cures, a table for each section
 """
 
 import argparse
@@ -40,7 +39,6 @@ from typing import Any
 from algorithms import Entry, algorithms, loss, others
 
 from penstock.graph import Graph, GraphError, Program, check, load, trace
-from penstock.graph.errors import CODES
 from penstock.graph.show import text
 from penstock.graph.svg import svg
 from penstock.runtime.cli.tracing import faults_text
@@ -271,14 +269,6 @@ def excerpt(name: str) -> str:
     return fenced("\n".join(lines), "console")
 
 
-def error_tables() -> str:
-    parts = []
-    for section, found in groupby(CODES.items(), lambda item: item[1].section):
-        rows = [[f"`{code}`", meaning.cause, meaning.cure] for code, meaning in found]
-        parts += [f"## {section}", _table(["code", "cause", "cure"], rows)]
-    return "\n\n".join(parts)
-
-
 def fenced(content: str, language: str) -> str:
     return f"```{language}\n{textwrap.dedent(content)}\n```"
 
@@ -295,7 +285,6 @@ WRITERS: dict[str, Callable[..., str]] = {
     "names": program_names,
     "figures": figures,
     "excerpt": excerpt,
-    "errors": error_tables,
 }
 
 
