@@ -421,7 +421,7 @@ def test_a_run_that_is_stopped_or_fails_knows_its_dropped_and_failed_groups(tmp_
 
     assert status_here(half, after_the_third)[0] == "stopped"
     fates = summary(half)["fates"]
-    assert fates == replayed(half)[0].fates
+    assert fates == replayed(half)[0].outcomes
     assert fates["dropped"] >= sum(row["dropped"] for row in rows(half)) > 0
 
 

@@ -218,7 +218,7 @@ def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]
             scheduler = SegmentOrigin.from_json(log.facts).scheduler()
             for step in log.steps:
                 scheduler.handle(cast(Event, read_record(step.event)))
-            counts = {**scheduler.ledger.fates, "retried": scheduler.ledger.retried}
+            counts = {**scheduler.ledger.outcomes, "retried": scheduler.ledger.retried}
             raised = scheduler.raised
     fates = {"consumed": groups, "dropped": counts["dropped"], "failed": counts["failed"]}
     return {"fates": fates, "retried": counts["retried"], "last_failure": raised}

@@ -71,7 +71,7 @@ def _facts(stage: Replayed) -> dict[str, Any]:
         "events": stage.events,
         "commands": stage.commands,
         "updates": stage.updates,
-        "fates": stage.fates,
+        "fates": stage.outcomes,
         "status": stage.finish.status if stage.finish else None,
     }
 
@@ -79,8 +79,8 @@ def _facts(stage: Replayed) -> dict[str, Any]:
 def _text(replayed: Sequence[Replayed], segments: Sequence[Segment]) -> str:
     lines = [f"{'stage':<10}{'events':>9}{'commands':>10}{'updates':>9}  groups"]
     for stage in replayed:
-        fates = ", ".join(f"{count} {fate}" for fate, count in stage.fates.items() if count) or "-"
-        lines.append(f"{stage.stage:<10}{stage.events:>9}{stage.commands:>10}{stage.updates:>9}  {fates}")
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in stage.outcomes.items() if count) or "-"
+        lines.append(f"{stage.stage:<10}{stage.events:>9}{stage.commands:>10}{stage.updates:>9}  {outcomes}")
     for number, segment in enumerate(segments):
         if segment.ended is None:
             lines.append(f"part {number + 1} of the log has no end: its process was killed")

@@ -152,7 +152,7 @@ def recorded(flags: RecordedFlags) -> Recorded:
     )  # fmt: skip
     updates = flags.updates or quick_updates(stage)
     # Where a stage went on from a checkpoint, so does the simulation; its groups may be none of another schedule's.
-    cut, live, start = (stage.origin.cut, stage.origin.live, rules.start) if same_schedule else (None, None, 0)
+    saved, live, start = (stage.origin.saved, stage.origin.live, rules.start) if same_schedule else (None, None, 0)
     rules = replace(rules, start=start, end=start + updates)
     pool = generators(stage.tables)
     crowd = crowding(group_work(stage, pool)) if pool is not None else None
@@ -162,7 +162,7 @@ def recorded(flags: RecordedFlags) -> Recorded:
     durations = _with_given(graph, durations, flags.duration)
     tables = compile_tables(graph, served(graph, plan))
     check_rules(tables, rules)
-    result = simulate(tables, rules, durations, live, verdicts=fitted.verdicts, cut=cut)
+    result = simulate(tables, rules, durations, live, verdicts=fitted.verdicts, saved=saved)
     return Recorded(
         folder=flags.from_,
         graph=graph,

@@ -37,6 +37,7 @@ from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.events import (
     Abort,
     Command,
+    CommitTurn,
     Done,
     Failed,
     Fire,
@@ -46,7 +47,6 @@ from penstock.runtime.schedule.events import (
     Save,
     Saved,
     Send,
-    Settle,
     Swap,
     Swapped,
 )
@@ -237,7 +237,7 @@ class Executor:
             case Free(firings):
                 self.values.free(firings)
                 return []
-            case Settle(firing):
+            case CommitTurn(firing):
                 self.values.settle(firing)
                 return []
             case Save(update, _, firings):

@@ -97,7 +97,7 @@ class InProcess:
             _take_threads(executor)
             results += executor.step()
         if not results and not any(e.busy() for ranks in self.executors.values() for e in ranks):
-            awaited = self.session.stage.scheduler.awaited() if self.session.stage else {}
+            awaited = self.session.stage.scheduler.answers if self.session.stage else {}
             raise RuntimeError(f"nothing is left to do, and still awaited: {awaited}")
         return results
 

@@ -24,7 +24,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[5] = 5
+PROTOCOL: Literal[6] = 6
 MAX_TEXT = 16 << 10
 """Characters of a text for the user: the middle of a longer one is left out."""
 MAX_BYTES = 4 << 20
@@ -344,7 +344,7 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[5], int, Message], "frame")
+_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[6], int, Message], "frame")
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, Part | Refused]] = Codec(tuple[Literal[1], int, Part | Refused], "answer")

@@ -185,7 +185,7 @@ class RunRecorder:
         self.tensorboard: TensorBoard | None = open_tensorboard(folder.path, required=tensorboard, keep=kept)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in compile_tables(config.graph, config.plan).steps.values() if s.per_update]
-        self.rows = Rows({s.name: s.every for s in steps if not s.trails}, now, elapsed)
+        self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed)
         if cut and cut.figures:
             self.rows.restore(cut.figures)
         self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
@@ -199,7 +199,7 @@ class RunRecorder:
         self.ledger = Ledger()  # of training, once that has begun; of the cut until then
         if cut:
             self.ledger.restore(cut.cut)
-        self.consumed = self.ledger.fates["consumed"]
+        self.consumed = self.ledger.outcomes["consumed"]
         self.counted = {fate: sum(_whole(row.get(fate)) for row in kept) for fate in LOST}
         self.not_finite: dict[str, dict[str, Any]] = {}
         for row in kept:
@@ -302,7 +302,7 @@ class RunRecorder:
         """A cut is complete: only now does the folder say so, and not before the log tells how it came to be."""
         self.folder.require()
         self.log.sync()
-        cut = json.loads(commit.cut)
+        cut = json.loads(commit.state)
         complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
 
     def state(self, now: float, replica: str, state: str) -> None:
@@ -375,10 +375,10 @@ class RunRecorder:
 
     def _fates(self) -> dict[str, int]:
         """Of all groups that have one. An update's row may be written before the ledger knows that it is over."""
-        return {**self.ledger.fates, "consumed": self.consumed}
+        return {**self.ledger.outcomes, "consumed": self.consumed}
 
     def _lost(self) -> dict[str, int]:
-        return {**{fate: self.ledger.fates[fate] for fate in LOST[:-1]}, "retried": self.ledger.retried}
+        return {**{fate: self.ledger.outcomes[fate] for fate in LOST[:-1]}, "retried": self.ledger.retried}
 
     def _not_finite(self, row: Row) -> dict[str, str]:
         """Count a row's figures that are no numbers; those that are so for the first time."""

@@ -28,6 +28,7 @@ from penstock.runtime.schedule.events import (
     Checkpoint,
     Command,
     Commit,
+    CommitTurn,
     Done,
     Event,
     Finish,
@@ -37,7 +38,6 @@ from penstock.runtime.schedule.events import (
     Published,
     Save,
     Send,
-    Settle,
     Swap,
 )
 from penstock.runtime.schedule.idle_causes import cause
@@ -129,8 +129,8 @@ class Stage:
 
     def live(self) -> dict[tuple[str, str], int]:
         """The versions that replicas hold: what the next stage starts from."""
-        ways = self.scheduler.ways.items()
-        return {(name, r): state.live for name, way in ways for r, state in way.receivers.items()}
+        channels = self.scheduler.channels.items()
+        return {(name, r): state.live for name, channel in channels for r, state in channel.receivers.items()}
 
     def overdue(self, now: float, deadline: float, doing: Mapping[str, str], held_up: float = 0.0) -> str | None:
         """What has been awaited for longer than `deadline` seconds, and from whom; None if nothing has.
@@ -138,7 +138,7 @@ class Stage:
         What a rank is `doing` may be another firing of the same order, which keeps it from this one. `held_up` are the
         seconds that this process itself was stopped so far; they count for nobody.
         """
-        awaited = self.scheduler.awaited()
+        awaited = self.scheduler.answers
         self.asked = {key: self.asked[key] for key in awaited}
         if more := held_up - self._held_up:
             self._held_up = held_up
@@ -159,11 +159,11 @@ class Stage:
     def moving(self, replica: str) -> str:
         """The weights that are on their way from a replica or to it; "" for none."""
         found = []
-        for key in self.scheduler.awaited():
+        for key in self.scheduler.answers:
             send = self.asked[key][0]
             if not isinstance(send, Send):
                 continue
-            sender, live = self._sender(send), self.scheduler.ways[send.channel].receivers[send.replica].live
+            sender, live = self._sender(send), self.scheduler.channels[send.channel].receivers[send.replica].live
             if replica in (sender, send.replica):
                 version = f"version {send.version} of {send.channel}"
                 found.append(f"{version} from {sender} to {send.replica}, which has {live}")
@@ -200,7 +200,7 @@ class Stage:
                 case Free():
                     for firing in command.firings:
                         self.handles.pop(firing, None)
-                case Settle(firing):
+                case CommitTurn(firing):
                     if firing in self.handles:
                         self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
             batches[command.replica].append(command)
@@ -343,7 +343,7 @@ class Session:
 
     def _awaited(self) -> str:
         """Who has not answered yet, and to what."""
-        asked = self.stage.scheduler.awaited() if self.stage else {}
+        asked = self.stage.scheduler.answers if self.stage else {}
         names = [f"{' '.join(map(str, what))} on {replica}" for _, *what, replica in asked]
         return f": still in work were {', '.join(names)}" if names else ""
 
@@ -370,7 +370,7 @@ class Session:
             self._saved_time = now
         late = now - self._saved_time >= CHECKPOINT_S and update > self._saved_at
         due = stage.name == "train" and (update - self._saved_at >= every if every else late)
-        if not due or update >= self.config.flags.updates or stage.scheduler.cutting is not None:
+        if not due or update >= self.config.flags.updates or stage.scheduler.checkpoint is not None:
             return {}
         self._saved_time = now
         self._saved_at = update

@@ -31,7 +31,7 @@ from penstock.runtime.record.errors import RecordError, disk_fault
 from penstock.runtime.record.folder import open_append, read_file
 from penstock.runtime.record.typed_json import parse_record
 
-FORMAT = 2
+FORMAT = 3
 MAGIC = b"penstock events %d\n" % FORMAT
 CHAIN, CHECK = 16, 4
 LENGTH = Struct("<I")

@@ -168,7 +168,7 @@ class Follow:
         self._queued(work)
         self.found.work.append(work)
         step = self.tables.steps.get(work.name)
-        if work.kind == "update" and step is not None and not step.trails and not outcome:
+        if work.kind == "update" and step is not None and not step.off_path and not outcome:
             self.found.ends[work.index] = max(time, self.found.ends.get(work.index, time))
 
     def _queued(self, work: Work) -> None:

@@ -24,7 +24,7 @@ from penstock.runtime.record.typed_json import ConfigFile, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, RankId, Work, lanes, streams
 from penstock.runtime.schedule.compile import Tables, compile_tables
 from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.idle_causes import detailed_cause
+from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import SegmentOrigin
 
 Account = dict[str, int]
@@ -277,7 +277,7 @@ class _Replayed:
             replica = lane[0]
             if replica not in found:
                 loaded = self.scheduler.load[replica] > 0
-                found[replica] = "straggler" if loaded else detailed_cause(self.scheduler, replica)
+                found[replica] = "straggler" if loaded else cause(self.scheduler, replica, detailed=True)
             changes = self.reasons[lane]
             if not changes or changes[-1][1] != found[replica]:
                 changes.append((self.time, found[replica]))

@@ -112,7 +112,7 @@ def fit(stage: StageRecord) -> Fit | None:
             usual = {key: took for key, took in own.items() if key[1] >= first} or own
             means[step.name] = sum(usual.values()) / len({index for _, index in usual})
             medians[step.name] = median(own.values())
-        elif step.every > 1 or step.trails:
+        elif step.every > 1 or step.off_path:
             nodes[step.name] = Empirical({}, (0.0,))  # was not due
         elif not (step.source or step.filters):
             return None
@@ -184,7 +184,7 @@ def predict(stage: StageRecord, fitted: Fit) -> Prediction | None:
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         follow.step(stage.begin + round(time * NS), event, commands)
 
-    found = simulate(tables, rules, fitted.durations, origin.live, observe, fitted.verdicts, origin.cut)
+    found = simulate(tables, rules, fitted.durations, origin.live, observe, fitted.verdicts, origin.saved)
     followed = follow.close(stage.begin + round(found.wall_s * NS))
     begin, filling = stage.begin / NS, stage.tables.max_lag + 1
     predicted, compared = period(0.0, found.ends, filling), period(begin, ends[:updates], filling)

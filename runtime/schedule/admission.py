@@ -15,7 +15,7 @@ from penstock.runtime.schedule.events import Publish, Send, Swap
 from penstock.runtime.schedule.state import State
 
 AHEAD = 1
-"""Sources are read up to this many batches before they can be admitted, so that admission finds them ready."""
+"""Batches of sources that are read before their groups can be admitted, so that admission finds them ready."""
 
 # Versions -------------------------------------------------------------------------------------------------
 
@@ -36,14 +36,15 @@ def admitted_groups(version: int, lag: int, batch: int) -> int:
 
 
 def pinned_version(state: State, ordinal: int) -> int:
-    """The version that a group must use where versions are pinned. A resumed run has none older than its start."""
+    """The version that a group must use where versions are pinned."""
     needed = needed_version(state.ledger.before(ordinal), state.tables.max_lag, state.rules.batch)
+    # A resumed run has no version that is older than its start, and cannot make one.
     return max(state.rules.start, needed)
 
 
 def needs_past_version(state: State, ordinal: int) -> bool:
     """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
-    return state.pinned and bool(state.tables.lagged) and pinned_version(state, ordinal) < state.update
+    return state.pinned and state.tables.lagged and pinned_version(state, ordinal) < state.update
 
 
 # Groups ---------------------------------------------------------------------------------------------------
@@ -74,7 +75,8 @@ def start_groups(state: State, steps: Sequence[NodeStep]) -> None:
                     break
                 group.working += 1
                 update = state.slot(ordinal) if step.delays else 0
-                state.fire(state.firing(step, ordinal), replica, (ordinal,), free=step.source, update=update)
+                state.fire(step, state.firing(step, ordinal), replica, (ordinal,), update)
+            # Started, or lost meanwhile: a lost group stays in the queues that it was in.
             heapq.heappop(queue)
 
 
@@ -87,56 +89,48 @@ def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Node
 
 
 def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
-    """The admissible replica with most room, the first of equals; a step with state knows only its first one."""
-    before, admitted = state.ledger.before(ordinal), _admitted(state, step)
-    if before >= admitted or not _may_go_on(state, step, ordinal):
-        return None
-    if step.source:
-        return state.tables.by_pool[step.pool][0].name
-    if step.stateful:
-        first = state.tables.by_pool[step.pool][0]
-        return first.name if state.room(first) > 0 and _fresh(state, step, ordinal, before, first.name) else None
-    if not (step.weights or step.fixed):
-        return state.lines[step.pool].first()
-    replica = state.lines[step.pool].first(lambda replica: _fresh(state, step, ordinal, before, replica))
-    return replica if replica is None or _leaves_some(state, step, admitted - before, replica) else None
-
-
-def _admitted(state: State, step: NodeStep) -> int:
-    """Groups before this many are needed, and may start on the replica with the newest weights if `step` reads any."""
-    admitted = state.total
+    """The replica on which a group may start `step`: the admissible one with most room, the first of equals; for a step
+    with state its pool's first one. None if the group may not start."""
+    before, admitted = state.ledger.before(ordinal), state.total
     for channel, lag in step.weights:
-        admitted = min(admitted, admitted_groups(state.ways[channel].newest, lag, state.rules.batch))
-    return admitted
-
-
-def _leaves_some(state: State, step: NodeStep, admitted: int, replica: str) -> bool:
-    """While others of the pool wait for weights that are on their way, a replica takes no more than its share of what
-    may start: else the first to have them would take whatever it has room for, and the others find nothing to do."""
-    for channel, _ in step.weights:
-        if state.ways[channel].awaited:
-            waiting = min(admitted, len(state.ready[step.name]))
-            return state.load[replica] * (len(state.tables.by_pool[step.pool]) - 1) < waiting
-    return True
-
-
-def _may_go_on(state: State, step: NodeStep, ordinal: int) -> bool:
-    """May `step` start on a needed group at all? What it reads delayed is made, and while the state is saved those with
-    state rest; these see the groups one by one, in order."""
+        # On the replica with the newest weights, which may not have room: a quick refusal for most groups.
+        admitted = min(admitted, admitted_groups(state.channels[channel].newest, lag, state.rules.batch))
+    if before >= admitted:
+        return None
     if any(state.version(carried) < needed_version(state.slot(ordinal), lag) for carried, lag in step.delays):
-        return False
-    if step.stateful and not (ordinal == state.first_unfired(step) and state.idle(step)):
-        return False
-    if state.cutting is None:
-        return True
-    resting = state.stopping or step.stateful
-    return not resting or (not state.saving and needs_past_version(state, ordinal))
+        return None
+    if step.stateful:
+        # Its state sees the groups one by one, in order.
+        in_work = any(f.node == step.name for f in state.running)
+        if in_work or ordinal != state.first_unfired(step):
+            return None
+    rests = state.checkpoint is not None and (state.stopping or step.stateful)
+    # State must not change while it is saved, and nothing new begins before the end. But a resumed run could not make
+    # the versions that some pinned groups need: those groups go on first, and the checkpoint waits for them.
+    if rests and (state.saving or not needs_past_version(state, ordinal)):
+        return None
+    replicas = state.tables.by_pool[step.pool]
+    if step.source:
+        return replicas[0].name
+    if step.stateful:
+        able = state.room(replicas[0]) > 0 and _fresh(state, step, ordinal, before, replicas[0].name)
+        return replicas[0].name if able else None
+    if not (step.weights or step.fixed):
+        return state.queues[step.pool].first()
+    replica = state.queues[step.pool].first(lambda replica: _fresh(state, step, ordinal, before, replica))
+    if replica is not None and any(state.channels[channel].behind for channel, _ in step.weights):
+        # While others of the pool wait for weights that are on their way, a replica takes no more than its share of
+        # what may start: else the first to have them would take all it has room for, and leave nothing to the others.
+        waiting = min(admitted - before, len(state.ready[step.name]))
+        if state.load[replica] * (len(replicas) - 1) >= waiting:
+            return None
+    return replica
 
 
 def _fresh(state: State, step: NodeStep, ordinal: int, before: int, replica: str) -> bool:
     """Are the live weights of `replica` new enough for a group?"""
     for channel, lag in step.weights:
-        receiver = state.ways[channel].receivers[replica]
+        receiver = state.channels[channel].receivers[replica]
         if receiver.live < needed_version(before, lag, state.rules.batch):
             return False
         if state.pinned and (receiver.swapping or receiver.live != pinned_version(state, ordinal)):
@@ -148,39 +142,36 @@ def _fresh(state: State, step: NodeStep, ordinal: int, before: int, replica: str
 
 
 def publish_weights(state: State, channels: tuple[Channel, ...]) -> None:
-    """Snapshot what a receiver lacks and somebody reads, unless it is being donated."""
-    if state.cutting is not None and not state.begun():
+    """Have the newest version copied aside on its sender for those channels that lack it and have a reader for it."""
+    # Between two updates while a checkpoint is due: it is written then, and would have to wait for the copy.
+    if state.checkpoint is not None and not state.begun():
         return
     for channel in channels:
-        way, version = state.ways[channel.name], state.version(channel.carried)
+        sent, version = state.channels[channel.name], state.version(channel.carried)
         maker = state.tables.makers.get(channel.carried)
+        # An update in work gives the version's memory to the next one (donation).
         donated = maker is not None and Firing(maker, version) in state.running
         if donated or state.room(channel.source) <= 0:
             continue
-        if way.may_publish(version) and _is_read(state, channel, version):
-            way.publishing = True
+        if sent.may_publish(version) and _is_read(state, channel, version):
+            sent.publishing = True
             source = channel.source.name
             state.weigh(source, 1)
             state.ask(Publish(channel.name, version, source), ("publish", channel.name, version, source), source)
 
 
-def weights_published(state: State, channel: str, version: int, replica: str) -> None:
-    """All ranks of `replica` have copied `version` aside."""
-    state.weigh(replica, -1)
-    state.ways[channel].publish(version)
-
-
 def _is_read(state: State, channel: Channel, version: int) -> bool:
-    """May a step to come fire with a version? The one that a run starts with is for its first updates, whatever the
-    channel's period, and in a resumed run for steps that trail and are behind, too."""
+    """May a step to come fire with a version?"""
     end = state.rules.end
     if version > state.rules.start:
         return version < end and version == _next_sent(state, channel, version, channel.every)
+    # The version that a run starts with is for its first updates, whatever the channel's period. In a resumed run it
+    # is for steps off the critical path that are behind, too.
     if channel.carried not in state.tables.makers:
         fixed = [step for step in state.tables.steps.values() if channel.name in step.fixed]
         return any((state.next_update(step) if step.per_update else version) < end for step in fixed)
-    readers = [step for step, _ in state.tables.weight_readers[channel.name] if step.trails]
-    behind = any(state.trailing[step.name] < min(version + 1, end) for step in readers)
+    readers = [step for step, _ in state.tables.weight_readers[channel.name] if step.off_path]
+    behind = any(state.off_path[step.name] < min(version + 1, end) for step in readers)
     return behind or (version < end and version == _next_sent(state, channel, version, 1))
 
 
@@ -195,73 +186,70 @@ def _next_read(state: State, step: NodeStep, lag: int, version: int, every: int)
     """The same for one step. It fires with versions up to `lag` before an update at which it is due; one per group is
     due at each."""
     end = state.rules.end
-    while (due := _due(state, step, version)) < end:
+    while True:
+        due = step.due(version)
+        if step.per_update:
+            due = max(due, state.next_update(step))
+            # What is in work has its weights already.
+            due = step.due(due + 1) if Firing(step.name, due) in state.running else due
+        if due >= end:
+            return end
         if version >= needed_version(due, lag) and version % every == 0:
             return version
         version = max(version + 1, needed_version(due, lag))
         version += -version % every
-    return end
-
-
-def _due(state: State, step: NodeStep, update: int) -> int:
-    """The first update from `update` on that a step is still to begin."""
-    due = step.due(update)
-    if step.per_update:
-        due = max(due, state.next_update(step))
-        due = step.due(due + 1) if Firing(step.name, due) in state.running else due
-    return due
 
 
 def reclaimable(state: State, name: str) -> bool:
-    """May the version that a channel could publish now go? Not while it is read, nor while a reader needs it: every
-    update before the one that makes the next version to be sent must find one that is new enough."""
-    way, channel = state.ways[name], state.tables.channels[name]
-    if way.publishing:
+    """May the version that a channel could publish now go? Not while it is copied, nor while a reader needs it."""
+    sent, channel = state.channels[name], state.tables.channels[name]
+    if sent.publishing:
         return False
+    # Every update before the one that makes the next version to be sent must find one that is new enough.
     last = _next_sent(state, channel, state.update + 1, channel.every) - 1
     for reader, lag in state.tables.weight_readers[name]:
         replicas = state.tables.by_pool[reader.pool]
         if reader.per_update:
             due = last - (last + 1) % reader.every
-            served = due < state.next_update(reader) or way.holds(needed_version(due, lag), replicas[0].name)
+            served = due < state.next_update(reader) or sent.holds(needed_version(due, lag), replicas[0].name)
         elif state.pinned:
-            served = all(way.holds(state.update, replica.name) for replica in replicas)
+            served = all(sent.holds(state.update, replica.name) for replica in replicas)
         else:
             able = replicas[:1] if reader.stateful else replicas
-            served = last == state.update or any(way.holds(needed_version(last, lag), replica.name) for replica in able)
+            served = last == state.update or any(sent.holds(needed_version(last, lag), r.name) for r in able)
         if not served:
             return False
     return True
 
 
 def move_weights(state: State) -> None:
-    """Send to where the shadow is free; swap in what has arrived."""
-    for name, way in state.ways.items():
-        free = tuple(way.to_send())
-        for replica in free:
-            way.send(replica)
+    """Send what is published to where the second buffer is free; swap in what has arrived."""
+    for name, channel in state.channels.items():
+        together = tuple(channel.to_send())
+        for replica in together:
+            channel.send(replica)
             source = state.tables.channels[name].source.name
-            send = Send(name, way.published, source, replica, free if len(free) > 1 else ())
-            state.ask(send, ("send", name, way.published, replica), replica)
-        for replica in way.to_swap():
-            version = way.receivers[replica].shadow
+            send = Send(name, channel.published, source, replica, together if len(together) > 1 else ())
+            state.ask(send, ("send", name, channel.published, replica), replica)
+        for replica in channel.to_swap():
+            version = channel.receivers[replica].staged
             if _may_swap(state, name, replica, version):
-                way.swap(replica)
+                channel.swap(replica)
                 state.sort(replica)
                 state.ask(Swap(name, version, replica), ("swap", name, version, replica), replica)
 
 
 def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:
-    """Does nobody need what is live on `replica`? A step of update u reads no version newer than u, or than the first
-    one of a run that was resumed since; pinned groups read exactly theirs, and a swap under them would mix two. Free
-    groups are glad of newer weights at any time."""
+    """Does no step need what is live on `replica`? Groups with free versions take newer weights at any time."""
     for step, _ in state.tables.weight_readers[channel]:
         if step.per_update:
+            # It reads no version newer than its update, or than the first one of a run that was resumed since.
             here = replica == state.tables.by_pool[step.pool][0].name
             update = state.next_update(step)
             if here and (version > max(update, state.rules.start) or Firing(step.name, update) in state.running):
                 return False
         elif state.pinned:
+            # A group reads exactly its version: a swap under it would mix two.
             if any(f.node == step.name and r == replica for f, r in state.running.items()):
                 return False
             ordinal = state.first_unfired(step)

@@ -1,8 +1,7 @@
 """The graph and the plan compiled into what the scheduler looks up: steps, channels, readers. Pure, made once.
 
-Whether a graph can run as a plan places it. Pure; the errors are ValueErrors, as those of `check` are.
-
-Which graphs a run's rules are possible for: pinned versions, groups that are replaced. Pure.
+`compile_tables` also finds out whether the graph can run as the plan places it, and `check_rules` whether a run's rules
+are possible for it. The errors are ValueErrors, as those of `check` are.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,52 +16,13 @@ from penstock.graph.ir import Graph, Node
 from penstock.runtime.cluster.placement import Plan, Replica
 
 
-def check_held(graph: Graph, plan: Plan) -> None:
-    """Everything is in a pool."""
-    held = {name for pool in plan.pools for name in pool.holds}
-    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
-    if missing := [name for name in needed if name not in held]:
-        raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
-
-
-def check_places(graph: Graph, plan: Plan, makers: dict[str, str]) -> None:
-    """A carried value is where its readers are, and an update makes one next value: `makers` say by whom."""
-    for carried in makers:
-        home = plan.pool_of(carried)
-        if len(home.replicas) != 1:
-            raise ValueError(
-                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
-                "replicas; needed 1, since an update makes one next value"
-            )
-    for carried in (c.name for c in graph.carried):
-        home = plan.pool_of(carried)
-        for node in readers_of(graph.nodes, carried):
-            if node.fires and node.name not in home.holds:
-                raise ValueError(
-                    f"plan: {node.name} reads the carried value {carried!r} and is in pool "
-                    f"{plan.pool_of(node.name).name!r}; needed {home.name!r}, which holds it"
-                )
-
-
-def check_order(waits: Mapping[str, set[str]]) -> None:
-    """Within an update, those who read a carried value come before the one that donates it: `waits` say for whom each
-    waits."""
-    try:
-        TopologicalSorter(waits).prepare()
-    except CycleError as error:
-        names = " -> ".join(error.args[1])
-        raise ValueError(
-            f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
-            "output; needed an order in which every carried value is read before the node that makes its next value"
-        ) from None
-
-
-def readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
+def _readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
     """Those that read an output in the same round of a cycle."""
     return [n for n in nodes if any(i.ref.node == name and not i.back for i in n.inputs)]
 
 
-Edges = dict[str, list[tuple[str, int]]]  # (channel, lag) by consumer of a broadcast
+Edges = dict[str, list[tuple[str, int]]]
+"""The (channel, lag) that each consumer of a broadcast reads."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +46,12 @@ class Rules:
     failures: int = 4
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch: given {self.batch}, needed at least 1 prompt group per update")
+        limits = {"batch": "prompt group", "drops": "batch that filters may drop", "failures": "batch that may fail"}
+        for name, what in limits.items():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: given {getattr(self, name)}, needed at least 1 {what} per update")
         if self.end < self.start:
             raise ValueError(f"updates: given {self.end}, but {self.start} are done already")
-        if self.drops < 1:
-            raise ValueError(f"drops: given {self.drops}, needed at least 1 batch that filters may drop per update")
-        if self.failures < 1:
-            raise ValueError(f"failures: given {self.failures}, needed at least 1 batch that may fail per update")
         if self.versions == "pinned" and self.on_failure == "replace":
             raise ValueError(
                 'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '
@@ -103,7 +61,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """The way of one carried value's weights to one pool, and the publishing node of each broadcast on it.
+    """How one carried value's weights get to one pool; `node` is the broadcast that publishes them.
 
     `every`: only versions that are multiples of it are published.
     """
@@ -131,8 +89,9 @@ class NodeStep:
     weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
     readers: the steps that read its output.
     publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
-    every: it fires at each `every`th update. trails: it reads nothing but weights and nobody reads it, so that later
-    updates do not wait for it. filters: it may drop its group. delays: (carried value, lag) that it reads delayed.
+    every: it fires at each `every`th update. filters: it may drop its group. delays: (carried value, lag) that it reads
+    delayed. off_path: it is off the critical path: it reads nothing but weights and no step reads it, so that later
+    updates do not wait for it.
     turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
     `answers` is the one that says whether there is another turn; it may read what it `recalls`, its own output of the
     turn before. where: "file:line" of its call.
@@ -156,7 +115,7 @@ class NodeStep:
     publishes: tuple[str, ...] = ()
     private: bool = False
     every: int = 1
-    trails: bool = False
+    off_path: bool = False
     filters: bool = False
     delays: tuple[tuple[str, int], ...] = ()
     turns: int = 0
@@ -174,10 +133,11 @@ class NodeStep:
 class Tables:
     """Steps and channels by name, and by what asks for them.
 
-    group_steps, update_steps, sends: what each pool runs per group (latest first), per update, and publishes.
+    group_steps, update_steps, sends: what each pool runs per group (latest first), per update (first those off the
+    critical path), and publishes. critical: the per-update steps on the critical path.
     begins: the per-group steps that a step's output may be the last input of. stirs: those that may start when a
     per-group step is done. weight_readers: who reads a channel.
-    lagged: some step reads weights that change, at most `max_lag` updates old.
+    lagged: whether some step reads weights that change, at most `max_lag` updates old.
     makers: the step that makes the next value of each carried value that changes.
     """
 
@@ -189,6 +149,7 @@ class Tables:
     group_steps: dict[str, tuple[NodeStep, ...]]
     update_steps: dict[str, tuple[NodeStep, ...]]
     sends: dict[str, tuple[Channel, ...]]
+    critical: tuple[str, ...]
     begins: dict[str, tuple[NodeStep, ...]]
     stirs: dict[str, tuple[NodeStep, ...]]
     sources: tuple[NodeStep, ...]
@@ -203,25 +164,29 @@ class Tables:
 
 def compile_tables(graph: Graph, plan: Plan) -> Tables:
     """Look up once what the scheduler needs at each event. Raises ValueError for what cannot work, as `check` does."""
-    check_held(graph, plan)
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
-    check_places(graph, plan, makers)
+    _check_plan(graph, plan, makers)
     channels, edges = _channels(graph, plan)
     steps = _steps(graph, plan, makers, channels, edges)
-    check_order({s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update})
+    try:
+        TopologicalSorter({s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update}).prepare()
+    except CycleError as error:
+        names = " -> ".join(error.args[1])
+        raise ValueError(
+            f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
+            "output; needed an order in which every carried value is read before the node that makes its next value"
+        ) from None
     by_pool = {p.name: p.replicas for p in plan.pools}
 
     def select(pools: Collection[str], per_update: bool) -> tuple[NodeStep, ...]:
         chosen = [s for s in steps.values() if s.pool in pools and s.per_update == per_update]
-        return tuple(sorted(chosen, key=lambda s: s.place if per_update else -s.place))
+        # Latest first: what is nearer to the update gets the room. Off the critical path first: it holds versions up.
+        return tuple(sorted(chosen, key=lambda s: (not s.off_path, s.place) if per_update else (False, -s.place)))
 
     def begun(step: NodeStep) -> tuple[NodeStep, ...]:
-        """Turns begin with the step that speaks, which waits for the inputs of the one that answers, too."""
+        # Turns begin with the step that speaks, which waits for the inputs of the one that answers, too.
         names = dict.fromkeys(steps[r].partner if steps[r].answers else r for r in step.readers)
         return tuple(steps[name] for name in names if not steps[name].per_update)
-
-    def stirred(step: NodeStep) -> tuple[NodeStep, ...]:
-        return select({step.pool, *(reader.pool for reader in begun(step))}, False)
 
     return Tables(
         steps=steps,
@@ -232,8 +197,13 @@ def compile_tables(graph: Graph, plan: Plan) -> Tables:
         group_steps={p: select({p}, False) for p in by_pool},
         update_steps={p: select({p}, True) for p in by_pool},
         sends={p: tuple(c for c in channels.values() if c.source in by_pool[p]) for p in by_pool},
+        critical=tuple(s.name for s in steps.values() if s.per_update and not s.off_path),
         begins={s.name: begun(s) for s in steps.values()},
-        stirs={s.name: stirred(s) for s in steps.values() if not s.per_update},
+        stirs={
+            s.name: select({s.pool, *(reader.pool for reader in begun(s))}, False)
+            for s in steps.values()
+            if not s.per_update
+        },
         sources=tuple(s for s in steps.values() if s.source),
         stateful=frozenset(s.name for s in steps.values() if s.stateful),
         weight_readers={
@@ -251,6 +221,29 @@ def channel_name(carried: str, pool: str) -> str:
     return f"{carried}>{pool}"
 
 
+def _check_plan(graph: Graph, plan: Plan, makers: Mapping[str, str]) -> None:
+    """Every node is in a pool, and a carried value where its readers are. `makers`: who makes its next one."""
+    held = {name for pool in plan.pools for name in pool.holds}
+    needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
+    if missing := [name for name in needed if name not in held]:
+        raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
+    for carried in makers:
+        home = plan.pool_of(carried)
+        if len(home.replicas) != 1:
+            raise ValueError(
+                f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
+                "replicas; needed 1, since an update makes one next value"
+            )
+    for carried in (c.name for c in graph.carried):
+        home = plan.pool_of(carried)
+        for node in _readers_of(graph.nodes, carried):
+            if node.fires and node.name not in home.holds:
+                raise ValueError(
+                    f"plan: {node.name} reads the carried value {carried!r} and is in pool "
+                    f"{plan.pool_of(node.name).name!r}; needed {home.name!r}, which holds it"
+                )
+
+
 def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
     """The channels by name, and for each consumer of a broadcast its edges."""
     channels: dict[str, Channel] = {}
@@ -262,9 +255,10 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
             raise GraphError(fault)
         carried = node.inputs[0].ref.node
         home = plan.pool_of(carried).replicas[0]
-        for reader in readers_of(graph.nodes, node.name):
+        for reader in _readers_of(graph.nodes, node.name):
             pool = plan.pool_of(reader.name)
             name = channel_name(carried, pool.name)
+            # Broadcasts of one value to one pool share a channel, which sends what any of them may need.
             known = channels.get(name)
             every, publisher = (node.every, node.name) if known is None else (gcd(known.every, node.every), known.node)
             channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every)
@@ -282,7 +276,7 @@ def _steps(
     shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     for place, source in enumerate(graph.sources):
-        readers = tuple(n.name for n in readers_of(calls, source.name))
+        readers = tuple(n.name for n in _readers_of(calls, source.name))
         pool = plan.pool_of(source.name).name
         steps[source.name] = NodeStep(
             source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
@@ -295,8 +289,8 @@ def _steps(
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         pool = plan.pool_of(node.name).name
         lagged = tuple(dict.fromkeys(edges.get(node.name, [])))
-        others = [n.name for c in made for n in readers_of(calls, c) if n.name != node.name]
-        readers = tuple(n.name for n in readers_of(calls, node.name) if n.name != partner)
+        others = [n.name for c in made for n in _readers_of(calls, c) if n.name != node.name]
+        readers = tuple(n.name for n in _readers_of(calls, node.name) if n.name != partner)
         plain = not (made or readers or changing or any(r in clocks for r in reads))
         steps[node.name] = NodeStep(
             name=node.name,
@@ -316,7 +310,7 @@ def _steps(
             publishes=tuple(c.name for c in channels.values() if c.carried in made),
             private=pool not in shared,
             every=node.every,
-            trails=node.clock == "update" and plain,
+            off_path=node.clock == "update" and plain,
             filters=node.construct == "keep",
             delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if r in delays),
             turns=node.turns or 0,
@@ -342,67 +336,50 @@ def _partner(nodes: Sequence[Node], node: Node) -> str:
 
 
 def check_rules(tables: Tables, rules: Rules) -> None:
-    """Raises ValueError for rules that the graph does not allow.
-
-    Pinned versions: a replica keeps one version live and a resumed run makes none older than its cut. So all per-group
-    readers of weights need the same version for a group, and per-update readers the current one; and a cut must not
-    have to wait for a group that reads something delayed, which waits for an update in its turn.
-
-    Groups that are replaced: nobody may read anything delayed, since the groups after a lost one are for an earlier
-    update than the one that they have read it for.
-    """
-    if rules.on_failure == "replace":
-        _check_places(tables)
-    if rules.versions == "pinned":
-        _check_order(tables)
-        _check_lags(tables)
-        _check_delays(tables)
-
-
-def _check_places(tables: Tables) -> None:
-    """Does the update that a group is for stay the one it was when the group started?"""
-    delays = [(step.name, carried) for step in tables.steps.values() for carried, _ in step.delays]
-    if delays:
-        given = ", ".join(f"{name}, which reads {carried!r} delayed" for name, carried in delays)
-        raise ValueError(
-            f'on_failure="replace": given {given}; needed no delay, which is exact, while a replaced group moves those '
-            'after it to earlier updates than the ones that they have read it for; use on_failure="stop", with retries'
-        )
-
-
-def _check_order(tables: Tables) -> None:
-    """Are the groups of an update, and the versions that there are, known beforehand?"""
-    filters = [s.name for s in tables.steps.values() if s.filters]
-    slow = [c.node for c in tables.channels.values() if c.every > 1]
-    if filters or slow:
-        given = ", ".join([f"the filter {name}" for name in filters] + [f"{name} with every=…" for name in slow])
-        raise ValueError(
-            f'versions="pinned": given {given}; needed none, since which groups an update takes, or which versions '
-            'exist, would not be known beforehand; use versions="free"'
-        )
-
-
-def _check_lags(tables: Tables) -> None:
+    """Raises ValueError for rules that the graph does not allow."""
+    steps = tables.steps.values()
     lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
     late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
-    if len({lag for _, lag in lags}) > 1 or late:
-        given = ", ".join(f"{name} lag={lag}" for name, lag in sorted(lags | late))
-        raise ValueError(
-            f'versions="pinned": given {given}; needed one lag for all per-group nodes that read weights, and lag=0 '
-            'for per-update ones; use versions="free" or make the lags equal'
-        )
-
-
-def _check_delays(tables: Tables) -> None:
-    """Is what a reader of weights waits for made by the time its version is?"""
-    for step in tables.steps.values():
-        for carried, lag in step.delays:
-            if lag < tables.max_lag and _reads_weights(tables, step):
-                raise ValueError(
-                    f'versions="pinned": given {step.name}, which reads {carried!r} with a delay of {lag} before '
-                    f"weights are read with lag={tables.max_lag}; needed a delay of at least the lag, or "
-                    'versions="free"'
-                )
+    pinned, replace = 'versions="pinned"', 'on_failure="replace"'
+    # A replica keeps one version live, and a resumed run makes none older than its checkpoint. So pinned groups of an
+    # update need one version, and a checkpoint must not have to wait for a group that reads something delayed, which
+    # waits for an update in its turn.
+    table: list[tuple[str, list[str], str]] = [
+        (
+            replace,
+            [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays],
+            "no delay, which is exact, while a replaced group moves those after it to earlier updates than the ones "
+            'that they have read it for; use on_failure="stop", with retries',
+        ),
+        (
+            pinned,
+            [f"the filter {s.name}" for s in steps if s.filters]
+            + [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1],
+            "none, since which groups an update takes, or which versions exist, would not be known beforehand; use "
+            'versions="free"',
+        ),
+        (
+            pinned,
+            [f"{name} lag={lag}" for name, lag in sorted(lags | late)] if len({n for _, n in lags}) > 1 or late else [],
+            "one lag for all per-group nodes that read weights, and lag=0 for per-update ones; use "
+            'versions="free" or make the lags equal',
+        ),
+        (
+            pinned,
+            [
+                f"{s.name}, which reads {carried!r} with a delay of {lag} before weights are read with "
+                f"lag={tables.max_lag}"
+                for s in steps
+                for carried, lag in s.delays
+                if lag < tables.max_lag and _reads_weights(tables, s)
+            ],
+            'a delay of at least the lag, or versions="free"',
+        ),
+    ]
+    asked = {pinned: rules.versions == "pinned", replace: rules.on_failure == "replace"}
+    for rule, given, needed in table:
+        if asked[rule] and given:
+            raise ValueError(f"{rule}: given {', '.join(given)}; needed {needed}")
 
 
 def _reads_weights(tables: Tables, step: NodeStep) -> bool:

@@ -7,9 +7,6 @@ A *replica* is named "pool/index". A *channel* carries the weights of one carrie
 from penstock.graph.ir import Firing
 from penstock.runtime.packable import Packable
 
-Fired = tuple[str, int, int, int]
-
-
 # Events ---------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +44,7 @@ class Published(Packable, frozen=True):
 
 
 class Arrived(Packable, frozen=True):
-    """A rank holds `version` in its shadow arena, proved."""
+    """A rank has `version` staged in its second buffer, and the digests are right."""
 
     channel: str
     version: int
@@ -65,13 +62,13 @@ class Swapped(Packable, frozen=True):
 
 
 class Checkpoint(Packable, frozen=True):
-    """The user, the clock or a signal wants a consistent cut. `final` ends the run after it."""
+    """The user, the clock or a signal wants a checkpoint. `final` ends the run after it."""
 
     final: bool = False
 
 
 class Saved(Packable, frozen=True):
-    """A rank wrote its part of the cut at `update`."""
+    """A rank wrote its part of the checkpoint before `update`."""
 
     update: int
     replica: str
@@ -111,7 +108,7 @@ class Publish(Packable, frozen=True):
 
 
 class Send(Packable, frozen=True):
-    """Move the published `version` from the ranks of `source` to those of `replica`, into the shadow arena.
+    """Move the published `version` from the ranks of `source` to those of `replica`, into the second buffer.
 
     `together`: the replicas that are sent it at once, in the order of the plan, where there are several. They may pass
     it on to each other.
@@ -125,7 +122,7 @@ class Send(Packable, frozen=True):
 
 
 class Swap(Packable, frozen=True):
-    """Make the shadow arena live, between two steps."""
+    """Make what is staged in the second buffer live, between two steps."""
 
     channel: str
     version: int
@@ -139,7 +136,7 @@ class Free(Packable, frozen=True):
     replica: str
 
 
-class Settle(Packable, frozen=True):
+class CommitTurn(Packable, frozen=True):
     """A group has taken its last turn: what this firing made is the group's from now on, as that of turn 0 is."""
 
     firing: Firing
@@ -147,7 +144,7 @@ class Settle(Packable, frozen=True):
 
 
 class Save(Packable, frozen=True):
-    """Write this replica's part of the cut before update `update`: carried values, states, outputs of `firings`."""
+    """Write this replica's part of the checkpoint before `update`: carried values, states, outputs of `firings`."""
 
     update: int
     replica: str
@@ -155,10 +152,10 @@ class Save(Packable, frozen=True):
 
 
 class Commit(Packable, frozen=True):
-    """All parts of the cut are written: the checkpoint is complete. `cut` is what the scheduler resumes from."""
+    """All parts are written: the checkpoint is complete. `state` is what the scheduler resumes from, as JSON."""
 
     update: int
-    cut: str
+    state: str
 
 
 class Finish(Packable, frozen=True):
@@ -168,4 +165,4 @@ class Finish(Packable, frozen=True):
     error: str = ""
 
 
-Command = Fire | Publish | Send | Swap | Free | Settle | Save | Commit | Finish
+Command = Fire | Publish | Send | Swap | Free | CommitTurn | Save | Commit | Finish

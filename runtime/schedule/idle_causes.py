@@ -1,7 +1,7 @@
 """Why a replica has nothing in work: the one list of causes, and how the scheduler's state tells them. Pure.
 
-There are two grains. Rows of `metrics.jsonl`, displays and simulations count by `cause`: data, weights, start, saving
-and done. The report divides "data" and "weights" further (`detailed_cause`), which takes a look at what is ready:
+There are two grains. Rows of `metrics.jsonl`, displays and simulations count by data, weights, start, saving and done.
+The report divides "data" and "weights" further, which takes a look at what is ready:
 
 data        what it reads is not made yet
 straggler   a batch is ready but for its last tenth (or one group), or another rank of its replica is not done
@@ -48,70 +48,52 @@ CAUSES = {
 """In the order of the report."""
 
 
-def cause(scheduler: Scheduler, replica: str) -> str:
-    """Why a replica without firings in work is idle: "data", "weights", "start", "saving" or "done"."""
-    if over := _over(scheduler):
-        return over
-    if any(way.expects_first(replica) for way in scheduler.ways.values()):
-        return "start"
-    return "weights" if _ready(scheduler, replica) else "data"
+def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
+    """Why a replica without firings in work is idle: "data", "weights", "start", "saving" or "done".
 
-
-def detailed_cause(scheduler: Scheduler, replica: str) -> str:
-    """The same for a report, but for "start", which is one of the other causes there."""
-    if over := _over(scheduler):
-        return over
-    if step := _ready(scheduler, replica):
-        return _missing_weights(scheduler, step, replica)
-    pool = scheduler.tables.pool_of[replica]
-    group_steps, update_steps = scheduler.tables.group_steps[pool], scheduler.tables.update_steps[pool]
-    waiting = [step for step in update_steps if not step.trails]
-    if not waiting and not any(not step.source for step in group_steps):
-        return "rest"
-    if waiting:
-        batch = scheduler.rules.batch
-        takes = any(step.groups for step in waiting) and scheduler.batch is None
-        return "straggler" if takes and scheduler.ledger.finished >= batch - max(1, batch // 10) else "data"
-    return "done" if _all_made(scheduler, group_steps) else "data"
-
-
-def _over(scheduler: Scheduler) -> str:
-    """The cause that all replicas have once nothing more is begun; "" before that."""
+    With `detailed`, "data" and "weights" are divided further, and "start" is one of the causes that they are divided
+    into.
+    """
     if scheduler.finished or scheduler.update >= scheduler.rules.end:
         return "done"
-    return "saving" if scheduler.cutting is not None else ""
-
-
-def _ready(scheduler: Scheduler, replica: str) -> NodeStep | None:
-    """The first step of a replica's pool that reads weights and has groups ready; None if there is none."""
-    steps = scheduler.tables.group_steps[scheduler.tables.pool_of[replica]]
-    return next((s for s in steps if scheduler.ready[s.name] and (s.weights or s.fixed)), None)
-
-
-def _all_made(scheduler: Scheduler, steps: tuple[NodeStep, ...]) -> bool:
-    """Have all groups of the run been through these steps?"""
-    ledger = scheduler.ledger
-    if ledger.before(ledger.next) < scheduler.total:
-        return False
-    return all(step.source or step.name in group.made for group in ledger.groups.values() for step in steps)
+    if scheduler.checkpoint is not None:
+        return "saving"
+    if not detailed and any(channel.expects_first(replica) for channel in scheduler.channels.values()):
+        return "start"
+    pool = scheduler.tables.pool_of[replica]
+    group_steps = scheduler.tables.group_steps[pool]
+    ready = next((s for s in group_steps if scheduler.ready[s.name] and (s.weights or s.fixed)), None)
+    if not detailed:
+        return "weights" if ready else "data"
+    if ready:
+        return _missing_weights(scheduler, ready, replica)
+    waiting = [step for step in scheduler.tables.update_steps[pool] if not step.off_path]
+    if not waiting and not any(not step.source for step in group_steps):
+        return "rest"
+    ledger, batch = scheduler.ledger, scheduler.rules.batch
+    if waiting:
+        takes = any(step.groups for step in waiting) and scheduler.batch is None
+        return "straggler" if takes and ledger.finished >= batch - max(1, batch // 10) else "data"
+    to_come = ledger.before(ledger.next) < scheduler.total
+    made = all(step.source or step.name in group.made for group in ledger.groups.values() for step in group_steps)
+    return "done" if made and not to_come else "data"
 
 
 def _missing_weights(scheduler: Scheduler, step: NodeStep, replica: str) -> str:
     """What the first group that is ready for a step waits for."""
     group = scheduler.ready[step.name][0]
+    # A group that was lost meanwhile may still be in the queue; it needs no version.
     before = scheduler.ledger.before(group) if group in scheduler.ledger.groups else 0
-    for channel, lag in step.weights:
-        way, carried = scheduler.ways[channel], scheduler.tables.channels[channel].carried
-        needed = max(needed_version(before, lag, scheduler.rules.batch), scheduler.rules.start)
-        receiver = way.receivers[replica]
-        if receiver.live >= needed and not scheduler.pinned:
+    start = scheduler.rules.start
+    needs = [(name, max(needed_version(before, lag, scheduler.rules.batch), start)) for name, lag in step.weights]
+    for name, needed in [*needs, *((name, start) for name in step.fixed)]:
+        channel, carried = scheduler.channels[name], scheduler.tables.channels[name].carried
+        receiver = channel.receivers[replica]
+        # A pinned group may need an older version than the live one.
+        if receiver.live >= needed and (name in step.fixed or not scheduler.pinned):
             continue
         if scheduler.version(carried) < needed:
             return "admission"
-        moving = way.publishing or receiver.sending or receiver.swapping or receiver.shadow > receiver.live
+        moving = channel.publishing or receiver.sending or receiver.swapping or receiver.staged > receiver.live
         return "syncing" if moving else "weights"
-    for channel in step.fixed:
-        way = scheduler.ways[channel]
-        if way.receivers[replica].live < scheduler.rules.start:
-            return "syncing" if way.publishing or way.receivers[replica].sending else "weights"
     return "data"

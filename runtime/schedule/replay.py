@@ -1,11 +1,11 @@
 """Recorded events through the scheduler again: the same commands must follow, or the log is not of this run.
 
-Pure: `runtime.record.log` reads the file and its chain of hashes, and knows how a command becomes bytes.
+Pure: `runtime.record.event_log` reads the file and its chain of hashes.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,31 +26,31 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class SegmentOrigin:
-    """How a scheduler was made: all that is needed to make it again. A log writes one where a stage begins.
+    """How a scheduler was made (see `Scheduler`), so that it can be made again. A log has one where a stage begins.
 
-    `complete` is None in the logs of versions that wrote every cut.
+    `complete` is None in the logs of versions that wrote every checkpoint.
     """
 
     stage: str
     graph: Graph
     plan: Plan
     rules: Rules
-    cut: Mapping[str, Any] | None = None
+    saved: Mapping[str, Any] | None = None
     live: Mapping[tuple[str, str], int] = field(default_factory=dict)
     complete: Mapping[str, Any] | None = None
 
     def scheduler(self, tables: Tables | None = None) -> Scheduler:
         """A new one. `tables` are those of the graph and plan, if they are there already."""
         tables = tables or compile_tables(self.graph, self.plan)
-        return Scheduler(tables, self.rules, self.cut, self.live, self.complete)
+        return Scheduler(tables, self.rules, self.saved, self.live, self.complete)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "stage": self.stage,
             "graph": self.graph.to_json(),
             "plan": self.plan.to_json(),
-            "rules": asdict(self.rules),
-            "cut": self.cut,
+            "rules": msgspec.to_builtins(self.rules),
+            "cut": self.saved,
             "live": [[channel, replica, version] for (channel, replica), version in self.live.items()],
             "complete": self.complete,
         }
@@ -59,12 +59,16 @@ class SegmentOrigin:
     def from_json(data: Mapping[str, Any]) -> "SegmentOrigin":
         """Raises ValueError for what `to_json` did not make."""
         try:
+            rules = msgspec.convert(data["rules"], Rules)
+            # A rule that this version does not know may have decided something: a replay could not tell why it differs.
+            if unknown := sorted(data["rules"].keys() - msgspec.to_builtins(rules).keys()):
+                raise TypeError(f"unknown rules {', '.join(unknown)}")
             return SegmentOrigin(
                 stage=data["stage"],
                 graph=Graph.from_json(data["graph"]),
                 plan=Plan.from_json(data["plan"]),
-                rules=_rules(data["rules"]),
-                cut=data["cut"],
+                rules=rules,
+                saved=data["cut"],
                 live={(channel, replica): version for channel, replica, version in data["live"]},
                 complete=data.get("complete"),
             )
@@ -72,14 +76,6 @@ class SegmentOrigin:
             given = ", ".join(data)
             needed = "stage, graph, plan, rules, cut, live"
             raise ValueError(f"stage of a log: given the fields {given}; needed {needed} ({error!r})") from None
-
-
-def _rules(data: Mapping[str, Any]) -> Rules:
-    """Raises ValueError, and TypeError for rules that this version does not know."""
-    read: Rules = msgspec.convert(data, Rules)
-    if unknown := sorted(data.keys() - asdict(read).keys()):
-        raise TypeError(f"unknown rules {', '.join(unknown)}")
-    return read
 
 
 class RecordedStep(NamedTuple):
@@ -93,15 +89,15 @@ class RecordedStep(NamedTuple):
 
 @dataclass
 class Replayed:
-    """What a stage came to. `cuts` are the states it can be continued from: its commits, and its end."""
+    """What a stage came to. `states` are those that it can be continued from: of its checkpoints, and of its end."""
 
     stage: str
     events: int = 0
     commands: int = 0
     updates: int = 0
-    fates: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
     finish: Finish | None = None
-    cuts: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
 
 
 def replay(origin: SegmentOrigin, steps: Iterable[RecordedStep], digest: Digest) -> Replayed:
@@ -122,25 +118,27 @@ def replay(origin: SegmentOrigin, steps: Iterable[RecordedStep], digest: Digest)
         result.commands += len(commands)
         for command in commands:
             if isinstance(command, Commit):
-                result.cuts.append(json.loads(command.cut))
+                result.states.append(json.loads(command.state))
             if isinstance(command, Finish):
                 result.finish = command
-    result.updates, result.fates = scheduler.update - origin.rules.start, dict(scheduler.ledger.fates)
-    result.cuts.append({"update": scheduler.update, **scheduler.ledger.to_json()})
+    result.updates, result.outcomes = scheduler.update - origin.rules.start, dict(scheduler.ledger.outcomes)
+    # An evaluation after training, or a save at its end, continues from the end of a stage without a checkpoint.
+    result.states.append({"update": scheduler.update, **scheduler.ledger.to_json()})
     return result
 
 
 def replay_all(stages: Iterable[tuple[SegmentOrigin, Iterable[RecordedStep]]], digest: Digest) -> list[Replayed]:
     """Replay a run's stages in order, over all its resumes.
 
-    Raises ReplayError also where a stage continues from a cut that no stage before it made.
+    Raises ReplayError also where a stage continues from a state that no stage before it was in.
     """
     results: list[Replayed] = []
     for origin, steps in stages:
-        cut = json.loads(json.dumps(origin.cut))
-        if cut is not None and not any(cut == known for result in results for known in result.cuts):
+        # Through JSON, as the states of checkpoints went: tuples become lists, numbers among the keys texts.
+        saved = json.loads(json.dumps(origin.saved))
+        if saved is not None and not any(saved in result.states for result in results):
             raise ReplayError(
-                f"stage {origin.stage!r} continues from the cut before update {cut['update']}, never made"
+                f"stage {origin.stage!r} continues from the cut before update {saved['update']}, never made"
             )
         results.append(replay(origin, steps, digest))
     return results

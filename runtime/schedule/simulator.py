@@ -15,9 +15,10 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from math import exp, inf, isclose
 from statistics import NormalDist, fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from penstock.graph.ir import Firing
 from penstock.runtime.collection import uncollected
@@ -61,7 +62,7 @@ class Account:
         self._queues = [(self.depths[s], scheduler.ready[s]) for s in self.depths if not tables.steps[s].per_update]
         self._updates = [self.depths[s] for s in self.depths if tables.steps[s].per_update]
         self._receivers = {
-            replica: tuple(way.receivers[replica] for way in scheduler.ways.values() if replica in way.receivers)
+            replica: tuple(c.receivers[replica] for c in scheduler.channels.values() if replica in c.receivers)
             for replica in tables.replicas
         }
         for replica in tables.replicas:
@@ -70,7 +71,7 @@ class Account:
     def let(self, time: float) -> None:
         """Let the clock go on to `time`."""
         seconds = time - self.replicas.now
-        self.replicas.let(time, self._cause)
+        self.replicas.let(time, partial(cause, self.scheduler))
         for depths, queue in self._queues:
             depths[len(queue)] = depths.get(len(queue), 0.0) + seconds
         waiting = self.scheduler.ledger.finished - len(self.scheduler.batch or ())
@@ -85,9 +86,6 @@ class Account:
             # Idle replicas of a pool have one cause if they have had the same weights at all.
             had = tuple(receiver.live < 0 for receiver in self._receivers[replica])
             self.replicas.join(replica, (self.scheduler.tables.pool_of[replica], had))
-
-    def _cause(self, replica: str) -> str:
-        return cause(self.scheduler, replica)
 
 
 class SimulatedEngine(Protocol):
@@ -189,8 +187,7 @@ class Simulation:
     """What happened. Times are seconds from the start.
 
     bars: work that took time, and every update. ends: when each update was over. wall_s: the end of the last one.
-    lags: how many groups were consumed at each difference of update and version. queue: for each update, the
-    finished groups that lay ready when it began, its own batch included.
+    lags: how many groups were consumed at each difference of update and version.
     busy, idle: seconds of each replica with something in work, and without by cause; they add up to the wall time.
     depths: for each node but sources the seconds in which so many groups waited for it.
     spans: of each node whose firings share an engine, what they were made of.
@@ -201,7 +198,6 @@ class Simulation:
     ends: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     lags: Counter[int] = field(default_factory=Counter)
-    queue: list[int] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
     idle: dict[str, dict[str, float]] = field(default_factory=dict)
     depths: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -274,11 +270,11 @@ class Verdicts:
 
     def dropped(self, firing: Firing) -> bool:
         """Is the group dropped?"""
-        return self._draw("drops", firing) < self.drops.get(firing.node, 0.0)
+        return draw(f"{self.seed}/drops/{firing}") < self.drops.get(firing.node, 0.0)
 
     def goes_on(self, firing: Firing) -> bool:
         """Is there to be another turn?"""
-        return self._draw("again", firing) < self.again.get(firing.node, 1.0)
+        return draw(f"{self.seed}/again/{firing}") < self.again.get(firing.node, 1.0)
 
     def check(self, tables: Tables) -> None:
         """Raises ValueError for a node that decides nothing of the kind, and for what is no share."""
@@ -290,9 +286,6 @@ class Verdicts:
                 raise ValueError(f"{kind}: given {', '.join(unknown)}; needed {needed}")
             if wrong := [f"{name}={share}" for name, share in shares.items() if not 0 <= share <= 1]:
                 raise ValueError(f"{kind}: given {', '.join(wrong)}; needed shares from 0 to 1")
-
-    def _draw(self, kind: str, firing: Firing) -> float:
-        return draw(f"{self.seed}/{kind}/{firing}")
 
 
 Observer = Callable[[float, Event, list[Command]], None]
@@ -306,9 +299,9 @@ def simulate(
     live: Mapping[tuple[str, str], int] | None = None,
     observe: Observer | None = None,
     verdicts: Verdicts | None = None,
-    cut: Mapping[str, Any] | None = None,
+    saved: Mapping[str, Any] | None = None,
 ) -> Simulation:
-    """Run all updates on a virtual clock, those after `cut` if it is given. Deterministic.
+    """Run all updates on a virtual clock, those after the `saved` state of a checkpoint if it is given. Deterministic.
 
     Raises ValueError for durations and verdicts that do not fit the graph, and for a run that would fail since its
     filters drop too much.
@@ -317,51 +310,31 @@ def simulate(
     durations.check(tables)
     verdicts.check(tables)
     with uncollected():
-        return _Clock(tables, rules, durations, verdicts, live, cut).run(observe)
+        return _Clock(Scheduler(tables, rules, saved, live), durations, verdicts).run(observe)
 
 
-class _Begun(NamedTuple):
-    """A firing in work on an engine."""
-
-    start: float
-    kind: Kind
-    version: int | None
-
-
-class _Alarm:
-    """Something is due in an engine, unless something has begun there since."""
-
-    __slots__ = ("node", "replica")
-
-    def __init__(self, node: str, replica: str) -> None:
-        self.node, self.replica = node, replica
+Alarm = tuple[str, str]
+"""Something is due in the engine of a node on a replica."""
 
 
 class _Clock:
-    """A heap of answers by the time at which they come; equal times in the order in which they were asked for."""
+    """Runs a scheduler. `_answers` is a heap by the time at which answers come, and alarms go off; equal times in the
+    order in which they were asked for."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        rules: Rules,
-        durations: Durations,
-        verdicts: Verdicts,
-        live: Mapping[tuple[str, str], int] | None,
-        cut: Mapping[str, Any] | None,
-    ) -> None:
-        self.tables, self.durations, self.verdicts = tables, durations, verdicts
-        self.scheduler = Scheduler(tables, rules, cut, live)
+    def __init__(self, scheduler: Scheduler, durations: Durations, verdicts: Verdicts) -> None:
+        self.tables, self.durations, self.verdicts = scheduler.tables, durations, verdicts
+        self.scheduler = scheduler
         self.account = Account(self.scheduler)
         self.now = 0.0
-        self.result = Simulation(max_lag=tables.max_lag)
-        self._answers: list[tuple[float, int, Event | _Alarm]] = []
+        self.result = Simulation(max_lag=scheduler.tables.max_lag)
+        self._answers: list[tuple[float, int, Event | Alarm]] = []
         self._versions: dict[int, int] = {}
         self._asked = 0
         # Nodes of one duration share its engines, under the name of the first of them.
         self._owners = {id(duration): name for name, duration in reversed(list(durations.nodes.items()))}
         self._engines: dict[tuple[str, str], SimulatedEngine] = {}
-        self._alarms: dict[tuple[str, str], _Alarm] = {}
-        self._begun: dict[Firing, _Begun] = {}
+        self._alarms: dict[Alarm, int] = {}
+        self._begun: dict[Firing, Bar] = {}
 
     def run(self, observe: Observer | None) -> Simulation:
         event: Event = Begin()
@@ -386,20 +359,22 @@ class _Clock:
     def _next(self) -> Event:
         """The next answer; what happens within engines before it needs no scheduler."""
         while True:
-            self.now, _, due = heapq.heappop(self._answers)
-            if not isinstance(due, _Alarm):
+            self.now, asked, due = heapq.heappop(self._answers)
+            if not isinstance(due, tuple):
                 return due
-            if self._alarms[due.node, due.replica] is due:
-                engine = self._engines[due.node, due.replica]
-                for firing in engine.finish():
-                    begun = self._begun.pop(firing)
-                    self._bar(due.replica, firing.node, firing.index, begun.start, self.now, begun.kind, begun.version)
-                    self._done(firing, due.replica, 0.0)
-                self._watch(due.node, due.replica, engine)
+            # If something has begun in the engine since, a later alarm has taken this one's place.
+            if self._alarms[due] == asked:
+                _, replica = due
+                for firing in self._engines[due].finish():
+                    bar = self._begun.pop(firing)
+                    bar.end = self.now
+                    self.result.bars.append(bar)
+                    self._done(firing, replica, 0.0)
+                self._watch(due)
 
     def _over(self) -> Simulation:
         result = self.result
-        result.wall_s, result.dropped = self.now, self.scheduler.ledger.fates["dropped"]
+        result.wall_s, result.dropped = self.now, self.scheduler.ledger.outcomes["dropped"]
         result.idle, result.depths = self.account.replicas.take(), self.account.depths
         result.busy = {replica: states.pop("busy", 0.0) for replica, states in result.idle.items()}
         for node in dict.fromkeys(node for node, _ in self._engines):
@@ -439,17 +414,19 @@ class _Clock:
         if not step.per_update:
             version = self._version(step, firing.index, replica)
         elif step.groups:
-            self._consume(firing.index, command.groups)
+            # Of several steps that take the groups of an update only the first one still finds their versions.
+            known = [self._versions.pop(g) for g in command.groups if g in self._versions]
+            self.result.lags.update(firing.index - made_with for made_with in known)
         if isinstance(seconds, int | float):
             self._take(seconds, kind, replica, firing.node, firing.index, version)
             self._done(firing, replica, seconds)
         else:
-            self._begun[firing] = _Begun(self.now, kind, version)
-            name = self._owners[id(seconds)]
-            if (engine := self._engines.get((name, replica))) is None:
-                engine = self._engines[name, replica] = seconds.engine()
-            engine.begin(firing, self.now)
-            self._watch(name, replica, engine)
+            self._begun[firing] = Bar(replica, firing.node, firing.index, self.now, self.now, kind, version)
+            engine = self._owners[id(seconds)], replica
+            if engine not in self._engines:
+                self._engines[engine] = seconds.engine()
+            self._engines[engine].begin(firing, self.now)
+            self._watch(engine)
 
     def _version(self, step: NodeStep, ordinal: int, replica: str) -> int | None:
         """The oldest live weights that a per-group step reads; noted as what its group is made with."""
@@ -459,18 +436,12 @@ class _Clock:
             self._versions[ordinal] = min(version, self._versions.get(ordinal, version))
         return version
 
-    def _consume(self, update: int, groups: tuple[int, ...]) -> None:
-        """The first step of an update that takes its groups: note how old they are, and how many are waiting."""
-        if len(self.result.queue) <= update - self.scheduler.rules.start:
-            self.result.queue.append(self.scheduler.ledger.finished)
-            self.result.lags.update(update - self._versions.pop(g) for g in groups if g in self._versions)
-
-    def _watch(self, node: str, replica: str, engine: SimulatedEngine) -> None:
-        """Be called when something is due in an engine."""
-        alarm = self._alarms[node, replica] = _Alarm(node, replica)
-        if engine.due < inf:
-            self._asked += 1
-            heapq.heappush(self._answers, (engine.due, self._asked, alarm))
+    def _watch(self, engine: Alarm) -> None:
+        """Set the alarm of an engine."""
+        self._asked += 1
+        self._alarms[engine] = self._asked
+        if self._engines[engine].due < inf:
+            heapq.heappush(self._answers, (self._engines[engine].due, self._asked, engine))
 
     def _done(self, firing: Firing, replica: str, seconds: float) -> None:
         step = self.tables.steps[firing.node]
@@ -480,10 +451,7 @@ class _Clock:
 
     def _take(self, seconds: float, kind: Kind, lane: str, name: str, index: int, version: int | None = None) -> None:
         if seconds > 0 or kind == "update":
-            self._bar(lane, name, index, self.now, self.now + seconds, kind, version)
-
-    def _bar(self, lane: str, name: str, index: int, start: float, end: float, kind: Kind, version: int | None) -> None:
-        self.result.bars.append(Bar(lane, name, index, start, end, kind, version))
+            self.result.bars.append(Bar(lane, name, index, self.now, self.now + seconds, kind, version))
 
     def _answer(self, seconds: float, replica: str, event: Callable[[int], Event]) -> None:
         for rank in range(len(self.tables.replicas[replica].ranks)):

@@ -79,7 +79,7 @@ def test_a_slow_environment_stalls_nothing_within_the_lag(tmp_path: Path, proces
     assert [f.index for f in before if f.node == "fake_update"] == [0, 1]
     assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
     assert max(row["lag_max"] for row in rows(folder)) <= lag
-    assert replayed(folder)[0].fates["consumed"] == UPDATES * BATCH
+    assert replayed(folder)[0].outcomes["consumed"] == UPDATES * BATCH
 
 
 @EVERY_WAY
@@ -91,7 +91,7 @@ def test_a_group_whose_environment_hangs_fails_and_the_run_goes_on(tmp_path: Pat
     assert Firing("shop", 5, 0) in done(folder)
     assert Firing("seen", 5) not in done(folder)  # it has no reward, and none of zero
     assert how == "loop" or rows(folder)[-1]["abandoned"] > 0
-    assert replayed(folder)[0].fates["failed"] == 1
+    assert replayed(folder)[0].outcomes["failed"] == 1
 
 
 @PROCESSES

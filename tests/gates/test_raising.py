@@ -97,7 +97,7 @@ def test_a_group_that_is_replaced_is_counted_as_failed(tmp_path: Path, retries: 
     assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
     assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
     assert all(row["reward_mean"] != 0 for row in rows(folder))
-    assert replayed(folder)[0].fates["failed"] == 1
+    assert replayed(folder)[0].outcomes["failed"] == 1
 
 
 def engine_flags(**others: Any) -> RunOptions:
@@ -117,7 +117,7 @@ def test_groups_of_a_step_that_raises_are_replaced_and_never_answered(tmp_path: 
     fates = summary(run_here(folder))["fates"]
     assert fates["consumed"] == UPDATES * BATCH
     assert 1 <= fates["failed"] <= BATCH
-    assert replayed(folder)[0].fates == fates
+    assert replayed(folder)[0].outcomes == fates
 
 
 def test_a_rank_goes_on_after_a_step_that_raised(tmp_path: Path) -> None:

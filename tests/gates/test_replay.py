@@ -45,7 +45,7 @@ def copy(recorded: Path, tmp_path: Path, content: bytes) -> Path:
 
 def test_a_recorded_run_replays_to_identical_commands(recorded: Path) -> None:
     train, save = replayed(recorded)
-    assert (train.stage, train.updates, train.fates["consumed"]) == ("train", 8, 32)
+    assert (train.stage, train.updates, train.outcomes["consumed"]) == ("train", 8, 32)
     assert train.finish is not None
     assert train.finish.status == "done"
     assert train.commands > train.updates

@@ -52,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (stage,) = read_log(folder.events)[0].stages
     cut = replayed(
         SegmentOrigin.from_json(stage.facts), _steps(stage), partial(commands_digest, encode=record_bytes)
-    ).cuts[-1]
+    ).states[-1]
     complete_checkpoint(folder, begin_checkpoint(folder, "abcdef012345", 3), cut, {"before": 0.4})
     config = folder.read_json("config.json")
     asked = {"cluster": {"hosts": [{"name": "local", "cores": 2}]}, "folder": "/", "digests": {}}

@@ -169,8 +169,8 @@ def test_a_folder_of_a_newer_version_is_refused_with_both_formats(folder: Path) 
 
 def test_a_log_of_a_newer_version_is_refused(folder: Path) -> None:
     log = (folder / "events.log").read_bytes()
-    (folder / "events.log").write_bytes(log.replace(b"penstock events 2", b"penstock events 1", 1))
-    with pytest.raises(RecordError, match="needed an event log of format 2"):
+    (folder / "events.log").write_bytes(log.replace(b"penstock events 3", b"penstock events 1", 1))
+    with pytest.raises(RecordError, match="needed an event log of format 3"):
         report.main([str(folder)])
 
 

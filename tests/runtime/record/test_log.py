@@ -132,7 +132,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="another kind"):
         LogWriter(tmp_path / "x.log", encode)
     (tmp_path / "newer.log").write_bytes(b"penstock events 12\nhello")
-    with pytest.raises(LogError, match=r"given one of format 12, which another version wrote, needed .* format 2$"):
+    with pytest.raises(LogError, match=r"given one of format 12, which another version wrote, needed .* format 3$"):
         read_log(tmp_path / "newer.log")
     (tmp_path / "empty.log").touch()
     with pytest.raises(LogError, match="given an empty file"):

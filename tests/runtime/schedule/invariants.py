@@ -12,6 +12,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.schedule.events import (
     Command,
     Commit,
+    CommitTurn,
     Event,
     Finish,
     Fire,
@@ -19,7 +20,6 @@ from penstock.runtime.schedule.events import (
     Publish,
     Save,
     Send,
-    Settle,
     Swap,
 )
 
@@ -232,7 +232,7 @@ class Checker(Rest):
             self._true(not self._needed(firing), 7, f"{firing} is freed before its last reader")
             del self.books.values[firing]
 
-    def _settle(self, command: Settle) -> None:
+    def _committurn(self, command: CommitTurn) -> None:
         """The last turn's values are the group's: they are named like those of the first one from now on."""
         firing = command.firing
         held = self.unsettled.pop(firing, "nowhere")
@@ -262,7 +262,7 @@ class Checker(Rest):
         self._true(
             not any(key[0] == "save" for key in self.awaited), 4, "a cut is committed before all parts are written"
         )
-        told = json.loads(command.cut)
+        told = json.loads(command.state)
         made = {g: dict(m) for g, m in self.cut.made.items() if self.cut.fates.get(g) == "pending"}
         agrees = told["update"] == command.update == self.cut.update
         self._true(agrees and {g: m for g, m, _ in told["groups"]} == made, 4, f"the cut says {told}, known {self.cut}")

@@ -276,7 +276,7 @@ def test_a_step_is_waited_for_as_soon_as_it_reads_or_is_read() -> None:
         made = graph(
             "some", {"policy": "update"}, ["prompts"], [*aipo(1).nodes, broadcast("mine", "policy", 0), *nodes]
         )
-        return [s.name for s in compile_tables(made, place(made)).steps.values() if s.trails]
+        return [s.name for s in compile_tables(made, place(made)).steps.values() if s.off_path]
 
     assert trails(call("watch", ["mine"], "generator", "update")) == ["watch"]
     assert trails(call("watch", ["mine", "generate"], "generator", "update")) == []

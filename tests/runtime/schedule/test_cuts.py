@@ -95,7 +95,7 @@ def test_a_final_cut_is_written_only_if_it_has_more_in_it_than_the_newest_checkp
     made.feed(Checkpoint())
     run_until(made, lambda c: isinstance(c, Commit))
     assert made.commit is not None
-    cut = json.loads(made.commit.cut)
+    cut = json.loads(made.commit.state)
     opened = [group for group in cut["groups"] if group[1].keys() == {"prompts"}]
     assert opened != []
     worked = {**cut, "groups": [group for group in cut["groups"] if group not in opened]}

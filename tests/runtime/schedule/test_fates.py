@@ -16,7 +16,7 @@ def test_a_dropped_group_leaves_its_place_to_the_next_one() -> None:
     made.drop(made.find("score", 0))
     assert finish(made).status == "done"
     assert [c.groups for c in fired(made, "update")] == [(1, 2)]
-    assert made.scheduler.ledger.fates == {"consumed": 2, "dropped": 1, "failed": 0}
+    assert made.scheduler.ledger.outcomes == {"consumed": 2, "dropped": 1, "failed": 0}
 
 
 def test_pinned_versions_refuse_a_filter() -> None:
@@ -50,7 +50,7 @@ def test_a_group_that_failed_for_good_is_replaced() -> None:
     made.fail(made.find("score", 1))
     assert finish(made).status == "done"
     assert [c.groups for c in fired(made, "update")] == [(0, 2)]
-    assert made.scheduler.ledger.fates == {"consumed": 2, "dropped": 0, "failed": 1}
+    assert made.scheduler.ledger.outcomes == {"consumed": 2, "dropped": 0, "failed": 1}
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -75,7 +75,7 @@ def test_failures_between_which_updates_are_made_end_nothing() -> None:
         run_until(made, is_fire("score", ordinal))
         made.fail(made.find("score", ordinal))
     assert finish(made).status == "done"
-    assert made.scheduler.ledger.fates == {"consumed": 9, "dropped": 0, "failed": 9}
+    assert made.scheduler.ledger.outcomes == {"consumed": 9, "dropped": 0, "failed": 9}
 
 
 def test_a_cut_counts_the_firings_that_were_tried_again() -> None:

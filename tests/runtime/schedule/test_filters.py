@@ -34,7 +34,7 @@ def test_an_update_takes_the_next_kept_groups_in_order() -> None:
         else:
             made.step(keeps[0] if keeps else 0)
     assert [c.groups for c in fired(made, "update")] == [(1, 3), (5, 7)]
-    assert made.scheduler.ledger.fates == {"consumed": 4, "dropped": 4, "failed": 0}
+    assert made.scheduler.ledger.outcomes == {"consumed": 4, "dropped": 4, "failed": 0}
 
 
 def test_what_a_dropped_group_holds_is_freed() -> None:
@@ -75,7 +75,7 @@ def test_a_filter_that_keeps_half_goes_on_at_a_large_lag() -> None:
     made = world(filtered(lag=16), Rules(batch=2, end=30), drops={"keep": 0.5})
     made.run(Random(0))
     assert made.finish == Finish("done")
-    assert made.scheduler.ledger.fates["dropped"] > 16 * 2
+    assert made.scheduler.ledger.outcomes["dropped"] > 16 * 2
 
 
 def test_the_bound_on_drops_counts_from_update_to_update() -> None:
@@ -86,7 +86,7 @@ def test_the_bound_on_drops_counts_from_update_to_update() -> None:
         run_until(made, is_fire("keep", kept))
         made.step(made.find("keep", kept))
     assert finish(made) == Finish("done")
-    assert made.scheduler.ledger.fates["dropped"] == 3
+    assert made.scheduler.ledger.outcomes["dropped"] == 3
 
 
 def test_a_resumed_run_remembers_what_was_dropped() -> None:

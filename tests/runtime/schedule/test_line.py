@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.cluster.placement import Rank, Replica
-from penstock.runtime.schedule.channel import Line
+from penstock.runtime.schedule.channel import LeastLoadedQueue
 
 
 @settings(deadline=None)
@@ -13,7 +13,7 @@ def test_the_one_with_most_room_that_fits_is_first_and_equals_go_by_the_plans_or
     sizes: list[int], data: st.DataObject
 ) -> None:
     replicas = [Replica(f"generator/{i}", (Rank(),), size) for i, size in enumerate(sizes)]
-    line, room = Line(replicas), {r.name: r.capacity for r in replicas}
+    line, room = LeastLoadedQueue(replicas), {r.name: r.capacity for r in replicas}
     kinds = dict.fromkeys(room, 0)
     for _ in range(30):
         name = data.draw(st.sampled_from(replicas)).name

@@ -45,7 +45,7 @@ def test_a_recorded_run_replays_to_identical_commands_over_all_its_resumes() -> 
         world.run(rng)
         results = replay_all([*stages, recorded(world)], digest)
         assert results[-1].finish == world.finish, f"seed {seed}"
-        assert results[-1].fates == world.scheduler.ledger.fates
+        assert results[-1].outcomes == world.scheduler.ledger.outcomes
 
 
 def test_a_log_that_does_not_say_which_checkpoint_was_complete_had_every_cut_written() -> None:
@@ -69,7 +69,7 @@ def test_the_result_counts_what_happened() -> None:
     result = replay(*recorded(world), digest)
     assert (result.events, result.updates) == (len(world.heard), 2)
     assert result.commands == sum(map(len, world.told))
-    assert result.fates == {"consumed": 4, "dropped": 0, "failed": 0}
+    assert result.outcomes == {"consumed": 4, "dropped": 0, "failed": 0}
 
 
 def test_other_commands_than_recorded_are_refused_by_record() -> None:

@@ -76,7 +76,7 @@ def test_no_group_past_the_last_update_starts() -> None:
 def test_a_graph_without_weights_runs_ahead_of_its_updates() -> None:
     made = world(sft(), Rules(batch=2, end=3))
     assert finish(made).status == "done"
-    assert made.scheduler.ways == {}
+    assert made.scheduler.channels == {}
 
 
 def test_no_updates_are_done_at_once() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
 from penstock.runtime.schedule.compile import Rules, compile_tables
-from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, Done, Finish, Fire, Free, Settle
+from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, CommitTurn, Done, Finish, Fire, Free
 from penstock.runtime.schedule.scheduler import Scheduler
 
 from .examples import exhaust, finish, fired, is_fire, run_until, world
@@ -33,9 +33,11 @@ def talked(made: Graph, rules: Rules, again: float = 1.0, replicas: int = 1) -> 
     return begun
 
 
-def said(world: World, kind: type[Fire] | type[Settle] = Fire) -> list[Firing]:
+def said(world: World, kind: type[Fire] | type[CommitTurn] = Fire) -> list[Firing]:
     """What is said of the first group's turns."""
-    firings = [c.firing for told in world.told for c in told if isinstance(c, Fire | Settle) and isinstance(c, kind)]
+    firings = [
+        c.firing for told in world.told for c in told if isinstance(c, Fire | CommitTurn) and isinstance(c, kind)
+    ]
     return [firing for firing in firings if firing.node in (SPEAK, ANSWER) and firing.index == 0]
 
 
@@ -53,7 +55,7 @@ def test_the_answer_ends_the_turns() -> None:
     made = talked(talking(turns=3), Rules(batch=1, end=1), again=0.0)
     assert finish(made) == Finish("done")
     assert said(made) == [Firing(SPEAK, 0), Firing(ANSWER, 0)]
-    assert said(made, Settle) == []
+    assert said(made, CommitTurn) == []
 
 
 def test_any_rank_may_ask_for_another_turn() -> None:
@@ -81,10 +83,10 @@ def test_the_last_turn_is_settled_once_and_then_read() -> None:
     assert fired(made, "score") == []
     told = made.step(made.find(ANSWER, 0, turn=2))
     score = Fire(Firing("score", 0), "scorer/0", (0,))
-    assert told.index(Settle(Firing(SPEAK, 0, 2), "generator/0")) < told.index(score)
-    assert told.index(Settle(Firing(ANSWER, 0, 2), "environment/0")) < told.index(score)
+    assert told.index(CommitTurn(Firing(SPEAK, 0, 2), "generator/0")) < told.index(score)
+    assert told.index(CommitTurn(Firing(ANSWER, 0, 2), "environment/0")) < told.index(score)
     assert finish(made) == Finish("done")
-    assert said(made, Settle) == [Firing(SPEAK, 0, 2), Firing(ANSWER, 0, 2)]
+    assert said(made, CommitTurn) == [Firing(SPEAK, 0, 2), Firing(ANSWER, 0, 2)]
 
 
 def test_a_turn_that_failed_is_taken_again() -> None:
@@ -138,7 +140,7 @@ def test_what_the_answering_node_recalls_is_freed_when_it_has_answered_again() -
     assert Firing(ANSWER, 0) not in freed(made)
     told = made.step(made.find(ANSWER, 0, turn=1))
     free = next(c for c in told if isinstance(c, Free) and Firing(ANSWER, 0) in c.firings)
-    assert told.index(free) < told.index(Settle(Firing(ANSWER, 0, 1), "environment/0"))
+    assert told.index(free) < told.index(CommitTurn(Firing(ANSWER, 0, 1), "environment/0"))
     assert finish(made) == Finish("done")
 
 
@@ -149,7 +151,7 @@ def test_a_group_can_be_dropped_at_any_turn(node: str) -> None:
     made.drop(made.find(node, 0, turn=1))
     assert finish(made) == Finish("done")
     assert said(made)[-1] == Firing(node, 0, 1)
-    assert made.scheduler.ledger.fates == {"consumed": 1, "dropped": 1, "failed": 0}
+    assert made.scheduler.ledger.outcomes == {"consumed": 1, "dropped": 1, "failed": 0}
 
 
 def test_a_group_lost_elsewhere_frees_its_turns_when_nobody_works_on_it() -> None:

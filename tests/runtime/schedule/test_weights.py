@@ -121,7 +121,7 @@ def test_a_pinned_version_stays_live_for_a_retry() -> None:
     made.feed(Begin())
     run_until(made, is_fire("generate", 1), but=["node='generate', index=0"])
     exhaust(made, but="node='generate', index=1")
-    assert made.scheduler.ways["policy>generator"].receivers["generator/1"].shadow == 1
+    assert made.scheduler.channels["policy>generator"].receivers["generator/1"].staged == 1
     told = made.fail(made.find("generate", 1))
     assert told[1:] == [Fire(Firing("generate", 1), "generator/1", (1,))]
     made.run(Random(0))

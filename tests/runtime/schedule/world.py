@@ -154,7 +154,7 @@ class World:
         """A new world from the last committed cut, through JSON, or as this one was begun if there is none."""
         if self.commit is None:
             return World(self.setting, self.cut, self.lineage)
-        return World(self.setting, json.loads(self.commit.cut), self.checker.committed)
+        return World(self.setting, json.loads(self.commit.state), self.checker.committed)
 
 
 def _answer(command: Fire | Publish | Send | Swap | Save, rank: int) -> Event:
