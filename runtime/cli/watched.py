@@ -19,7 +19,7 @@ from penstock.runtime.cli.launching import relative, summary_text
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError, visible
-from penstock.runtime.record.event_log import Mark, new_records
+from penstock.runtime.record.event_log import EndRecord, Mark, Record, SegmentRecord, StageRecord, new_records
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.record.typed_json import Summary
@@ -86,25 +86,25 @@ class Watched:
         try:
             for record, mark in new_records(self.folder.events, self._mark):
                 self._mark = mark
-                self._take(*record)
+                self._take(record)
         except ValueError as error:
             self._broken = True
             self._follow = None
             yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
 
-    def _take(self, kind: str, *rest: Any) -> None:
-        if kind == "segment":
+    def _take(self, record: Record) -> None:
+        if isinstance(record, SegmentRecord):
             self._before, self._now, self.ended = self.seconds, 0.0, None
-        elif kind == "stage":
-            origin = SegmentOrigin.from_json(rest[0])
+        elif isinstance(record, StageRecord):
+            origin = SegmentOrigin.from_json(record.facts)
             self.stage, self._scheduler = origin.stage, origin.scheduler()
-            self._known |= rest[0].get("accuracy", {})
+            self._known |= record.facts.get("accuracy", {})
             self._follow = Follow(self._scheduler.tables, streams(origin.graph), origin.live)
-        elif kind == "event" and self._scheduler is not None:
-            self._now = rest[0]
-            self._step(self._scheduler, cast(Event, read_record(rest[1])))
-        elif kind == "end":
-            self.ended = rest[0]
+        elif isinstance(record, EndRecord):
+            self.ended = {**record.facts}
+        elif self._scheduler is not None:
+            self._now = record.time
+            self._step(self._scheduler, cast(Event, read_record(record.event)))
 
     def _step(self, scheduler: Scheduler, event: Event) -> None:
         assert self._follow is not None

@@ -5,36 +5,31 @@ The file starts with `MAGIC`; each record follows as a frame
     length of payload (4 bytes, little endian) · check of the length (4) · payload (MessagePack) · chain (16)
 
 where chain = blake2b(chain of the record before, payload), and the check is a digest of that chain and the length. So
-an edited, moved or missing record is found where it is, and told from a file that just ends. A payload is
+an edited, moved or missing record is found where it is, and told from a file that just ends. A payload is a
+`Record`: the array of its kind and its fields.
 
-- ["segment", facts] where a run begins, or resumes from a checkpoint;
-- ["stage", facts] where a scheduler is made;
-- ["event", time, event, digest of the commands] for each step of a scheduler;
-- ["end", facts] when a run is over.
-
-A process that was killed leaves no "end", and may leave half a frame, which the next segment cuts off. `LogWriter` is
-for the recorder of a run; `read_log` (whole and undamaged), `read_segments` (up to the first damage) and `new_records`
-(of a log that grows) are for replay, reports and `watch`.
+A process that was killed leaves no end record, and may leave half a frame, which the next segment cuts off. `LogWriter`
+is for the recorder of a run; `read_log` (whole and undamaged), `read_segments` (up to the first damage) and
+`new_records` (of a log that grows) are for replay, reports and `watch`.
 """
 
-import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from struct import Struct
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
-from msgspec import msgpack
+from msgspec import Meta, Struct, msgpack
 
-from penstock.runtime.record.errors import RecordError, disk_fault
-from penstock.runtime.record.folder import open_append, read_file
-from penstock.runtime.record.typed_json import parse_record
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import AppendFile, read_file
+from penstock.runtime.record.typed_json import NEEDED, Count, Cut, Number, Text
 
 FORMAT = 3
 MAGIC = b"penstock events %d\n" % FORMAT
 CHAIN, CHECK = 16, 4
-LENGTH = Struct("<I")
+LENGTH = struct.Struct("<I")
 HEAD = LENGTH.size + CHECK
 FIRST = blake2b(MAGIC, digest_size=CHAIN).digest()
 """The chain before the first record."""
@@ -49,6 +44,61 @@ Encode = Callable[[Any], bytes]
 
 class LogError(RecordError):
     """The log is not as a run wrote it; names the record."""
+
+
+class SegmentFacts(TypedDict):
+    """`cut` is the update of the checkpoint from which a resume goes on; `run` the id of the run."""
+
+    cut: NotRequired[Count | None]
+    run: NotRequired[Text]
+
+
+class SegmentRecord(Struct, array_like=True, tag="segment"):
+    """A run begins, or resumes from a checkpoint."""
+
+    facts: SegmentFacts
+
+
+class StageFacts(TypedDict, total=False):
+    """All that is needed to make the scheduler again; `SegmentOrigin.from_json` reads it."""
+
+    stage: Text
+    graph: dict[str, Any]
+    plan: dict[str, Any]
+    rules: dict[str, Any]
+    cut: Cut | None
+    live: list[tuple[str, str, int]]
+    complete: dict[str, Any] | None
+    accuracy: dict[str, Number]
+
+
+class StageRecord(Struct, array_like=True, tag="stage"):
+    """A scheduler is made."""
+
+    facts: StageFacts
+
+
+class EventRecord(Struct, array_like=True, tag="event"):
+    """A step of the scheduler: the event, and a digest of the commands. Time is in seconds since the segment began."""
+
+    time: Annotated[float, Meta(ge=0, le=1e10)]
+    event: bytes
+    digest: bytes
+
+
+class EndFacts(TypedDict):
+    status: Text
+    error: NotRequired[Text]
+
+
+class EndRecord(Struct, array_like=True, tag="end"):
+    """A run is over."""
+
+    facts: EndFacts
+
+
+Record = SegmentRecord | StageRecord | EventRecord | EndRecord
+_decode = msgpack.Decoder(Record).decode
 
 
 class Step(NamedTuple):
@@ -72,7 +122,7 @@ class Mark(NamedTuple):
 class StageLog:
     """One scheduler's life. `facts` say how it was made."""
 
-    facts: dict[str, Any]
+    facts: StageFacts
     steps: list[Step] = field(default_factory=list)
 
 
@@ -80,9 +130,9 @@ class StageLog:
 class Segment:
     """A run, or what a resume added. `ended` is what its last record says; None if the process was killed."""
 
-    facts: dict[str, Any]
+    facts: SegmentFacts
     stages: list[StageLog] = field(default_factory=list)
-    ended: dict[str, Any] | None = None
+    ended: EndFacts | None = None
 
 
 def commands_digest(commands: Iterable[Any], encode: Encode) -> bytes:
@@ -106,32 +156,28 @@ class LogWriter:
         self._buffer = bytearray()
         self._flushed = 0.0
         mark = Mark(0, 0, FIRST)
-        try:
-            if path.exists():
-                mark = Mark(0, len(MAGIC), FIRST)
-                for _, mark in _frames(path):  # noqa: B007
-                    pass
-            self._fd = open_append(path)
-            # Half a frame that a kill has left would be damage in the middle of the log.
-            os.ftruncate(self._fd, mark.nbytes)
-        except OSError as error:
-            raise disk_fault(path, error) from error
+        if path.exists():
+            mark = Mark(0, len(MAGIC), FIRST)
+            for _, mark in _frames(path):  # noqa: B007
+                pass
+        # Half a frame that a kill has left would be damage in the middle of the log.
+        self._file = AppendFile(path, keep=mark.nbytes)
         self.records, self._chain = mark.records, mark.chain
         if not mark.nbytes:
             self._buffer += MAGIC
 
     def segment(self, cut: int | None, facts: Mapping[str, Any]) -> None:
         """A run begins (`cut` None), or resumes from the checkpoint before update `cut`."""
-        self._append(["segment", {**facts, "cut": cut}])
+        self._append("segment", {**facts, "cut": cut})
         self.flush()
 
     def stage(self, facts: Mapping[str, Any]) -> None:
         """A scheduler is made. `facts` are all that is needed to make it again."""
-        self._append(["stage", dict(facts)])
+        self._append("stage", facts)
 
     def step(self, time: float, event: Any, commands: Iterable[Any]) -> None:
         """The scheduler saw `event` at `time` (seconds since the segment began) and answered with `commands`."""
-        self._append(["event", time, self.encode(event), commands_digest(commands, self.encode)])
+        self._append("event", time, self.encode(event), commands_digest(commands, self.encode))
         self.tick(time)
 
     def tick(self, now: float) -> None:
@@ -142,31 +188,23 @@ class LogWriter:
 
     def end(self, facts: Mapping[str, Any]) -> None:
         """The run is over; nothing comes after."""
-        self._append(["end", dict(facts)])
+        self._append("end", facts)
         self.close()
 
     def close(self) -> None:
         self.flush()
-        os.close(self._fd)
+        self._file.close()
 
     def flush(self) -> None:
         """Hand the buffer to the system. Raises RecordError if the disk is full."""
-        try:
-            while self._buffer:
-                # A full disk may take a part: what is written is dropped at once, so that no byte is written twice.
-                del self._buffer[: os.write(self._fd, self._buffer)]
-        except OSError as error:
-            raise disk_fault(self.path, error, len(self._buffer)) from error
+        self._file.write(self._buffer)
 
     def sync(self) -> None:
         """Flush, and wait until the disk has it. Raises RecordError."""
         self.flush()
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise disk_fault(self.path, error) from error
+        self._file.sync()
 
-    def _append(self, record: list[Any]) -> None:
+    def _append(self, *record: Any) -> None:
         payload = msgpack.encode(record)
         self._buffer += _head(self._chain, len(payload)) + payload
         self._chain = _next(self._chain, payload)
@@ -193,18 +231,20 @@ def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:
     """The segments of a log up to its first damage, and that damage. Raises LogError where nothing can be read."""
     segments: list[Segment] = []
     try:
-        for (kind, *rest), mark in new_records(path):
+        for record, mark in new_records(path):
             number = mark.records - 1
-            if kind == "segment":
-                segments.append(Segment(rest[0]))
-            elif not segments or (kind == "event" and not segments[-1].stages):
-                raise LogError(f"{path}: record {number} is {kind!r}, before any segment or stage")
-            elif kind == "stage":
-                segments[-1].stages.append(StageLog(rest[0]))
-            elif kind == "event":
-                segments[-1].stages[-1].steps.append(Step(number, *rest))
-            else:
-                segments[-1].ended = rest[0]
+            match record:
+                case SegmentRecord():
+                    segments.append(Segment(record.facts))
+                case StageRecord() if segments:
+                    segments[-1].stages.append(StageLog(record.facts))
+                case EventRecord() if segments and segments[-1].stages:
+                    segments[-1].stages[-1].steps.append(Step(number, record.time, record.event, record.digest))
+                case EndRecord() if segments:
+                    segments[-1].ended = record.facts
+                case _:
+                    kind = type(record).__name__
+                    raise LogError(f"{path}: record {number} is a {kind}, before any segment or stage")
     except LogError as damage:
         if not segments:
             raise
@@ -217,22 +257,22 @@ def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:
 def segment_seconds(path: Path) -> list[float]:
     """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
     seconds: list[float] = []
-    for (kind, *rest), _ in new_records(path):
-        if kind == "segment":
+    for record, _ in new_records(path):
+        if isinstance(record, SegmentRecord):
             seconds.append(0.0)
-        elif kind == "event" and seconds:
-            seconds[-1] = rest[0]
+        elif isinstance(record, EventRecord) and seconds:
+            seconds[-1] = record.time
     return seconds
 
 
-def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[list[Any], Mark]]:
+def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[Record, Mark]]:
     """The records of a log after `mark` (None: all), each with the mark behind it. A record that is still being written
     is left out. Raises LogError."""
     for payload, after in _frames(path, mark):
         try:
-            record = parse_record(payload, f"{path}: record {after.records - 1}")
-        except RecordError as error:
-            raise LogError(str(error)) from None
+            record = _decode(payload)
+        except (ValueError, RecursionError) as error:
+            raise LogError(f"{path}: record {after.records - 1}: {error}; {NEEDED}") from None
         yield record, after
 
 

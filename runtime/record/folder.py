@@ -34,14 +34,16 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from time import sleep
 from typing import Any, BinaryIO
 
+import msgspec
+from msgspec import Struct, field, structs
+
 from penstock.runtime.record.errors import PLACE, RecordError, disk_fault
-from penstock.runtime.record.typed_json import CutFile, parse_json, require_shape
+from penstock.runtime.record.typed_json import Count, Number, parse_json, require_shape
 
 LOCK = "lock"
 MARKS = ("config.json", "events.log", "metrics.jsonl")
@@ -364,6 +366,39 @@ def open_append(path: Path) -> int:
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
+class AppendFile:
+    """A file of a run that grows; `keep` bytes of it are kept where it is there already, None for all of them. Each
+    method raises RecordError where the disk is full."""
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        self.path = path
+        try:
+            self._fd = open_append(path)
+            if keep is not None:
+                os.ftruncate(self._fd, keep)
+        except OSError as error:
+            raise disk_fault(path, error) from error
+
+    def write(self, data: bytearray) -> None:
+        """Hand `data` to the system. It is empty then; where the disk is full, it has what was not written."""
+        try:
+            while data:
+                # A full disk may take a part: what is written is dropped at once, so that no byte is written twice.
+                del data[: os.write(self._fd, data)]
+        except OSError as error:
+            raise disk_fault(self.path, error, len(data)) from error
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise disk_fault(self.path, error) from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file, of `limit` bytes at most. Raises RecordError for another one, and OSError."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -448,18 +483,20 @@ _COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
 _FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A complete checkpoint: the `update` that comes next, the scheduler's state (`cut`), the accuracies known by then,
-    and the metrics of pending groups that stand in no row yet (`figures`, see `metrics.Rows.to_json`). `written` is the
-    name that the folder had while it was written, and still has on a host with a run folder of its own."""
+class SavedCheckpoint(Struct, frozen=True):
+    """A complete checkpoint, as `cut.json` has it.
 
-    folder: Path
-    update: int
-    cut: Mapping[str, Any]
-    accuracy: Mapping[str, float | None]
-    figures: Mapping[str, Any]
-    written: str
+    update: the one that comes next. cut: the scheduler's state; a resume requires a `typed_json.Cut` in it. accuracy:
+    what is known by then. figures: the metrics of pending groups that stand in no row yet (`metrics.Rows.to_json`).
+    written: the name that the folder had while it was written, and still has on a host with a run folder of its own.
+    """
+
+    update: Count
+    cut: dict[str, Any]
+    accuracy: dict[str, Number]
+    figures: dict[str, Any] = field(default_factory=dict)
+    written: str = ""
+    folder: Path = Path()
 
 
 def update_of(name: str) -> int:
@@ -522,9 +559,9 @@ def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
     if not complete:
         return None
     newest = max(complete)[-1]
-    facts = folder.read_json(str(newest.relative_to(folder.path) / CUT), CutFile)
-    figures, written = facts.get("figures", {}), facts.get("written", newest.name)
-    return SavedCheckpoint(newest, facts["update"], facts["cut"], facts["accuracy"], figures, written)
+    facts = folder.read_json(str(newest.relative_to(folder.path) / CUT), SavedCheckpoint)
+    saved = msgspec.convert(facts, SavedCheckpoint)
+    return structs.replace(saved, folder=newest, written=saved.written or newest.name)
 
 
 def sweep_checkpoints(folder: RunFolder) -> None:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
-from penstock.runtime.record.errors import RecordError, disk_fault
-from penstock.runtime.record.folder import RunFolder, make_folder, open_append, read_file, write_atomic
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import AppendFile, RunFolder, make_folder, read_file, write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, span
 from penstock.runtime.record.trace_formats import Drawing
 from penstock.runtime.record.typed_json import parse_json, require_row
@@ -220,28 +220,13 @@ class Rows:
         return {**_finite(row), "not_finite": wrong} if wrong else row
 
 
-class MetricsFile:
+class MetricsFile(AppendFile):
     """Appends rows to a file; each is on its way to the disk when `append` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._fd = open_append(path)
-        except OSError as error:
-            raise disk_fault(path, error) from error
 
     def append(self, row: Row) -> None:
         """Raises RecordError if the disk is full."""
         # One write per row, without a buffer: a row survives the process, and `watch` sees it at once.
-        line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
-        try:
-            while line:
-                line = line[os.write(self._fd, line) :]
-        except OSError as error:
-            raise disk_fault(self.path, error, len(line)) from error
-
-    def close(self) -> None:
-        os.close(self._fd)
+        self.write(bytearray(json.dumps(_finite(row), allow_nan=False).encode() + b"\n"))
 
 
 class HalfRow(RecordError):

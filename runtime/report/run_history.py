@@ -16,7 +16,7 @@ from typing import Any, cast
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.event_log import FORMAT, MAGIC, LogError, Segment, StageLog, read_segments
+from penstock.runtime.record.event_log import FORMAT, MAGIC, EndFacts, LogError, Segment, StageLog, read_segments
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.record.timeline import Utilisation
@@ -77,7 +77,7 @@ class Life:
     end: int
     stages: list[StageRecord]
     starting: int
-    ended: dict[str, Any] | None
+    ended: EndFacts | None
     cut: int | None
     accuracy: Mapping[str, float | None]
 

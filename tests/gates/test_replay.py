@@ -85,7 +85,7 @@ def test_an_edited_log_with_a_chain_made_anew_is_refused_by_its_decisions(record
     path = tmp_path / "events.log"
     writer = event_log.LogWriter(path, bytes)
     for record in records:
-        writer._append(record)
+        writer._append(*record)
     writer.close()
     assert len(read_log(path)) == 1
     with pytest.raises(ReplayError) as error:

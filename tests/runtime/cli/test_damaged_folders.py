@@ -131,7 +131,7 @@ def chained(records: list[Any]) -> bytes:
 
 
 def changed_log(path: Path, draw: Random) -> bytes:
-    records: list[Any] = [list(record) for record, _ in new_records(path)]
+    records: list[Any] = [msgspec.to_builtins(record, builtin_types=(bytes,)) for record, _ in new_records(path)]
     place = draw.randrange(len(records))
     events = [k for k, record in enumerate(records) if record[0] == "event"]
     match draw.randrange(6):
