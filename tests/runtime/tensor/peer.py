@@ -1,4 +1,4 @@
-"""The other process of the bridge's tests: `python peer.py SIDE FILE TIMEOUT`.
+"""The other process of the bridge's tests: `main(SIDE, FILE, TIMEOUT)`.
 
 As a destination it receives what each line of its input (the facts of a sync, JSON) says, swaps, and answers with
 what is live; as a source it publishes and sends the version that each line names. Errors are answers too.
@@ -84,7 +84,6 @@ def receive(receiver: WeightReceiver, facts: Mapping[str, Any], transport: Recei
 
 
 def main(side: str, path: str, timeout: str) -> None:
-    torch.set_num_threads(1)
     bridge = ReplicaLink(CHANNEL, FileStore(path), timeout=float(timeout))
     answer(started=True)
     transport = bridge.open("source" if side == "source" else "destination")
@@ -104,7 +103,3 @@ def main(side: str, path: str, timeout: str) -> None:
                 answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
         except RuntimeError as error:
             answer(error=type(error).__name__, text=str(error))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

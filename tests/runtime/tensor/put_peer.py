@@ -1,5 +1,4 @@
-"""The other process of the tests of shared memory: `python put_peer.py SIDE FOLDER TIMEOUT DEVICE`,
-one rank.
+"""The other process of the tests of shared memory: `main(SIDE, FOLDER, TIMEOUT, DEVICE)`, one rank.
 
 It does what each line of its input says: a source publishes (`publish`), sends (`send`), and dies after the first
 piece (`die`); a destination receives what is published (`facts`) and swaps. Errors are answers too.
@@ -12,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
@@ -61,7 +59,6 @@ def exported(run: str, device: str) -> WritableMemory:
 
 
 def main(side: Any, folder: str, timeout: str, device: str) -> None:
-    torch.set_num_threads(1)
     memory = exported(Path(folder).name, device) if side == "destination" else None
     transport = Opening(
         ReplicaLink(CHANNEL, FileStore(f"{folder}/bridge"), timeout=float(timeout)), side, memory, device
@@ -86,7 +83,3 @@ def main(side: Any, folder: str, timeout: str, device: str) -> None:
                 answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors))
         except RuntimeError as error:
             answer(error=type(error).__name__, text=str(error))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

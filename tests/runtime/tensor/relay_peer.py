@@ -1,4 +1,4 @@
-"""A replica of one rank in a chain, as a process: `python relay_peer.py FOLDER INDEX REPLICAS`.
+"""A replica of one rank in a chain, as a process: `main(FOLDER, INDEX, REPLICAS)`.
 
 It receives what each line of its input (the facts of a sync, JSON) says, from the trainer or from the replica before
 it, passes it on to the one after it, swaps, and answers with what is live. Errors are answers too, and what ended the
@@ -11,7 +11,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import torch
 from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
@@ -29,17 +28,17 @@ def link(folder: Path, source: int) -> ReplicaLink:
     return ReplicaLink(label, FileStore(f"{folder}/link-{source}"), timeout=60.0, transport="messages")
 
 
-def main(folder: Path, index: int, replicas: int) -> None:
-    torch.set_num_threads(1)
+def main(folder: str, at: str, replicas: str) -> None:
+    index = int(at)
 
     @cache
     def opened(source: int) -> MessageTransport:
-        bridge = link(folder, source).open("source" if source == index else "destination")
+        bridge = link(Path(folder), source).open("source" if source == index else "destination")
         assert isinstance(bridge, MessageTransport)
         return bridge
 
     relay = ChainForwarder(CHANNEL, 0, lambda error: answer(failed=str(error)))
-    last = index == replicas - 1
+    last = index == int(replicas) - 1
     leg = ChainHop(relay, lambda: opened(index - 1), None if last else lambda: opened(index), linked=index > 0)
     receiver = WeightReceiver(CHANNEL)
     answer(started=True)
@@ -54,7 +53,3 @@ def main(folder: Path, index: int, replicas: int) -> None:
             answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
         except RuntimeError as error:
             answer(error=type(error).__name__, text=str(error), live=receiver.weights.version)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,9 +2,6 @@
 
 import json
 import queue
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from penstock.runtime.tensor.digest import ChecksumError, digest
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Transport, TransportError
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
-from tests.halt import halt
+from tests.forks import Forked
 
 from .peer import CHANNEL, Policy, hurry, published, receive
 
@@ -29,22 +26,18 @@ class Peer:
     """The other process, answering line by line."""
 
     def __init__(self, side: str, path: Path, timeout: float) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("peer.py")), side, str(path), str(timeout)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = Forked("tests.runtime.tensor.peer:main", side, str(path), str(timeout))
 
     def tell(self, **order: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
 
     def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=60)
+        self.process.end()
 
 
 @pytest.fixture
@@ -138,7 +131,7 @@ def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
     publisher.publish(0)
     results: queue.Queue[Moved | Exception] = queue.Queue()
     publisher.start(0, transport, 1, results.put)
-    peer.process.send_signal(signal.SIGKILL)
+    peer.process.kill()
     error = results.get(timeout=60)
     assert isinstance(error, TransportError)
     assert f"{CHANNEL}: version 0: " in str(error)
@@ -180,7 +173,7 @@ def test_a_sender_that_dies_fails_the_receive_and_the_live_version_stays(peers: 
     policy.advance(1)
     results: queue.Queue[Moved | Exception] = queue.Queue()
     receiver.start(1, published(WeightPublisher(CHANNEL, policy), 1)["digests"], transport, results.put)
-    peer.process.send_signal(signal.SIGKILL)
+    peer.process.kill()
     error = results.get(timeout=60)
     assert isinstance(error, TransportError)
     assert f"{CHANNEL}: version 1: the header from source rank 0 failed" in str(error)
@@ -191,7 +184,7 @@ def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(peers: Any) -> 
     peer, transport = peers("destination")
     publisher = WeightPublisher(CHANNEL, Policy(large=40_000_000))
     publisher.publish(0)
-    halt(peer.process)
+    peer.process.halt()
     hurry(transport, 2)
     said = r"version 0: the header to destination rank 0 failed after \d+\.\d s: .*Timed out waiting 2000ms"
     with pytest.raises(TransportError, match=said):

@@ -1,8 +1,6 @@
 """Weights put into another process's memory: equal, nothing left behind, and never a hang."""
 
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,7 @@ from penstock.runtime.tensor.one_sided import MappedMemory, OneSidedTransport, P
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.shm import SHM, SegmentError, sweep
 from penstock.runtime.tensor.weight_sync import SyncError, WeightPublisher, WeightReceiver
-from tests.halt import halt
+from tests.forks import Forked
 
 from .peer import CHANNEL, Policy, hurry, published, receive
 from .put_peer import Opening, exported
@@ -32,9 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 class PutPeer(Peer):
     def __init__(self, side: str, folder: Path, timeout: float, device: str) -> None:
-        command = [sys.executable, "-m", "tests.runtime.tensor.put_peer", side, str(folder), str(timeout), device]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
+        self.process = Forked("tests.runtime.tensor.put_peer:main", side, str(folder), str(timeout), device)
         assert self.read() == {"started": True}
 
     def ask(self, **order: Any) -> dict[str, Any]:
@@ -141,7 +137,7 @@ def test_a_receiver_that_hangs_fails_the_send_within_the_timeout(run: Path, othe
     assert peer.read()["version"] == 0
     policy.advance(1)
     publisher.publish(1)
-    halt(peer.process)
+    peer.process.halt()
     hurry(transport.transport, 2)
     said = r"version 1: the offer of a shadow to destination rank 0 failed after \d+\.\d s: .*Timed out waiting 2000ms"
     with pytest.raises(TransportError, match=said):

@@ -2,8 +2,6 @@
 
 import json
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Side, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport, Tell
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
-from tests.halt import halt
+from tests.forks import Forked
 
 from .peer import CHANNEL, Policy, hurry, published, receive
 from .relay_peer import link
@@ -40,10 +38,8 @@ class Chain:
     """A trainer here, and replicas in processes of their own."""
 
     def __init__(self, folder: Path, replicas: int, large: int) -> None:
-        root = Path(__file__).resolve().parents[3]
-        command = [sys.executable, "-m", "tests.runtime.tensor.relay_peer", str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": root}
-        self.replicas = [subprocess.Popen([*command, str(index), str(replicas)], **pipes) for index in range(replicas)]
+        peer = "tests.runtime.tensor.relay_peer:main"
+        self.replicas = [Forked(peer, str(folder), str(index), str(replicas)) for index in range(replicas)]
         assert [self.read(index) for index in range(replicas)] == [{"started": True}] * replicas
         self.policy = Policy(large)
         self.publisher = WeightPublisher(CHANNEL, self.policy)
@@ -52,9 +48,7 @@ class Chain:
         self.events: dict[int, Callable[[], object]] = {}
 
     def read(self, index: int) -> dict[str, Any]:
-        stdout = self.replicas[index].stdout
-        assert stdout is not None
-        answer: dict[str, Any] = json.loads(stdout.readline())
+        answer: dict[str, Any] = json.loads(self.replicas[index].stdout.readline())
         return answer
 
     def publish(self, version: int) -> dict[str, Any]:
@@ -67,7 +61,6 @@ class Chain:
 
     def tell(self, index: int, **line: Any) -> None:
         stdin = self.replicas[index].stdin
-        assert stdin is not None
         stdin.write(json.dumps(line) + "\n")
         stdin.flush()
 
@@ -94,8 +87,7 @@ class Chain:
 
     def end(self) -> None:
         for replica in self.replicas:
-            replica.kill()
-            replica.communicate(timeout=60)
+            replica.end()
         if self.opened is not None:
             self.opened.close()
 
@@ -162,7 +154,7 @@ def test_a_replica_that_stands_still_is_named_within_the_deadline_by_the_one_bef
     chain.sync(0)
     assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
     chain.tell(0, hurry=0, seconds=3)
-    chain.at(2, partial(halt, chain.replicas[1]))
+    chain.at(2, chain.replicas[1].halt)
     chain.sync(1)
     answers = [chain.read(0), chain.read(0)]
     assert [answer["version"] for answer in answers if "version" in answer] == [1]
