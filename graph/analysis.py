@@ -150,11 +150,11 @@ def period_bound(
     return max(bounds, key=lambda bound: bound.seconds)
 
 
+# Servers of a per-group node, and seconds of one of its firings.
 Stage = tuple[int, float]
-"""Servers of a per-group node, and seconds of one of its firings."""
 
+# Batches beyond its own that a stretch is followed for: where queueing across updates still makes a difference.
 FURTHER = 32
-"""Batches beyond its own that a stretch is followed for: where queueing across updates still makes a difference."""
 
 
 def _cycle_bound(

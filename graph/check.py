@@ -450,6 +450,7 @@ def _turns(view: View) -> Iterator[Fault]:
             yield Fault("turns-with-state", what, "a node that passes a state on", needed, node.where)
 
 
+# All rules. Faults of one line keep this order.
 RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
     _names,
     _forms,
@@ -468,4 +469,3 @@ RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
     _steps,
     calls,
 )
-"""All rules. Faults of one line keep this order."""

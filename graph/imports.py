@@ -23,13 +23,13 @@ from penstock.graph.ir import Json
 
 PROGRAMS = "penstock.programs"
 
+# The annotations of an option that is a file or a folder, evaluated or not.
 PATHS = (Path, Path | None, "Path", "Path | None")
-"""The annotations of an option that is a file or a folder, evaluated or not."""
+# And of one that is several of them.
 LISTS = (list[Path], Sequence[Path], tuple[Path, ...], "list[Path]", "Sequence[Path]", "tuple[Path, ...]")
-"""And of one that is several of them."""
 
+# The modules that were loaded from a file: their names, and the files' absolute paths.
 _files: dict[str, str] = {}
-"""The modules that were loaded from a file: their names, and the files' absolute paths."""
 
 
 def path_of(thing: Any) -> str:

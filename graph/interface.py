@@ -16,8 +16,8 @@ from penstock.graph.ir import Json
 from penstock.graph.protocols import Stream
 from penstock.graph.types import Context, Metrics
 
+# The default of an option that has none.
 REQUIRED = inspect.Parameter.empty
-"""The default of an option that has none."""
 
 
 @dataclass(frozen=True, slots=True)

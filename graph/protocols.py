@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
+# A tensor of any library that has shapes, slices and arithmetic; torch in the workers.
 Array = Any
-"""A tensor of any library that has shapes, slices and arithmetic; torch in the workers."""
 
 
 class Vector(Protocol):
@@ -110,15 +110,15 @@ class Releasing(Protocol):
         """Give it up; nothing is in work. What comes of later firings is the same."""
 
 
+# A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank.
 Axes = tuple[tuple[str, int], ...]
-"""A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank."""
 
+# The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, shares of each layer.
+# All but "dp" cut; over any other axis tensors are replicated.
 STAGE, DATA, FSDP, TENSOR = "pp", "dp", "fsdp", "tp"
-"""The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, shares of each layer.
-All but "dp" cut; over any other axis tensors are replicated."""
 
+# The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated.
 Rule = tuple[int, int] | None
-"""The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated."""
 
 
 def num_ranks(axes: Axes) -> int:

@@ -196,8 +196,8 @@ class Call:
 
 
 S = TypeVar("S")
+# Raises ValueError, with what was given and what is needed, for what lacks something; a node's `call.lack(…)`.
 Check = Callable[[S], object]
-"""Raises ValueError, with what was given and what is needed, for what lacks something; a node's `call.lack(…)`."""
 
 M = TypeVar("M", bound=Callable[..., Any])
 

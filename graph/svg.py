@@ -19,10 +19,10 @@ from html import escape
 from penstock.graph.ir import Graph
 from penstock.graph.show import Box, Link, picture
 
+# Width of a character of a box's title: 14 px in any common monospaced font, rounded up.
 TITLE = 8.5
-"""Width of a character of a box's title: 14 px in any common monospaced font, rounded up."""
+# Width of a character of notes and labels: 11 px.
 NOTE = 6.7
-"""Width of a character of notes and labels: 11 px."""
 
 BOX_HEIGHT, PORT = 48.0, 20.0
 LANE_TOP, LANE_BOTTOM, ROW_GAP, LANE_GAP = 34.0, 16.0, 14.0, 12.0
@@ -164,12 +164,12 @@ class Grid:
 
 
 Point = tuple[float, float]
+# What has a track of its own in a channel: an output's wires, or one feedback wire; and which of its turns.
 Key = tuple[str, str, str, int]
-"""What has a track of its own in a channel: an output's wires, or one feedback wire; and which of its turns."""
 
 
+# Heights for wires between two lanes, from the middle of the gap: beside it lie the lanes' own margins.
 BETWEEN = (0, 4, -4, 8, -8, 12, -12, 16, 20, 24)
-"""Heights for wires between two lanes, from the middle of the gap: beside it lie the lanes' own margins."""
 
 
 @dataclass
@@ -322,6 +322,7 @@ class _Router:
         return Wire(link, [*corners, (middle - half, bottom)], link.label, (middle, bottom + 14))
 
 
+# Background and line colour of each pool in turn.
 LANES = (
     ("#e8f5f2", "#1f8a7a"),
     ("#fdf3e0", "#b7791f"),
@@ -330,7 +331,6 @@ LANES = (
     ("#eef6e8", "#4d8a2f"),
     ("#f2ebfa", "#7a4bb0"),
 )
-"""Background and line colour of each pool in turn."""
 
 INK, FAINT, DATA, FEEDBACK = "#1e293b", "#64748b", "#475569", "#c2410c"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'Liberation Mono', monospace"
@@ -487,11 +487,11 @@ def _image_look(background: str, colour: str) -> _Look:
     )
 
 
+# Of wires within an update, and of those to a later one.
 IMAGE_WIRE = {
     True: f'fill="none" stroke="{DATA}" stroke-width="1.6" marker-end="url(#data)"',
     False: f'fill="none" stroke="{FEEDBACK}" stroke-width="1.6" stroke-dasharray="6 4" marker-end="url(#feedback)"',
 }
-"""Of wires within an update, and of those to a later one."""
 
 
 # The halo keeps words readable where a wire passes under them.

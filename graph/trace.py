@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 ANY = "typing:Any"
+# The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before.
 BACK = ("conversation", "replies")
-"""The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before."""
+# The optional input by which a node that answers gets what it made itself in the turn before.
 EARLIER = "earlier"
-"""The optional input by which a node that answers gets what it made itself in the turn before."""
 
 
 class Handle:
@@ -351,8 +351,8 @@ def _options(
     return tuple(options.items()), faults
 
 
+# The trace under way, if there is one.
 current: ContextVar[TraceRecorder | None] = ContextVar("current", default=None)
-"""The trace under way, if there is one."""
 
 
 def recording(what: str) -> TraceRecorder:

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from penstock.graph.protocols import Array, Axes, Vector, joined
 
+# Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups.
 Metrics = dict[str, float]
-"""Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups."""
 
+# What a row of `metrics.jsonl` holds by itself: no figure of a node has such a name.
 COLUMNS = frozenset(
     {
         "update",
@@ -36,10 +37,9 @@ COLUMNS = frozenset(
         "not_finite",
     }
 )
-"""What a row of `metrics.jsonl` holds by itself: no figure of a node has such a name."""
 
+# The most characters of a figure's name, and the most figures of one firing.
 NAME_LENGTH, MOST_FIGURES = 100, 1000
-"""The most characters of a figure's name, and the most figures of one firing."""
 
 
 class NodeWarning(UserWarning):
@@ -186,8 +186,8 @@ class PreferenceModel(Model):
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 AnyAverage = TypeVar("AnyAverage", bound=Average)
 AnyCritic = TypeVar("AnyCritic", bound=Critic)
+# What an update gives back of what it is given: a program's `Solver(Policy)` stays a `Solver`.
 AnyPreferenceModel = TypeVar("AnyPreferenceModel", bound=PreferenceModel)
-"""What an update gives back of what it is given: a program's `Solver(Policy)` stays a `Solver`."""
 
 
 @dataclass

@@ -87,8 +87,8 @@ def one_greedy(call: Call) -> None:
         raise call.lack(f"greedy rewards of samples={samples}", needed, code="too-many-samples")
 
 
+# What sub-group each row of rollouts is of: anything that equals itself, such as a text or a number.
 By = Callable[[Rollouts], Sequence[object]]
-"""What sub-group each row of rollouts is of: anything that equals itself, such as a text or a number."""
 
 
 def named_rows(call: Call) -> None:

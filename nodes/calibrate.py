@@ -28,22 +28,22 @@ from torch import Tensor
 
 from penstock.nodes.model.kernels import linear
 
+# The first argument of the process at the other end of a link; the second is the folder where both meet.
 ANSWER = "--answer"
-"""The first argument of the process at the other end of a link; the second is the folder where both meet."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of the products on a GPU.
 ROWS, WIDTHS = (16, 1024, 8192), (1024, 2048, 4096, 8192)
-"""Of the products on a GPU."""
+# Different weights of a product, in turn: 7 for each of 8 layers.
 WEIGHTS = 56
-"""Different weights of a product, in turn: 7 for each of 8 layers."""
+# Of one product's weights and of one figure: more than a cache keeps; with many rows fewer weights will do, since
+# reading them is hidden.
 MOST_BYTES, MOST_FLOPS = 128 << 20, 8e9
-"""Of one product's weights and of one figure: more than a cache keeps; with many rows fewer weights will do, since
-reading them is hidden."""
+# A figure is from rounds that take this long together at least, whatever the clock's grain.
 LEAST_S = 0.03
-"""A figure is from rounds that take this long together at least, whatever the clock's grain."""
+# Of a figure, and of one whose single call is long.
 ROUNDS, FEWEST = 5, 2
-"""Of a figure, and of one whose single call is long."""
+# Bytes of a tensor that no cache keeps, and of one that the nearest caches keep.
 LARGE, SMALL = 256 << 20, 256 << 10
-"""Bytes of a tensor that no cache keeps, and of one that the nearest caches keep."""
 DEADLINE = timedelta(seconds=30)
 
 

@@ -19,8 +19,8 @@ from penstock.graph.errors import caller, fault
 from penstock.graph.imports import path_of
 
 T = TypeVar("T")
+# The key under which a checkpoint's JSON has a tuple, which JSON alone would turn into a list.
 TUPLE = "a tuple"
-"""The key under which a checkpoint's JSON has a tuple, which JSON alone would turn into a list."""
 NEEDED = "a number, a text, True, False, None, or lists, tuples and dicts (by texts) of them"
 
 

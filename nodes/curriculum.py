@@ -19,11 +19,11 @@ from penstock.graph.protocols import Carried, Source
 from penstock.graph.types import Context, Metrics, Prompts, Rewards
 from penstock.nodes.data import open_prompts
 
+# A prompt's text → what it has in common with others.
 Kind = Callable[[str], str]
-"""A prompt's text → what it has in common with others."""
 
+# What each update leaves of a kind's figure.
 MEMORY = 0.7
-"""What each update leaves of a kind's figure."""
 
 
 class Candidates(Prompts):

@@ -31,13 +31,13 @@ from penstock.graph.types import Batchable, Context, Prompts
 from penstock.nodes.score import FINAL, reference_number
 from penstock.nodes.tokenizer import EOS
 
+# Problems of arithmetic, and at most so many rows of a file, that are the evaluation's.
 HELD_OUT = 500
-"""Problems of arithmetic, and at most so many rows of a file, that are the evaluation's."""
+# The share of demonstrations that stop after the draft, and of those for a calculator that call it.
 SLOPPY, CALLS = 0.65, 0.3
-"""The share of demonstrations that stop after the draft, and of those for a calculator that call it."""
 CALCULATOR_DIGITS = 2
+# Demonstrations in one group, so that an update of 128 takes four groups.
 ROWS = 32
-"""Demonstrations in one group, so that an update of 128 takes four groups."""
 
 R = TypeVar("R")
 

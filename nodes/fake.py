@@ -38,8 +38,8 @@ __all__ = [
 WIDTH = 64
 TOKENS = 4
 HANG_S = 3600.0
+# The longest that one step of the generator sleeps, so that messages are not kept waiting.
 STEP_S = 0.0005
-"""The longest that one step of the generator sleeps, so that messages are not kept waiting."""
 
 
 class FakeError(RuntimeError):

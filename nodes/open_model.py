@@ -28,10 +28,10 @@ from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_con
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
+# What arithmetic is written in.
 ALPHABET = "0123456789+-=:"
-"""What arithmetic is written in."""
+# Tokens of prompt and response together; attention over a cache costs as much as it can hold.
 ARITHMETIC_CONTEXT, BYTE_CONTEXT = 32, 2048
-"""Tokens of prompt and response together; attention over a cache costs as much as it can hold."""
 
 
 def open_model(context: Context, dtype: str | None = None) -> tuple[Llama, Tokenizer]:

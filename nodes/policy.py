@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 Figures = TypeVar("Figures")
+# (a micro-batch, log π of its targets with a gradient, their entropies) → (the loss to add, figures without one).
+# Workers call it at the same time: it changes nothing.
 MicroLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Figures]]
-"""(a micro-batch, log π of its targets with a gradient, their entropies) → (the loss to add, figures without one).
-Workers call it at the same time: it changes nothing."""
 
 
 class LanguageModel(SequenceModel[Llama]):

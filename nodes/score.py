@@ -15,11 +15,11 @@ from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Rewards, Rollouts
 from penstock.nodes.option_checks import count
 
+# (prompt, response, reference answer) → reward.
 Rule = Callable[[str, str, str], float]
-"""(prompt, response, reference answer) → reward."""
 
+# GSM8K writes the final number after this.
 FINAL = "####"
-"""GSM8K writes the final number after this."""
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
 # follows something to subtract from: "48-24" holds 48 and 24.
@@ -31,8 +31,8 @@ _NUMBER = re.compile(
     (?!\s?/\s?[0-9]|[.,]?[0-9])""",
     re.VERBOSE,
 )
+# A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
 _MOST_DIGITS = 4_000
-"""A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits."""
 
 
 class ScoreError(RuntimeError):

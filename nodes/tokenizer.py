@@ -20,10 +20,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from penstock.nodes.model.config import token_ids
 
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
+# A directory with one of these has a tokenizer, though not one that can be read here.
 FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
-"""A directory with one of these has a tokenizer, though not one that can be read here."""
+# Stand for messages where the words around them are looked for.
 _MARKS = "@@question@@", "@@answer@@", "@@reply@@"
-"""Stand for messages where the words around them are looked for."""
 
 
 class TokenizerError(ValueError):

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from penstock.nodes.parallel.fsdp import Shards
 
 
+# Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device without
+# too many activations for the backward pass to keep.
 CPU_MICRO_TOKENS, MICRO_TOKENS = 2048, 16384
-"""Tokens of a micro-batch, padding included: on a CPU what stays in its caches, elsewhere what fills the device
-without too many activations for the backward pass to keep."""
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -145,8 +145,8 @@ def _workers(model: Model, ranks: Ranks, context: Context) -> "DataParallelThrea
     return Shards(model, ranks, torch_dtype(context.dtype))
 
 
+# What the names of master weights begin with in a state.
 MASTER = "master"
-"""What the names of master weights begin with in a state."""
 
 
 class MasterWeights(SequenceModel[Model]):
@@ -195,8 +195,8 @@ class MasterWeights(SequenceModel[Model]):
         return (MASTER,)
 
 
+# The optimizer's tensors, each as large as the weights.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The optimizer's tensors, each as large as the weights."""
 
 Figures = TypeVar("Figures")
 

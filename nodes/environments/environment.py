@@ -131,8 +131,8 @@ def turn_rewards(rollouts: Rollouts, replies: Replies) -> TurnRewards:
     return TurnRewards(values_NK, torch.tensor(turns))
 
 
+# The longest that one step waits, so that messages are not kept waiting.
 STEP_S = 0.001
-"""The longest that one step waits, so that messages are not kept waiting."""
 _PENDING = object()
 
 

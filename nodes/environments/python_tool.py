@@ -22,8 +22,8 @@ from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, isolation, run_python
 from penstock.nodes.option_checks import count, positive
 
+# For a whole group, which waits for other groups' calls as well: every call has limits of its own.
 DEADLINE_S = 500.0
-"""For a whole group, which waits for other groups' calls as well: every call has limits of its own."""
 _FIRST_LOOK = Lock()
 _CALL = re.compile(r"<python>((?:(?!<python>).)*?)</python>", re.DOTALL)
 

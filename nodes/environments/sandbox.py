@@ -27,13 +27,13 @@ from pathlib import Path
 from time import monotonic, sleep
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
+# Environment variables that the process gets: the run's mark, by which what a killed run left behind is found.
 _PASSED_ON = ("PENSTOCK_RUN",)
-"""Environment variables that the process gets: the run's mark, by which what a killed run left behind is found."""
 _SYSTEM = ("/usr", "/lib", "/lib64")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
+# The user ("nobody") that a call runs as where this process is root: the kernel exempts root from the limit on
+# processes.
 _OVERFLOW_USER = 65534
-"""The user ("nobody") that a call runs as where this process is root: the kernel exempts root from the limit on
-processes."""
 _PROBE = """
 import os, socket
 try:
@@ -147,8 +147,8 @@ def _find_isolation() -> tuple[tuple[str, ...], str]:
     return (command, "") if tried.output == "isolated" else ((), f"bubblewrap that says: {tried.output}")
 
 
+# AUDIT_ARCH of linux/audit.h by machine.
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""AUDIT_ARCH of linux/audit.h by machine."""
 # By name: the number on x86_64 and on aarch64, -1 where there is none. These calls make memory that belongs to no
 # process, look into other processes, or widen what an attack can reach.
 _REFUSED_CALLS = {

@@ -116,8 +116,8 @@ def converse(
     return alternate(generate, environment, prompts, behaviour, turns=turns, samples=samples, **options)
 
 
+# (a row's prompt, the other side's first turn, the reference answer) → the first message to the model that answers.
 Ask = Callable[[str, str, str], str]
-"""(a row's prompt, the other side's first turn, the reference answer) → the first message to the model that answers."""
 
 
 def as_said(prompt: str, response: str, answer: str) -> str:

@@ -21,8 +21,8 @@ from penstock.nodes.tokenizer import Tokenizer
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
+# The version of tokens that no weights have sampled: those of an environment's reply.
 NOT_SAMPLED = -1
-"""The version of tokens that no weights have sampled: those of an environment's reply."""
 
 
 class Response(NamedTuple):

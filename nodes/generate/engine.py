@@ -36,12 +36,12 @@ from penstock.nodes.model import Llama
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.tokenizer import Tokenizer
 
+# Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
 ROW_TILE = 16
-"""Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently."""
 SHORTEST_PREFIX = 8
 CUT = ", cut to a part of the vocabulary"
+# Tokens of a prefill, padding included; a longer prompt is computed alone.
 CPU_PREFILL_TOKENS, PREFILL_TOKENS = 128, 4096
-"""Tokens of a prefill, padding included; a longer prompt is computed alone."""
 
 
 @dataclass

@@ -195,12 +195,12 @@ def available_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
+# Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
+# program has an option `max_prompt`.
 MAX_PROMPT = 2048
-"""Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
-program has an option `max_prompt`."""
+# Prompts of a file that are encoded before a run starts, the longest texts first: a few seconds of work. Of those that
+# are too long, the first `MOST_TOLD` are named.
 MOST_ENCODED, MOST_TOLD = 20_000, 5
-"""Prompts of a file that are encoded before a run starts, the longest texts first: a few seconds of work. Of those that
-are too long, the first `MOST_TOLD` are named."""
 
 
 def cache_length(positions: int, context: Context) -> int:

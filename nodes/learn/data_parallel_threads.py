@@ -21,8 +21,8 @@ Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+# Each has a gradient as large as the model; threads beyond these work inside the workers' operations.
 MAX_WORKERS = 4
-"""Each has a gradient as large as the model; threads beyond these work inside the workers' operations."""
 
 
 class DataParallelThreads(Generic[Model]):

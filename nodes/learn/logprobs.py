@@ -13,8 +13,8 @@ from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama
 from penstock.nodes.model.kernels import linear
 
+# Logits kept at once, in elements: 16 MiB of float32.
 CHUNK_ELEMENTS = 1 << 22
-"""Logits kept at once, in elements: 16 MiB of float32."""
 
 
 def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:

@@ -29,12 +29,12 @@ from penstock.graph.types import Rollouts
 from penstock.nodes.option_checks import above, bound, positive
 
 Other = Literal["behaviour", "reference", "proximal"]
+# Log-probabilities that a loss may read, and where they come from.
 NEEDED: Mapping[Other, str] = {
     "behaviour": "rollouts whose logprobs_NT were recorded when they were sampled",
     "reference": "a frozen policy's log-probabilities as the input `reference` of the update (see reference_logprobs)",
     "proximal": "the trainer's own log-probabilities as the input `proximal` of the update (see policy_logprobs)",
 }
-"""Log-probabilities that a loss may read, and where they come from."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Sampled:
 
 
 LossAndClipped = tuple[Tensor, Tensor]
+# (log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for the
+# metrics, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing.
 Loss = Callable[[Tensor, Sampled], Tensor | LossAndClipped]
-"""(log π of the sampled tokens [P] with a gradient, what is known of them) → the loss of each [P]; or that and, for
-the metrics, whether its ratio was clipped (bool [P]). Threads call it at the same time: it changes nothing."""
 
 
 def reads(*names: Other | Literal["group"]) -> Callable[[Call], None]:

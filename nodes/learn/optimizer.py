@@ -20,8 +20,8 @@ from penstock.nodes.option_checks import count, not_negative, positive
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# (the update's number from 0, the run's updates) → its learning rate.
 Schedule = Callable[[int, int], float]
-"""(the update's number from 0, the run's updates) → its learning rate."""
 
 
 class UpdateOptions(TypedDict, total=False):

@@ -39,11 +39,11 @@ from penstock.nodes.open_model import reads_tokens
 from penstock.nodes.option_checks import finite, not_negative, positive
 from penstock.nodes.policy import LanguagePolicy, language_policy
 
+# Lags that tokens are counted by, each for itself; the last count is of all that are as old or older.
 LAGS = 16
-"""Lags that tokens are counted by, each for itself; the last count is of all that are as old or older."""
 
+# By name: sums over the tokens of an optimizer step, and `*_max`, the largest.
 Sums = dict[str, float]
-"""By name: sums over the tokens of an optimizer step, and `*_max`, the largest."""
 
 
 def penalty(call: Call) -> None:

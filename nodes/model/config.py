@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
+# Supported values of `model_type`.
 FAMILIES = ("llama",)
-"""Supported values of `model_type`."""
 ROPE_KINDS = ("default", "linear", "llama3")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Settings that this decoder has no choice of; null and a missing key mean the same.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Settings that this decoder has no choice of; null and a missing key mean the same."""
 
 
 class ModelError(ValueError):

@@ -23,8 +23,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 SHARD_BYTES = 4 << 30
+# The head of a model that gives a number.
 HEAD = "score.weight"
-"""The head of a model that gives a number."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

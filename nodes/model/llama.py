@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.kernels import Linear, linear, rms_norm
 
+# (layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated."""
 
 
 class Decoder(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
 from penstock.graph.types import Context
 
+# The axes of a model, outermost first.
 AXES = (STAGE, DATA, FSDP, TENSOR)
-"""The axes of a model, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def assign(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+# (name, dtype, shape) of each tensor of a result; "" is the name of one that is no mapping's.
 Form = list[tuple[str, str, list[int]]]
-"""(name, dtype, shape) of each tensor of a result; "" is the name of one that is no mapping's."""
 
 
 def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:

@@ -24,8 +24,8 @@ from penstock.nodes.open_model import check_stages
 from penstock.nodes.parallel.mesh import Ranks
 
 Result = TypeVar("Result")
+# (a micro-batch, whether it counts) → its result, after its backward pass if there is one.
 Work = Callable[[Packed, bool], Result]
-"""(a micro-batch, whether it counts) → its result, after its backward pass if there is one."""
 
 
 class PipelineStage:

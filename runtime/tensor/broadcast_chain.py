@@ -19,8 +19,8 @@ from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.reshard import forwards
 from penstock.runtime.tensor.send_recv import MessageTransport
 
+# Opens a link, or gives the one that is open: for the thread that waits for the other side.
 Open = Callable[[], MessageTransport]
-"""Opens a link, or gives the one that is open: for the thread that waits for the other side."""
 
 
 class Arrivals:

@@ -19,11 +19,11 @@ from penstock.runtime.tensor.layout import Layout, LayoutError, Region, TensorLa
 _ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
 
 Device = str | torch.device
+# Zeroed memory of this many bytes, as a uint8 tensor, all of it touched.
 Allocate = Callable[[int], Tensor]
-"""Zeroed memory of this many bytes, as a uint8 tensor, all of it touched."""
 T = TypeVar("T")
+# `fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows.
 Fill = Callable[[str, int, int, int], None]
-"""`fill(name, rows, first, last)` copies rows first to last of a part, seen as so many rows."""
 
 
 class Shard(NamedTuple):
@@ -38,8 +38,8 @@ class Shard(NamedTuple):
 
 
 Shards = dict[str, Shard]
+# Writes what travels of a rank's tensors.
 Convert = Callable[[Mapping[str, Tensor], Shards], None]
-"""Writes what travels of a rank's tensors."""
 
 
 class DoubleBuffer:
@@ -164,8 +164,8 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+# What a background transfer calls once, in its own thread: with its result, or with the error that ended it.
 Done = Callable[[T | Exception], None]
-"""What a background transfer calls once, in its own thread: with its result, or with the error that ended it."""
 
 
 def in_background(name: str, work: Callable[[], T], done: Done[T]) -> None:

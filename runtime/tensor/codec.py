@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.runtime.tensor.layout import ITEMSIZE
 
+# The dtypes that travel, by the names that layouts and messages use.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
-"""The dtypes that travel, by the names that layouts and messages use."""
 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -33,12 +33,12 @@ from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import HEADER, PeerConnection, named
 from penstock.runtime.tensor.send_recv import Bucket, BucketCache, pack, unpack
 
+# The predecessor of what needs none.
 NONE = -1
-"""The predecessor of what needs none."""
 
 _HEADER = struct.Struct("<4sBBHqqQQ")
+# Bytes by which a bucket may be larger than dense.
 DELTA_HEADER = _HEADER.size
-"""Bytes by which a bucket may be larger than dense."""
 
 _MAGIC = b"PSD1"
 _BLOCK = 1 << 16  # elements: what a uint16 counts

@@ -48,8 +48,8 @@ _CHUNK = 2 << 20  # bytes read twice: on a CPU, the second time from its caches,
 _LARGE_CHUNK = 32 << 20  # the same for devices that want large calls
 _MASK = (1 << 64) - 1
 
+# `fill(rows, first, last)` provides the rows from first to last, of a part of a tensor seen as so many rows.
 DigestFill = Callable[[int, int, int], None]
-"""`fill(rows, first, last)` provides the rows from first to last, of a part of a tensor seen as so many rows."""
 
 
 class ChecksumError(RuntimeError):
@@ -261,8 +261,8 @@ _E = _signed(0xA0761D6478BD6428)
 
 
 Mode = Literal["full", "sampled", "off"]
+# The sum of an int64 tensor over the ranks of a replica, mod 2^64, on each of them.
 Add = Callable[[Tensor], Tensor]
-"""The sum of an int64 tensor over the ranks of a replica, mod 2^64, on each of them."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 _ONE_IN = 8

@@ -322,13 +322,13 @@ def whole(ranks: int) -> Placement:
     return Placement(Mesh((("replica", ranks),)))
 
 
+# Bytes of an element of each dtype that travels.
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "float32": 4,
     "int64": 8, "float64": 8,
 }  # fmt: skip
-"""Bytes of an element of each dtype that travels."""
 
 Signature = tuple[tuple[int, ...], str, Holding]
 

@@ -26,8 +26,8 @@ from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import HEADER, PeerConnection, TransportError
 from penstock.runtime.tensor.shm import SHM, SegmentError, ShmSegment, create_segment, open_segment, segment_name
 
+# Memory that other processes can write: segments of shared memory, or blocks of a GPU's.
 MemoryKind = Literal["shm", "cuda_ipc"]
-"""Memory that other processes can write: segments of shared memory, or blocks of a GPU's."""
 
 _OFFER, _MAP, _DONE = range(3)  # tags
 _OFFERED = "version", "shadow", "copies", "map bytes"

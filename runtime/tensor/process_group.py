@@ -28,8 +28,8 @@ from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy
 
+# The store at which the ranks of a group rendezvous, by the group's name.
 OpenStore = Callable[[str], Store]
-"""The store at which the ranks of a group rendezvous, by the group's name."""
 
 
 class PeerGroup:

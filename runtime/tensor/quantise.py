@@ -26,8 +26,8 @@ _STRIP = 1 << 19  # elements: 2 MiB as float32
 _TINY = torch.finfo(torch.float32).tiny  # the least scale: a smaller quotient may not be a normal number
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# The element-wise maximum of the tensors that ranks call it with: float32 of one shape on all of them.
 Agree = Callable[[Tensor], Tensor]
-"""The element-wise maximum of the tensors that ranks call it with: float32 of one shape on all of them."""
 
 
 class ConversionError(ValueError):

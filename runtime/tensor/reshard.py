@@ -436,8 +436,8 @@ def _listed(texts: list[str], limit: int) -> str:
     return ", ".join(texts[:limit]) + more
 
 
+# How much more than a receiver a trainer may have to do, before another hop is the better way.
 SLACK = 1.05
-"""How much more than a receiver a trainer may have to do, before another hop is the better way."""
 
 
 class ChainLink(NamedTuple):

@@ -28,8 +28,8 @@ from penstock.runtime.tensor.reshard import BUCKET, LARGE
 SLOTS = 3  # one is packed while another is sent, and a third waits for the peer
 _KEPT = 8  # sets of buckets: more than the buffers that take turns on one side of a channel
 _FIELDS = "version", "messages", "bytes"
+# Told of the copies of one message.
 Tell = Callable[[Sequence[Copy]], None]
-"""Told of the copies of one message."""
 
 
 class Bucket(NamedTuple):

@@ -20,8 +20,8 @@ from penstock.runtime.packable import Packable
 
 SHM = Path("/dev/shm")
 _PREFIX = "penstock-"
+# What `segment_name` makes: no zero byte, which `open` raises ValueError for, and no path.
 _NAME = re.compile(r"penstock-[0-9A-Za-z]+-[\w.~%-]*-[0-9]+", re.ASCII)
-"""What `segment_name` makes: no zero byte, which `open` raises ValueError for, and no path."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOENT, errno.EACCES, errno.EROFS}
 
 

@@ -92,9 +92,9 @@ def _agreed(own: Mapping[str, str], sharding: Sharding, add: Add) -> dict[str, s
     return {name: dtypes[0] for name, dtypes in zip(sharding.shapes, found, strict=True)}
 
 
+# What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want them
+# ("wanted"), and the mode of their checksums ("proof").
 Description = dict[str, Any]
-"""What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want
-them ("wanted"), and the mode of their checksums ("proof")."""
 
 
 class SyncError(RuntimeError):

@@ -32,11 +32,11 @@ from penstock.runtime.tensor.layout import (
 )
 from penstock.runtime.tensor.reshard import ReshardPlan, distinct_regions, reshard
 
+# What the name of a matrix's scales ends with.
 SCALE = ".scale"
-"""What the name of a matrix's scales ends with."""
 
+# Matrices whose name has one of these in it are not quantised: embeddings, norms, and heads over words or values.
 KEPT = ("embed", "norm", "head", "score")
-"""Matrices whose name has one of these in it are not quantised: embeddings, norms, and heads over words or values."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -64,12 +64,12 @@ class Format:
         return self.scales(Region.whole(shape)).shape
 
 
+# int8 and fp8 with a scale per row, fp8 with one per 128 × 128 block (DeepSeek-V3, section 3.3).
 FORMATS = {
     "int8": Format("int8", 127.0),
     "fp8": Format("float8_e4m3fn", 448.0),
     "fp8_block": Format("float8_e4m3fn", 448.0, 128),
 }
-"""int8 and fp8 with a scale per row, fp8 with one per 128 × 128 block (DeepSeek-V3, section 3.3)."""
 
 
 def converted(layout: Layout, wire: str) -> Layout:
