@@ -206,13 +206,6 @@ class Graph:
         ref = dict(self.results).get(carried)
         return ref.node if ref is not None and ref.node in self._by_name else None
 
-    def turn_read(self, node: Node, item: Input, turn: int) -> int | None:
-        """The turn whose value a node reads at its own `turn`; None if there is none yet."""
-        if item.back:
-            return turn - 1 if turn > 0 else None
-        maker = self._by_name.get(item.ref.node)
-        return turn if node.answers and maker is not None and maker.turns is not None else 0
-
     def pools(self) -> tuple[str, ...]:
         """Pool labels in program order."""
         labels = [a.pool for a in self.arguments] + [n.pool for n in self.nodes]

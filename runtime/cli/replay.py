@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         stages = [
             (SegmentOrigin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages
         ]
-        replayed = replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
+        replayed = replay_all(stages, lambda commands: commands_digest(map(record_bytes, commands)))
     except ValueError as error:
         raise ReplayError(f"{folder.events}: {error}") from None
     if flags.json:

@@ -23,7 +23,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-from penstock.graph.ir import Firing, Input, Node
+from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter
 from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
@@ -118,7 +118,7 @@ class Resting:
         self._offloads = {name: Offload(f"{name} of {where}") for name in leaving}
         for node, held in holdings.nodes.items():
             if held.node.clock == "update":
-                read = {*map(setup.carried_name, (item.ref for item in held.inputs)), *self._makes[node]}
+                read = {*(item.carried for item in held.inputs), *self._makes[node]}
                 self._read[node] = tuple(sorted(read & self._offloads.keys()))
         for name in leaving:
             self._leave(name)
@@ -176,8 +176,7 @@ _RAISED = (Exception, SystemExit)
 class Executor:
     """Runs commands. `kept`, `fetch`, `export` and `release` are those of its `Values`; `ways` moves weights.
 
-    `restored` are the handles of the values that a checkpoint had. `doing` names the command or step in work, for a
-    thread that watches this one. `submitted` says when each firing that is in a stream was asked for.
+    `restored` are the handles of the values that a checkpoint had. `threads` is how many the rank has for its work.
     """
 
     def __init__(
@@ -195,8 +194,8 @@ class Executor:
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
         require_savable(states, self.held.carried)
-        self.submitted: dict[Firing, float] = {}
-        self.doing = ""
+        self.threads = setup.plan.replica(setup.replica).ranks[setup.rank].threads
+        self._doing: object = None
         self._checkpoint = ""
         self._manifests: dict[tuple[str, int], Manifest] = {}
         self.restored: list[tuple[Firing, str, ObjectRef]] = []
@@ -210,15 +209,23 @@ class Executor:
         self._checkpoint = order.checkpoint
         self._manifests = {(one.channel, one.version): one for one in order.manifests}
         for command in order.commands:
-            match command:
-                case Fire(firing):
-                    self.doing = str(firing)
-                case Publish(channel, version):
-                    self.doing = f"{channel}[{version}]"
-                case _:
-                    self.doing = type(command).__name__
+            self._doing = command
             yield self.do(command, handles)
-        self.doing = ""
+        self._doing = None
+
+    @property
+    def doing(self) -> str:
+        """The command or step in work; "" for none. For a thread that watches this one, so made up when it asks."""
+        match self._doing:
+            case None:
+                return ""
+            case Fire(firing):
+                return str(firing)
+            case Publish(channel, version):
+                return f"{channel}[{version}]"
+            case Held(node):
+                return f"a step of {node.name}"
+        return type(self._doing).__name__
 
     def do(self, command: Command, handles: Mapping[Key, ObjectRef]) -> list[Result]:
         """Carry out one command; the answers that are there at once."""
@@ -250,19 +257,20 @@ class Executor:
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
 
     def busy(self) -> bool:
-        return any(held.state.busy() for held in self.held.streams)
+        """Has a stream firings to work on?"""
+        return any(held.submitted for held in self.held.streams)
 
     def step(self) -> list[Result]:
         """One step of each stream that has work; the firings it finished, and what came of things in the background."""
         results = [Result(event) for event in self.ways.arrived()]
         results += [Result(Abort(fault)) for fault in self.resting.faults()]
         for held in self.held.streams:
-            if held.state.busy():
-                self.doing = f"a step of {held.node.name}"
+            if held.submitted:
+                self._doing = held
                 results += self._step(held)
-                if not held.state.busy():
+                if not held.submitted:
                     self.resting.finished(held)
-        self.doing = ""
+        self._doing = None
         return results
 
     def _step(self, held: Held) -> list[Result]:
@@ -271,9 +279,9 @@ class Executor:
             finished = held.state.step()
         except _RAISED as error:
             held.state.reset()
-            lost = [firing for firing in self.submitted if firing.node == held.node.name]
-            return [self._failure(firing, self.submitted.pop(firing), error) for firing in lost]
-        return [self._answer(held, firing, result, self.submitted.pop(firing)) for firing, result in finished]
+            lost, held.submitted = held.submitted, {}
+            return [self._failure(firing, began, error) for firing, began in lost.items()]
+        return [self._answer(held, firing, result, held.submitted.pop(firing)) for firing, result in finished]
 
     def _fire(self, command: Fire, handles: Mapping[Key, ObjectRef]) -> list[Result]:
         firing, began = command.firing, monotonic()
@@ -287,7 +295,7 @@ class Executor:
             inputs |= {name: self.ways.weights(channel) for name, channel in held.channels.items()}
             if held.stream:
                 held.state.submit(firing, inputs)
-                self.submitted[firing] = began
+                held.submitted[firing] = began
                 return []
             self.resting.settle(firing.node)
             result = held.definition.run(held.state, inputs, held.options)
@@ -311,20 +319,22 @@ class Executor:
     def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, ObjectRef]) -> dict[str, Any]:
         """Carried values as they are or were; anything else as a value that some firing made."""
         inputs: dict[str, Any] = {}
-        for item in held.inputs:
-            if (name := self.setup.carried_name(item.ref)) in self.held.carried:
-                inputs[item.name] = self.held.carried[name]
-            elif (turn := held.graph.turn_read(held.node, item, command.firing.turn)) is not None:
-                inputs[item.name] = self.values.read(item.ref, command, handles, turn)
-            if held.node.clock == "update" and isinstance(inputs.get(item.name), Model):
-                inputs[item.name].version = self._version(item, command.firing)
+        firing, per_update = command.firing, held.node.clock == "update"
+        for name, carried, made, read in held.inputs:
+            if carried:
+                value = self.held.carried[carried]
+            else:
+                assert read is not None
+                if read.back and not firing.turn:
+                    continue  # what the turn before has made, at the first one
+                value = self.values.read(read, command, handles)
+            if per_update and isinstance(value, Model):
+                # So many updates are over for it: the one under way, too, for a next value.
+                value.version = firing.index + made
+            inputs[name] = value
         for name, (carried, lag) in held.delays.items():
             inputs[name] = self.held.history.of(carried, needed_version(command.update, lag))
         return inputs
-
-    def _version(self, item: Input, firing: Firing) -> int:
-        """How many updates are over for a model that a firing reads: the one under way too, for a next value."""
-        return firing.index + int(self.setup.carried_name(item.ref) not in ("", item.ref.node))
 
     def _answer(
         self, held: Held, firing: Firing, result: Any, began: float, inputs: Mapping[str, Any] = MappingProxyType({})
@@ -343,7 +353,7 @@ class Executor:
             return self._done(firing, began, {}, {}, dropped=True)
         state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
         _require_rows(held.node.name, inputs, outputs)
-        again = held.node.answers and not _done_talking(held.node, outputs)
+        again = held.answers and not _done_talking(held.node, outputs)
         if held.stateful:
             held.state = state
         made = self.setup.makes.get(held.node.name, {})
@@ -376,7 +386,7 @@ class Executor:
 def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raises ValueError for rewards that are not one for each response which the node read or made: joined with those
     of other groups, they would be other responses' rewards."""
-    responses = {len(value) for value in (*inputs.values(), *outputs.values()) if isinstance(value, Rollouts)}
+    responses = {len(value.texts) for value in (*inputs.values(), *outputs.values()) if isinstance(value, Rollouts)}
     for value in outputs.values():
         if isinstance(value, Rewards) and responses and (given := len(value.values_N)) not in responses:
             needed = " or ".join(map(str, sorted(responses)))

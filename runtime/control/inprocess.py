@@ -104,10 +104,8 @@ class InProcess:
 
 def _take_threads(executor: Executor) -> None:
     """As many as its rank would have in a process of its own: the bits of a sum can depend on it."""
-    setup = executor.setup
-    threads = setup.plan.replica(setup.replica).ranks[setup.rank].threads
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    if torch.get_num_threads() != executor.threads:
+        torch.set_num_threads(executor.threads)
 
 
 def run_in_process(folder: RunFolder, say: Say) -> str:

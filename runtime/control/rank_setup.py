@@ -3,16 +3,56 @@
 It needs no torch: `run_config` makes it, for the controller, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from penstock.graph.imports import load
-from penstock.graph.ir import Firing, Graph, Ref
+from penstock.graph.ir import Firing, Graph, Node, Ref
 from penstock.graph.types import Context
 from penstock.runtime.cluster.placement import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class InputRead:
+    """How an input that firings make is found: output `output` of `node`.
+
+    `joined`: of each group of the batch. Otherwise of the firing's own group or update; in a bounded cycle at the same
+    turn (`at_turn`) or at the turn before (`back`).
+    """
+
+    name: str
+    node: str
+    output: str
+    joined: bool
+    at_turn: bool
+    back: bool
+
+    def firings(self, firing: Firing, groups: Sequence[int]) -> list[Firing]:
+        """The firings whose output `firing` reads, on `groups`: none for the turn before the first."""
+        if self.joined:
+            return [Firing(self.node, group) for group in groups]
+        turn = firing.turn - 1 if self.back else firing.turn if self.at_turn else 0
+        return [] if turn < 0 else [Firing(self.node, firing.index, turn)]
+
+
+def input_reads(graph: Graph, node: Node) -> tuple[InputRead, ...]:
+    """The inputs of a node that firings make, in their order: neither carried values nor what is published of them."""
+    clocks = {n.name: n.clock for n in graph.nodes if n.fires} | {source.name: "group" for source in graph.sources}
+    return tuple(
+        InputRead(
+            item.name,
+            item.ref.node,
+            item.ref.output,
+            joined=node.clock == "update" and clocks[item.ref.node] == "group",
+            at_turn=node.answers and item.ref.node in graph and graph[item.ref.node].turns is not None,
+            back=item.back,
+        )
+        for item in node.inputs
+        if item.ref.node in clocks
+    )
 
 
 @dataclass(frozen=True)
@@ -51,12 +91,6 @@ class RankSetup:
             found |= {a.name: {"out": a.type} for a in graph.arguments}
             found |= {n.name: {o.name: o.type for o in n.outputs} for n in graph.nodes}
         return found
-
-    @cached_property
-    def clocks(self) -> Mapping[str, str]:
-        """How often a node or a source fires: "group" or "update"."""
-        found: dict[str, str] = {n.name: n.clock for g in self.graphs for n in g.nodes}
-        return found | {a.name: "group" for g in self.graphs for a in g.sources}
 
     @cached_property
     def makes(self) -> Mapping[str, Mapping[str, str]]:

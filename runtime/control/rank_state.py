@@ -11,19 +11,23 @@ carried value that one node makes for the next one of an update is handed on as 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from penstock.graph.imports import arguments, load, reach
-from penstock.graph.ir import Argument, Firing, Graph, Input, Node, Ref
+from penstock.graph.ir import Argument, Firing, Graph, Node
 from penstock.graph.node import Filter, NodeDef
 from penstock.graph.protocols import Carried, Source, Stream
-from penstock.runtime.control.rank_setup import RankSetup
+from penstock.runtime.control.rank_setup import InputRead, RankSetup, input_reads
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name
 from penstock.runtime.schedule.events import Fire
-from penstock.runtime.tensor.codec import private
+from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.shm import ObjectRef
 
 
@@ -66,23 +70,35 @@ def delayed(graphs: tuple[Graph, ...]) -> dict[str, int]:
     return lags
 
 
-@dataclass
-class Held:
-    """A node that this rank runs, of `graph`.
-
-    `channels` are the inputs that are weights, `delays` the carried values that it reads delayed, each with its lag;
-    `inputs` are the others.
+class HeldInput(NamedTuple):
+    """A node's input that is a value: a `carried` one, or "" for what the firings of `read` have made. `made` is 1 for
+    the next value that the update under way makes.
     """
 
-    graph: Graph
+    name: str
+    carried: str
+    made: int
+    read: InputRead | None
+
+
+@dataclass
+class Held:
+    """A node that this rank runs.
+
+    `channels` are the inputs that are weights, `delays` the carried values that it reads delayed, each with its lag;
+    `inputs` are the others. `submitted` says when each firing that is in a stream was asked for.
+    """
+
     node: Node
     definition: NodeDef[..., Any] | Filter
     options: dict[str, Any]
-    inputs: tuple[Input, ...]
+    inputs: tuple[HeldInput, ...]
     channels: dict[str, str]
     delays: dict[str, tuple[str, int]]
     state: Any
     stream: bool
+    answers: bool
+    submitted: dict[Firing, float] = field(default_factory=dict)
 
     @property
     def stateful(self) -> bool:
@@ -142,12 +158,21 @@ class Holdings:
                 channels[item.name] = channel_name(carried, self.setup.pool)
             else:
                 delays[item.name] = carried, way.lag or 0
-        inputs = tuple(i for i in node.inputs if i.name not in channels and i.name not in delays)
+        reads = {read.name: read for read in input_reads(graph, node)}
+        inputs: list[HeldInput] = []
+        for item in node.inputs:
+            if item.name not in channels and item.name not in delays:
+                carried = self.setup.carried_name(item.ref)
+                made = int(carried not in ("", item.ref.node))
+                inputs.append(
+                    HeldInput(item.name, carried if carried in self.carried else "", made, reads.get(item.name))
+                )
         init = definition.init
         state = None if init is None else init(self.setup.contexts[node.name], **options)
         if isinstance(definition, NodeDef) and definition.interface.context:
             options[definition.interface.context] = self.setup.contexts[node.name]
-        return Held(graph, node, definition, options, inputs, channels, delays, state, isinstance(state, Stream))
+        streams = isinstance(state, Stream)
+        return Held(node, definition, options, tuple(inputs), channels, delays, state, streams, node.answers)
 
 
 T = TypeVar("T")
@@ -183,12 +208,10 @@ class HeldValues:
                 exported[name] = self.handles[firing, name] = self.export(value)
         return exported
 
-    def read(self, ref: Ref, fire: Fire, handles: Mapping[Key, ObjectRef], turn: int = 0) -> Any:
-        """An input of a firing: a value of its own group (of that `turn`) or update, or those of a batch joined."""
-        clocks, index = self.setup.clocks, fire.firing.index
-        if clocks[ref.node] == "update" or clocks[fire.firing.node] == "group":
-            return self._get((Firing(ref.node, index, turn), ref.output), handles)
-        return join([self._get((Firing(ref.node, group), ref.output), handles) for group in fire.groups])
+    def read(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
+        """An input of a firing: a value of its own group or update, or those of a batch joined."""
+        found = [self._get((firing, read.output), handles) for firing in read.firings(fire.firing, fire.groups)]
+        return join(found) if read.joined else found[0]
 
     def free(self, firings: Iterable[Firing]) -> None:
         for key in self._keys(firings):
@@ -221,12 +244,59 @@ class HeldValues:
 
 def _own(value: T) -> T:
     kind: type = type(value)
-    return value if _carried(kind) else private(value)
+    return value if _is_carried(kind) else private(value)
 
 
-@cache  # asking a protocol takes longer than a small copy
-def _carried(kind: type) -> bool:
+# To ask a protocol, or for a class's fields, takes longer than to copy a small value.
+@cache
+def _is_carried(kind: type) -> bool:
     return issubclass(kind, Carried)
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """What a dataclass is made of; None for any other class."""
+    return tuple(f.name for f in fields(kind) if f.init) if is_dataclass(kind) else None
+
+
+_SCALARS = {str, int, float, bool, type(None)}
+
+
+def private(value: T) -> T:
+    """A copy that shares nothing with `value` that could be changed, of the same class and on the same devices.
+
+    Arrays are as `encode` and `decode` leave them, so that readers here find what those of other processes do: tensors,
+    contiguous and outside autograd. Raises CodecError for what cannot be copied.
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return cast(T, _copied(value))
+
+
+def _copied(item: Any) -> Any:
+    kind: type = type(item)
+    if kind in _SCALARS:
+        return item
+    if isinstance(item, Tensor):
+        return item.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(item, np.ndarray):
+        try:
+            return torch.from_numpy(item.copy())
+        except TypeError as error:
+            raise CodecError(f"given a numpy array of {item.dtype}, needed one of numbers ({error})") from error
+    if isinstance(item, np.generic):
+        return item.item()
+    if kind is tuple or kind is list:
+        plain = _SCALARS.issuperset(map(type, item))
+        return item if plain and kind is tuple else kind(item if plain else map(_copied, item))
+    if kind is dict:
+        return {key: _copied(entry) for key, entry in item.items()}
+    if (names := _fields(kind)) is not None:
+        return kind(**{name: _copied(getattr(item, name)) for name in names})
+    try:
+        return deepcopy(item)
+    except Exception as error:  # whatever a class of the user's raises
+        raise CodecError(f"given a {kind.__name__} that cannot be copied for its readers ({error!r})") from error
 
 
 def join(parts: Sequence[Any]) -> Any:

@@ -33,7 +33,7 @@ from penstock.runtime.record.metrics import (
     open_tensorboard,
     prefixes,
 )
-from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_means
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import compile_tables
 from penstock.runtime.schedule.events import (
@@ -132,7 +132,7 @@ class Status:
 
     def __init__(self, say: Say, began: float, live: Mapping[str, int]) -> None:
         self.say, self.began, self.live = say, began, live
-        self.doing: dict[str, str] = {}
+        self.doing: dict[str, object] = {}  # made into text when it is said, which is seldom
         self._said = 0.0
 
     def due(self, now: float, after: float = EVERY) -> bool:
@@ -148,7 +148,7 @@ class Status:
         pools: dict[str, Any] = {}
         for replica, doing in self.doing.items():
             pool = pools.setdefault(replica.rpartition("/")[0], {"doing": [], "version": None})
-            pool["doing"].append(doing)
+            pool["doing"].append(str(doing))
             pool["version"] = self.live.get(replica, pool["version"])
         return pools
 
@@ -177,7 +177,7 @@ class RunRecorder:
         self.folder, self.config, self.say = folder, config, say
         folder.hold()
         self._looked = now
-        self.log = LogWriter(folder.events, record_bytes)
+        self.log = LogWriter(folder.events)
         start = cut.update if cut else 0
         self.log.segment(start if cut else None, {"run": config.run})
         kept = keep_rows(folder.metrics, start)
@@ -191,7 +191,9 @@ class RunRecorder:
         self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
         self.began, self.elapsed = now, elapsed
         self.row: Row = kept[-1] if kept else {}
+        self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
         self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
+        self._states: list[tuple[float, str, str]] = []  # since the last row
         self.bars = Bars()
         self.status = Status(say, now, self.bars.live)
         self.stage = ""
@@ -229,11 +231,11 @@ class RunRecorder:
         self.ledger = ledger
 
     def step(self, now: float, event: Event, commands: list[Command]) -> None:
-        self.log.step(now - self.began, event, commands)
+        self.log.step(now - self.began, record_bytes(event), [*map(record_bytes, commands)])
         for command in commands:
             match command:
                 case Fire(firing, replica, groups):
-                    self.status.doing[replica] = str(firing)
+                    self.status.doing[replica] = firing
                     if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
                 case Publish(channel, version, replica):
@@ -263,13 +265,13 @@ class RunRecorder:
     def _done(self, now: float, result: Result, event: Done) -> None:
         firing, before = event.firing, self.prefixes.get(event.firing.node, ("",))
         metrics = {prefix + name: value for prefix in before for name, value in result.metrics.items()}
-        node = self._node(firing.node)
-        if node is None:  # a source
+        clock = self.clocks.get(firing.node)
+        if clock is None:  # a source
             return
         if firing.node.startswith(EVALUATION):
-            if node == "update" and metrics:
+            if clock == "update" and metrics:
                 self._evaluated.append(metrics)
-        elif node == "group":
+        elif clock == "group":
             self.rows.group(firing, metrics)
             self.bars.fired(event.replica, firing, result, "group")
         else:
@@ -306,8 +308,7 @@ class RunRecorder:
         complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
 
     def state(self, now: float, replica: str, state: str) -> None:
-        self.utilisation.let(microseconds(now))
-        self.utilisation.change(replica, state)
+        self._states.append((now, replica, state))
         if state != "busy":
             self.status.doing[replica] = state
 
@@ -329,7 +330,7 @@ class RunRecorder:
         if now - self._looked >= LOOK_S:
             self._looked = now
             self.folder.require()
-        self.log.tick(now - self.began)
+            self.log.tick(now - self.began)
         if self.status.due(now, QUIET):
             self._status(now)
 
@@ -370,8 +371,8 @@ class RunRecorder:
 
     def _pools(self, now: float) -> dict[str, dict[str, float]]:
         """Seconds by pool and state since it was asked last."""
-        self.utilisation.let(microseconds(now))
-        return pool_means(self.utilisation.take())
+        states, self._states = self._states, []
+        return self.utilisation.pools(states, now)
 
     def _fates(self) -> dict[str, int]:
         """Of all groups that have one. An update's row may be written before the ledger knows that it is over."""
@@ -393,13 +394,6 @@ class RunRecorder:
 
     def _note(self, text: str) -> None:
         self.say({"kind": "note", "text": text})
-
-    def _node(self, name: str) -> str | None:
-        """The clock of a node of either graph; None for a source."""
-        for graph in self.config.graphs:
-            if name in graph:
-                return graph[name].clock
-        return None
 
     def _status(self, now: float) -> None:
         facts = {

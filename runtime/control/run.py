@@ -13,13 +13,15 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.control.failure import Failure, FailureCode, Verdict
 from penstock.runtime.control.messages import Manifest, Order, Result, rank_peer
+from penstock.runtime.control.rank_setup import input_reads
+from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import (
@@ -42,26 +44,11 @@ from penstock.runtime.schedule.events import (
 )
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import SegmentOrigin
-from penstock.runtime.schedule.state import Ledger, UnawaitedError
+from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
 Orders = dict[str, Order]
 """What each replica's ranks are to do, in order."""
-
-
-class Recorder(Protocol):
-    """What a stage tells about itself as it goes."""
-
-    def open_stage(self, origin: SegmentOrigin, now: float) -> None: ...
-    def step(self, now: float, event: Event, commands: list[Command]) -> None: ...
-    def result(self, now: float, result: Result) -> None: ...
-    def begin_checkpoint(self, update: int) -> str: ...
-    def commit(self, commit: Commit) -> None: ...
-    def state(self, now: float, replica: str, state: str) -> None: ...
-    def follow(self, ledger: Ledger) -> None: ...
-    def close_stage(self, name: str) -> None: ...
-    def tick(self, now: float) -> None: ...
-    def finish(self, now: float, status: str, error: str, cause: str) -> None: ...
 
 
 class Manifests:
@@ -88,11 +75,15 @@ class Manifests:
         return structs.replace(self._newest[channel], layout="" if known else self.layouts[channel])
 
 
+LOOK_S = 10.0
+"""Seconds at most between two looks at what is awaited, after which what was answered is forgotten."""
+
+
 class Stage:
     def __init__(
         self,
         origin: SegmentOrigin,
-        recorder: Recorder,
+        recorder: RunRecorder,
         flags: RunOptions,
         handles: Mapping[tuple[Firing, str], ObjectRef] | None = None,
         manifests: Manifests | None = None,
@@ -100,10 +91,11 @@ class Stage:
         self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
         self.recorder, self.flags = recorder, flags
         self.tables = compile_tables(origin.graph, origin.plan)
+        self.reads = {node.name: input_reads(origin.graph, node) for node in origin.graph.nodes if node.fires}
         self.scheduler = origin.scheduler(self.tables)
         self.finish: Finish | None = None
         self.asked: dict[tuple[Any, ...], tuple[Command, float]] = {}
-        self._held_up = 0.0
+        self._held_up = self._look_at = 0.0
         self.handles: dict[Firing, dict[str, ObjectRef]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
@@ -138,11 +130,15 @@ class Stage:
         What a rank is `doing` may be another firing of the same order, which keeps it from this one. `held_up` are the
         seconds that this process itself was stopped so far; they count for nobody.
         """
+        if now < self._look_at and held_up == self._held_up:
+            return None
         awaited = self.scheduler.answers
         self.asked = {key: self.asked[key] for key in awaited}
         if more := held_up - self._held_up:
             self._held_up = held_up
             self.asked = {key: (command, min(now, since + more)) for key, (command, since) in self.asked.items()}
+        # What is asked from now on is due later than all that is awaited already.
+        self._look_at = min([now + LOOK_S, *(since + deadline for _, since in self.asked.values())])
         for key, ranks in awaited.items():
             command, since = self.asked[key]
             waited = now - since
@@ -213,21 +209,12 @@ class Stage:
 
     def _inputs(self, fire: Fire) -> list[tuple[Firing, str, ObjectRef]]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
-        if fire.firing.node not in self.graph:
-            return []
-        node, found = self.graph[fire.firing.node], []
-        for item in node.inputs:
-            name, turn = item.ref.node, self.graph.turn_read(node, item, fire.firing.turn)
-            step = self.tables.steps.get(name)
-            if step is None or turn is None:
-                continue
-            indices = [fire.firing.index] if step.per_update else fire.groups
-            firings = [Firing(name, index, turn) for index in indices]
-            for firing in firings:
-                handle = self.handles.get(firing, {}).get(item.ref.output)
-                if handle is not None:
-                    found.append((firing, item.ref.output, handle))
-        return found
+        return [
+            (firing, read.output, handle)
+            for read in self.reads.get(fire.firing.node, ())
+            for firing in read.firings(fire.firing, fire.groups)
+            if (handle := self.handles.get(firing, {}).get(read.output)) is not None
+        ]
 
 
 def _key(command: Command) -> tuple[Any, ...] | None:
@@ -256,7 +243,7 @@ CHECKPOINT_S = 120.0
 class Session:
     """`running` until the last stage has finished; then `status` is "done", "stopped" or "failed"."""
 
-    def __init__(self, config: RunConfig, recorder: Recorder, cut: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: RunConfig, recorder: RunRecorder, cut: Mapping[str, Any] | None = None) -> None:
         self.config, self.recorder, self.cut = config, recorder, cut
         self.start = cut["update"] if cut else 0
         self.status, self.error = "running", ""

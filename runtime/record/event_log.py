@@ -14,7 +14,7 @@ is for the recorder of a run; `read_log` (whole and undamaged), `read_segments` 
 """
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -37,9 +37,6 @@ LOG_BYTES = 4 << 30
 """Bytes of the longest log that is read."""
 FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
 """A buffer that is as large, or that was last written as long ago, is written."""
-
-Encode = Callable[[Any], bytes]
-"""An event or command as bytes: `runtime.control.messages` has it."""
 
 
 class LogError(RecordError):
@@ -135,13 +132,12 @@ class Segment:
     ended: EndFacts | None = None
 
 
-def commands_digest(commands: Iterable[Any], encode: Encode) -> bytes:
-    """8 bytes that stand for the commands of one step, in their order."""
+def commands_digest(commands: Iterable[bytes]) -> bytes:
+    """8 bytes that stand for the commands of one step, in their order (`runtime.control.messages.record_bytes`)."""
     state = blake2b(digest_size=8)
     for command in commands:
-        data = encode(command)
         # The length keeps ["ab", "c"] apart from ["a", "bc"].
-        state.update(LENGTH.pack(len(data)) + data)
+        state.update(LENGTH.pack(len(command)) + command)
     return state.digest()
 
 
@@ -151,8 +147,8 @@ class LogWriter:
     Raises LogError for an existing log that is damaged, RecordError where the disk is full.
     """
 
-    def __init__(self, path: Path, encode: Encode) -> None:
-        self.path, self.encode = path, encode
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._buffer = bytearray()
         self._flushed = 0.0
         mark = Mark(0, 0, FIRST)
@@ -175,9 +171,9 @@ class LogWriter:
         """A scheduler is made. `facts` are all that is needed to make it again."""
         self._append("stage", facts)
 
-    def step(self, time: float, event: Any, commands: Iterable[Any]) -> None:
+    def step(self, time: float, event: bytes, commands: Iterable[bytes]) -> None:
         """The scheduler saw `event` at `time` (seconds since the segment began) and answered with `commands`."""
-        self._append("event", time, self.encode(event), commands_digest(commands, self.encode))
+        self._append("event", time, event, commands_digest(commands))
         self.tick(time)
 
     def tick(self, now: float) -> None:

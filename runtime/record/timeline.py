@@ -148,6 +148,16 @@ class Utilisation:
                 clock, state = self._clocks[kind], cause(next(iter(members)))
                 clock[state] = clock.get(state, 0) + passed
 
+    def pools(self, changes: Iterable[tuple[float, str, str]], now: float) -> dict[str, dict[str, float]]:
+        """Seconds by pool and state since the last call, for lanes that are replicas and times in microseconds.
+        `changes` are those of their states meanwhile: (seconds, replica, state), in order.
+        """
+        for seconds, replica, state in changes:
+            self.let(microseconds(seconds))
+            self.change(replica, state)
+        self.let(microseconds(now))
+        return pool_means(self.take())
+
     def change(self, lane: Hashable, state: str) -> None:
         """From now on `lane` is in `state`."""
         if self._own.get(lane, ("",))[0] != state:

@@ -3,11 +3,8 @@
 A dataclass is taken apart by its fields: a tensor or a numpy array becomes a tensor on the CPU; a tuple of
 scalars, and anything that JSON keeps as it is, goes into `meta`. A tensor or a scalar by itself counts as a value
 with one field. What comes back is an instance of the class that the graph declares: a message never names a class.
-
-Within a process a value is copied with `private`, so that its readers find what those of other processes would.
 """
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -74,44 +71,6 @@ def decode(cls: type[T], tensors: Sequence[Tensor], meta: Mapping[str, Any]) -> 
     if not isinstance(value, cls) and not (cls is float and type(value) is int):
         raise CodecError(f"given a {type(value).__name__}, needed a {cls.__name__}")
     return cast(T, value)
-
-
-def private(value: T) -> T:
-    """A copy that shares nothing with `value` that could be changed, of the same class and on the same devices.
-
-    Arrays are as `encode` and `decode` leave them: tensors, contiguous and outside autograd. Raises CodecError for
-    what cannot be copied.
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        cls = type(value)
-        return cast(T, cls(**{name: _copied(getattr(value, name)) for name in _field_names(cls)}))
-    return value.copy() if isinstance(value, np.ndarray) else cast(T, _copied(value))
-
-
-def _copied(item: Any) -> Any:
-    kind = type(item)
-    if kind in _SCALARS:
-        return item
-    if isinstance(item, Tensor):
-        return item.detach().clone(memory_format=torch.contiguous_format)
-    if isinstance(item, np.ndarray):
-        try:
-            return torch.from_numpy(item.copy())
-        except TypeError as error:
-            raise CodecError(f"given a numpy array of {item.dtype}, needed one of numbers ({error})") from error
-    if isinstance(item, np.generic):
-        return item.item()
-    if kind is tuple or kind is list:
-        plain = _SCALARS.issuperset(map(type, item))
-        return item if plain and kind is tuple else kind(item if plain else map(_copied, item))
-    if kind is dict:
-        return {key: _copied(entry) for key, entry in item.items()}
-    if is_dataclass(item) and not isinstance(item, type):
-        return private(item)
-    try:
-        return copy.deepcopy(item)
-    except Exception as error:  # whatever a class of the user's raises
-        raise CodecError(f"given a {kind.__name__} that cannot be copied for its readers ({error!r})") from error
 
 
 def _field_names(cls: type) -> tuple[str, ...]:

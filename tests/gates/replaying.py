@@ -14,7 +14,7 @@ def replayed(folder: Path) -> list[Replayed]:
     """All stages of a run, over all its segments. Raises LogError or ReplayError."""
     segments = read_log(folder / "events.log")
     stages = [(SegmentOrigin.from_json(stage.facts), _steps(stage)) for segment in segments for stage in segment.stages]
-    return replay_all(stages, lambda commands: commands_digest(commands, record_bytes))
+    return replay_all(stages, lambda commands: commands_digest(map(record_bytes, commands)))
 
 
 def _steps(stage: StageLog) -> Iterator[RecordedStep]:

@@ -83,7 +83,7 @@ def test_an_edited_log_with_a_chain_made_anew_is_refused_by_its_decisions(record
     made, scored = done[Firing("fake_generate", 9)], done[Firing("fake_score", 9)]
     made[2], scored[2] = scored[2], made[2]  # two events of which neither needs the other might be told in any order
     path = tmp_path / "events.log"
-    writer = event_log.LogWriter(path, bytes)
+    writer = event_log.LogWriter(path)
     for record in records:
         writer._append(*record)
     writer.close()

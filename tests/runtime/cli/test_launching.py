@@ -293,18 +293,18 @@ def test_the_wall_time_is_that_of_all_lives(finished: RunFolder, processes: Proc
         assert resume.main([str(finished.path), "--updates", str(updates), "--plain"]) == 0
         assert finished.read_json("summary.json")["wall_s"] == pytest.approx(number * WALL_S)
     (finished.path / "summary.json").unlink()  # as if the last life had been killed: the log has the seconds of all
-    log = LogWriter(finished.events, lambda item: b"")
+    log = LogWriter(finished.events)
     for cut in (None, 9, 12):
         log.segment(cut, {})
         log.stage({})
-        log.step(2.5, None, [])
+        log.step(2.5, b"", [])
     log.close()
     assert resume.main([str(finished.path), "--updates", "20", "--plain"]) == 0
     assert finished.read_json("summary.json")["wall_s"] == pytest.approx(3 * 2.5 + WALL_S)
 
 
 def test_a_damaged_log_is_refused_before_anything_starts(finished: RunFolder, processes: Processes) -> None:
-    log = LogWriter(finished.events, lambda item: b"")
+    log = LogWriter(finished.events)
     log.segment(None, {})
     log.end({"status": "done"})
     data = bytearray(finished.events.read_bytes())

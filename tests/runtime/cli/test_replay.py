@@ -15,6 +15,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.replay import ReplayError, SegmentOrigin
 from penstock.runtime.schedule.simulator import simulate
 
@@ -26,10 +27,14 @@ def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:
     graphs = {n: trace(load("toy"), {"lag": n}) for n in (lag, told)}
     plan = served(graphs[lag], place([graphs[lag]], Cluster(hosts=(Host(name="local", cores=2),))))
     rules = Rules(batch=4, end=5)
-    log = LogWriter(folder.events, record_bytes)
+    log = LogWriter(folder.events)
     log.segment(None, {})
     log.stage(SegmentOrigin("train", graphs[told], plan, rules).to_json())
-    simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ()).durations, observe=log.step)
+
+    def observe(time: float, event: Event, commands: list[Command]) -> None:
+        log.step(time, record_bytes(event), map(record_bytes, commands))
+
+    simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ()).durations, observe=observe)
     log.end({"status": "done"})
     folder.write_json("summary.json", {"status": "done", "records": log.records})
     folder.unlock()

@@ -20,8 +20,6 @@ def test_the_names_of_nodes_and_arguments_are_found_in_all_graphs(tmp_path: Path
     assert set(setup.outputs) == {"policy", "prompts", "basket", "doubled", "learn"}
     assert setup.declared(Firing("basket", 3), "out") is Rewards
     assert setup.declared(Firing("prompts", 3), "out") is FakePrompts
-    assert setup.clocks["doubled"] == setup.clocks["prompts"] == "group"
-    assert setup.clocks["learn"] == "update"
     assert setup.makes == {"learn": {"policy": "out"}}
     with pytest.raises(KeyError, match="'judge'"):
         setup.declared(Firing("judge", 0), "out")

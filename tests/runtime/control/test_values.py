@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.graph.ir import Firing, Ref
+from penstock.graph.ir import Firing
 from penstock.graph.types import Rewards
 from penstock.nodes.curriculum import Varied
-from penstock.runtime.control.rank_state import HeldValues, History, join
+from penstock.runtime.control.rank_setup import InputRead
+from penstock.runtime.control.rank_state import HeldValues, History, join, private
 from penstock.runtime.schedule.events import Fire
-from penstock.runtime.tensor.codec import CodecError, decode, encode, private
+from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.shm import ObjectRef
 
 from .nodes_for_tests import make_setup
 
+OWN = InputRead("rewards", "basket", "out", joined=False, at_turn=False, back=False)
 HANDLE = ObjectRef("segment", 0, 8, "{}", "worker/0")
 
 
@@ -30,12 +32,12 @@ def test_a_group_s_reader_gets_its_own_and_an_update_s_the_batch(tmp_path: Path)
     values = HeldValues(make_setup(tmp_path), {})
     for group in range(3):
         assert values.keep(Firing("doubled", group), {"out": rewards(float(group))}) == {}
-    ref = Ref("doubled", "out")
+    batch = InputRead("rewards", "doubled", "out", joined=True, at_turn=False, back=False)
     update = Fire(Firing("learn", 0), "worker/0", (0, 2))
-    assert values.read(ref, update, {}).values_N.tolist() == [0.0, 2.0]
+    assert values.read(batch, update, {}).values_N.tolist() == [0.0, 2.0]
     values.keep(Firing("basket", 1), {"out": rewards(7.0)})
     alone = Fire(Firing("doubled", 1), "worker/0", (1,))
-    assert values.read(Ref("basket", "out"), alone, {}).values_N.tolist() == [7.0]
+    assert values.read(OWN, alone, {}).values_N.tolist() == [7.0]
 
 
 @dataclass
@@ -65,7 +67,7 @@ def test_a_value_is_private_to_each_reader_and_apart_from_its_maker(tmp_path: Pa
     change(made)
     alone = Fire(Firing("doubled", 0), "worker/0", (0,))
     for _ in range(2):
-        found = values.read(Ref("basket", "out"), alone, {})
+        found = values.read(OWN, alone, {})
         assert found.tensor.equal(torch.arange(6.0).view(2, 3).T)
         assert found.tensor.is_contiguous()  # as one that came from another process: the bits of sums depend on it
         assert found.array.tolist() == [0, 1, 2]
@@ -119,10 +121,10 @@ def test_a_value_of_another_rank_is_fetched_as_the_class_that_the_graph_declares
 
     values = HeldValues(make_setup(tmp_path), {}, fetch=fetch)
     fire = Fire(Firing("doubled", 0), "worker/0", (0,))
-    found = values.read(Ref("basket", "out"), fire, {(Firing("basket", 0), "out"): HANDLE})
+    found = values.read(OWN, fire, {(Firing("basket", 0), "out"): HANDLE})
     assert (found.values_N.tolist(), fetched) == ([4.0], [(HANDLE, Rewards)])
     with pytest.raises(KeyError, match=r"worker/0: no value basket\[0\]\.out, and no handle of it"):
-        values.read(Ref("basket", "out"), fire, {})
+        values.read(OWN, fire, {})
 
 
 def test_values_of_a_class_without_concat_are_joined_as_a_tuple() -> None:

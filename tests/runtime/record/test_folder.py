@@ -237,7 +237,7 @@ def test_what_is_planted_in_a_folder_is_not_written_through(tmp_path: Path, kind
     ways: list[Callable[[Path], object]] = [
         module.open_append,
         MetricsFile,
-        lambda path: LogWriter(path, lambda record: b""),
+        LogWriter,
         lambda path: module.open_regular(path, os.O_RDWR | os.O_CREAT),
     ]
     for way in ways:

@@ -16,13 +16,14 @@ def encode(item: object) -> bytes:
 
 
 def write(path: Path, steps: int = 5) -> LogWriter:
-    writer = LogWriter(path, encode)
+    writer = LogWriter(path)
     writer.segment(None, {"run": "a"})
     writer.stage({"name": "train"})
-    writer.step(0.0, Begin(), [])
+    writer.step(0.0, encode(Begin()), [])
     for index in range(steps):
         firing = Firing("generate", index)
-        writer.step(0.1 * index, Done(firing, "generator/0"), [Fire(firing, "scorer/0", (index,))])
+        fire = Fire(firing, "scorer/0", (index,))
+        writer.step(0.1 * index, encode(Done(firing, "generator/0")), [encode(fire)])
     return writer
 
 
@@ -46,19 +47,19 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
         encode(Begin()),
         encode(Done(Firing("generate", 0), "generator/0")),
     ]
-    assert stage.steps[1].digest == commands_digest([Fire(Firing("generate", 0), "scorer/0", (0,))], encode)
+    assert stage.steps[1].digest == commands_digest([encode(Fire(Firing("generate", 0), "scorer/0", (0,)))])
     assert [step.record for step in stage.steps] == list(range(2, 8))
 
 
 def test_commands_digest_knows_order_and_boundaries() -> None:
-    first, second = Fire(Firing("a", 0), "p/0"), Fire(Firing("b", 0), "p/0")
-    assert commands_digest([first, second], encode) != commands_digest([second, first], encode)
-    assert commands_digest([], encode) != commands_digest([first], encode)
+    first, second = encode(Fire(Firing("a", 0), "p/0")), encode(Fire(Firing("b", 0), "p/0"))
+    assert commands_digest([first, second]) != commands_digest([second, first])
+    assert commands_digest([]) != commands_digest([first])
 
 
 def test_a_resume_adds_a_segment_that_names_its_cut(tmp_path: Path) -> None:
     write(tmp_path / "events.log").close()
-    writer = LogWriter(tmp_path / "events.log", encode)
+    writer = LogWriter(tmp_path / "events.log")
     writer.segment(3, {})
     writer.end({"status": "done"})
     first, second = read_log(tmp_path / "events.log")
@@ -68,7 +69,7 @@ def test_a_resume_adds_a_segment_that_names_its_cut(tmp_path: Path) -> None:
 
 def test_a_segment_lasts_to_its_last_event(tmp_path: Path) -> None:
     write(tmp_path / "events.log", steps=5).close()
-    writer = LogWriter(tmp_path / "events.log", encode)
+    writer = LogWriter(tmp_path / "events.log")
     writer.segment(3, {})
     writer.close()
     assert segment_seconds(tmp_path / "events.log") == [pytest.approx(0.4), 0.0]
@@ -119,7 +120,7 @@ def test_half_a_frame_at_the_end_is_what_a_kill_leaves(tmp_path: Path) -> None:
     for size in (last[0] + 1, last[0] + 8, last[1] - 1):
         path.write_bytes(data[:size])
         assert len(read_log(path)[0].stages[0].steps) == 5
-    writer = LogWriter(path, encode)
+    writer = LogWriter(path)
     writer.segment(1, {})
     writer.close()
     assert len(read_log(path)) == 2
@@ -130,7 +131,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="another kind"):
         read_log(tmp_path / "x.log")
     with pytest.raises(LogError, match="another kind"):
-        LogWriter(tmp_path / "x.log", encode)
+        LogWriter(tmp_path / "x.log")
     (tmp_path / "newer.log").write_bytes(b"penstock events 12\nhello")
     with pytest.raises(LogError, match=r"given one of format 12, which another version wrote, needed .* format 3$"):
         read_log(tmp_path / "newer.log")
@@ -143,12 +144,12 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_records_are_on_disk_a_second_after_they_were_made(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
-    writer = LogWriter(path, encode)
+    writer = LogWriter(path)
     writer.segment(None, {})
     writer.stage({})
-    writer.step(10.0, Begin(), [])
+    writer.step(10.0, encode(Begin()), [])
     size = path.stat().st_size
-    writer.step(10.5, Begin(), [])
+    writer.step(10.5, encode(Begin()), [])
     assert path.stat().st_size == size
     writer.tick(11.1)
     assert path.stat().st_size > size

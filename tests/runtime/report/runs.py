@@ -65,12 +65,12 @@ def simulated_run(
     config.write(folder, {"program": program, "command": ["toy", "--lag", str(lag)], "penstock": "0.1.0"})
     rules = Rules(batch, updates)
     tables = compile_tables(graph, _served(plan))
-    log = LogWriter(folder.events, record_bytes)
+    log = LogWriter(folder.events)
     log.segment(None, {"run": config.run})
     log.stage({**SegmentOrigin("train", graph, _served(plan), rules).to_json(), "accuracy": {"before": ACCURACY}})
 
     def observe(time: float, event: Event, commands: list[Command]) -> None:
-        log.step(started_s + time, event, commands)
+        log.step(started_s + time, record_bytes(event), map(record_bytes, commands))
 
     simulation = simulate(tables, rules, durations, observe=observe)
     log.end({"status": "done", "error": ""})
