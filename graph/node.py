@@ -1,7 +1,7 @@
 """`@node`: a function with a typed signature that a program can call.
 
-`NodeDef` is the definition: in a program a call records a node, elsewhere it is the plain function. Workers run it by
-`run` and `split`. `Filter` has the same two methods for what a program says by `keep`.
+`NodeDef` is the definition: in a program a call records a node, elsewhere it is the plain function. Workers call `fn`
+and take apart what it returns with `split`. `Filter` stands for what a program says by `keep`.
 """
 
 import copy
@@ -143,13 +143,6 @@ class NodeDef(Generic[P, T]):
     def interface(self) -> Interface:
         """Read at the first use, since annotations may name classes that stand further down the file."""
         return interface(self.fn, stateful=self.init is not None)
-
-    def run(self, state: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Call the function as a worker does. `state` is ignored by a node without one."""
-        inputs = self.interface.gathered(inputs)
-        if self.init is None:
-            return self.fn(**inputs, **options)
-        return self.fn(state, **inputs, **options)
 
     def split(self, result: Any, *, stateful: bool) -> tuple[Any, dict[str, Any], Metrics]:
         """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.

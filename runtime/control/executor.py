@@ -298,7 +298,7 @@ class Executor:
                 held.submitted[firing] = began
                 return []
             self.resting.settle(firing.node)
-            result = held.definition.run(held.state, inputs, held.options)
+            result = held.call(inputs)
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
                 result = tuple(self._inputs(held, command, handles).values())  # whatever the predicate did to its own
         except _RAISED as error:

@@ -86,7 +86,8 @@ class Held:
     """A node that this rank runs.
 
     `channels` are the inputs that are weights, `delays` the carried values that it reads delayed, each with its lag;
-    `inputs` are the others. `submitted` says when each firing that is in a stream was asked for.
+    `inputs` are the others, and `several` of them may be one parameter's. `submitted` says when each firing that is
+    in a stream was asked for.
     """
 
     node: Node
@@ -98,12 +99,22 @@ class Held:
     state: Any
     stream: bool
     answers: bool
+    several: bool
     submitted: dict[Firing, float] = field(default_factory=dict)
 
     @property
     def stateful(self) -> bool:
         """Does each firing pass a state on to the next?"""
         return self.definition.init is not None and not self.stream
+
+    def call(self, inputs: Mapping[str, Any]) -> Any:
+        """What the node's function returns, as it returns it."""
+        if isinstance(self.definition, Filter):
+            return self.definition.run(None, inputs, self.options)
+        if self.several:
+            inputs = self.definition.interface.gathered(inputs)
+        state = () if self.definition.init is None else (self.state,)
+        return self.definition.fn(*state, **inputs, **self.options)
 
 
 class Holdings:
@@ -171,8 +182,9 @@ class Holdings:
         state = None if init is None else init(self.setup.contexts[node.name], **options)
         if isinstance(definition, NodeDef) and definition.interface.context:
             options[definition.interface.context] = self.setup.contexts[node.name]
+        several = isinstance(definition, NodeDef) and any(port.several for port in definition.interface.inputs)
         streams = isinstance(state, Stream)
-        return Held(node, definition, options, tuple(inputs), channels, delays, state, streams, node.answers)
+        return Held(node, definition, options, tuple(inputs), channels, delays, state, streams, node.answers, several)
 
 
 T = TypeVar("T")

@@ -193,7 +193,8 @@ class RunRecorder:
         self.row: Row = kept[-1] if kept else {}
         self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
         self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
-        self._states: list[tuple[float, str, str]] = []  # since the last row
+        self.states: dict[str, str] = {}
+        self._changes: list[tuple[float, str, str]] = []  # of states, since the last row
         self.bars = Bars()
         self.status = Status(say, now, self.bars.live)
         self.stage = ""
@@ -230,7 +231,8 @@ class RunRecorder:
         """Whose fates are the run's: training's."""
         self.ledger = ledger
 
-    def step(self, now: float, event: Event, commands: list[Command]) -> None:
+    def step(self, now: float, event: Event, commands: list[Command], states: Mapping[str, str]) -> None:
+        """What follows from an event. `states` are those of replicas from now on."""
         self.log.step(now - self.began, record_bytes(event), [*map(record_bytes, commands)])
         for command in commands:
             match command:
@@ -242,6 +244,12 @@ class RunRecorder:
                     self.status.doing[replica] = f"{channel}[{version}]"
                 case Send():
                     self.bars.sends(command, now)
+        for replica, state in states.items():
+            if self.states.get(replica) != state:
+                self.states[replica] = state
+                self._changes.append((now, replica, state))
+                if state != "busy":
+                    self.status.doing[replica] = state
         if self.status.due(now):
             self._status(now)
 
@@ -272,7 +280,8 @@ class RunRecorder:
             if clock == "update" and metrics:
                 self._evaluated.append(metrics)
         elif clock == "group":
-            self.rows.group(firing, metrics)
+            if metrics:
+                self.rows.group(firing, metrics)
             self.bars.fired(event.replica, firing, result, "group")
         else:
             self.bars.fired(event.replica, firing, result, "update")
@@ -306,11 +315,6 @@ class RunRecorder:
         self.log.sync()
         cut = json.loads(commit.state)
         complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
-
-    def state(self, now: float, replica: str, state: str) -> None:
-        self._states.append((now, replica, state))
-        if state != "busy":
-            self.status.doing[replica] = state
 
     def close_stage(self, name: str) -> None:
         """A stage has ended by itself."""
@@ -371,8 +375,8 @@ class RunRecorder:
 
     def _pools(self, now: float) -> dict[str, dict[str, float]]:
         """Seconds by pool and state since it was asked last."""
-        states, self._states = self._states, []
-        return self.utilisation.pools(states, now)
+        changes, self._changes = self._changes, []
+        return self.utilisation.pools(changes, now)
 
     def _fates(self) -> dict[str, int]:
         """Of all groups that have one. An update's row may be written before the ledger knows that it is over."""

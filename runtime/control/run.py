@@ -42,7 +42,7 @@ from penstock.runtime.schedule.events import (
     Send,
     Swap,
 )
-from penstock.runtime.schedule.idle_causes import cause
+from penstock.runtime.schedule.idle_causes import step
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -103,20 +103,21 @@ class Stage:
 
     def feed(self, event: Event, now: float) -> Orders:
         """An event of the driver's own: begin, checkpoint, abort."""
-        commands = self.scheduler.handle(event)
-        self.recorder.step(now, event, commands)
+        commands, states = step(self.scheduler, event)
+        # What replicas were at when a run was aborted is what is said of its end.
+        self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states)
         return self._route(commands, now)
 
     def answer(self, result: Result, now: float) -> Orders:
         """A rank's answer. Raises UnawaitedError, and changes nothing, for one that was not asked for."""
         event = result.event
-        commands = self.scheduler.handle(event)
+        commands, states = step(self.scheduler, event)
         if isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
         if isinstance(event, Published) and result.manifest is not None:
             self.manifests.note(result.manifest)
         self.recorder.result(now, result)
-        self.recorder.step(now, event, commands)
+        self.recorder.step(now, event, commands, states)
         return self._route(commands, now)
 
     def live(self) -> dict[tuple[str, str], int]:
@@ -259,7 +260,6 @@ class Session:
         self._manifests = Manifests()
         self._saved_at = self.start
         self._saved_time: float | None = None
-        self._states: dict[str, str] = {}
 
     def _plan_stages(self) -> list[str]:
         evaluate = self.config.evaluation is not None
@@ -339,7 +339,6 @@ class Session:
     def _after(self, orders: Orders, now: float) -> Orders:
         stage = self.stage
         assert stage is not None
-        self._note_states(stage, now)
         if stage.finish is None:
             return _merge(orders, self._checkpoint_if_due(stage, now))
         if stage.finish.status == "failed":
@@ -390,15 +389,6 @@ class Session:
         assert self.config.evaluation is not None
         version = self.start if name == "before" else updates
         return self.config.evaluation, self.config.evaluation_rules(version), None
-
-    def _note_states(self, stage: Stage, now: float) -> None:
-        """Tell the recorder when a replica turns busy, or idle for another cause."""
-        scheduler = stage.scheduler
-        for replica, load in scheduler.load.items():
-            state = "busy" if load else cause(scheduler, replica)
-            if self._states.get(replica) != state:
-                self._states[replica] = state
-                self.recorder.state(now, replica, state)
 
     def _finish(self, now: float, status: str, error: str) -> Orders:
         if self.running:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import NodeStep
+from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.scheduler import Scheduler
 
 
@@ -46,6 +47,15 @@ CAUSES = {
     "done": Cause("nothing left to do", "nothing left", "has nothing left to do"),
 }
 """In the order of the report."""
+
+
+def step(scheduler: Scheduler, event: Event) -> tuple[list[Command], dict[str, str]]:
+    """The commands that follow from an event, and what each replica is at then: "busy", or its cause of being idle.
+
+    Raises UnawaitedError for an answer that was not asked for.
+    """
+    commands = scheduler.handle(event)
+    return commands, {name: "busy" if load else cause(scheduler, name) for name, load in scheduler.load.items()}
 
 
 def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:

@@ -152,17 +152,17 @@ def test_the_signature_is_the_interface() -> None:
 def test_workers_split_a_result_into_outputs_and_metrics(
     definition: NodeDef[..., Any], outputs: dict[str, Any], metrics: Metrics
 ) -> None:
-    result = definition.run(None, {"length": Length(3)}, {})
+    result = definition.fn(Length(3))
     assert definition.split(result, stateful=False) == (None, outputs, metrics)
 
 
 def test_workers_split_the_state_off() -> None:
     tally = Tally(0)
-    result = counted.run(tally, {"length": Length(3)}, {"at": 1})
+    result = counted.fn(tally, Length(3), at=1)
     assert counted.split(result, stateful=True) == (tally, {"out": 2.0}, {})
-    result = counted_measured.run(tally, {"length": Length(3)}, {})
+    result = counted_measured.fn(tally, Length(3))
     assert counted_measured.split(result, stateful=True) == (tally, {"0": 1.0, "1": 3}, {"mean": 1.0})
-    result = counted_figures.run(tally, {"length": Length(3)}, {})
+    result = counted_figures.fn(tally, Length(3))
     assert counted_figures.split(result, stateful=True) == (tally, {}, {"mean": 1.0})
 
 

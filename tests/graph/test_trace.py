@@ -393,8 +393,8 @@ def test_a_list_of_values_is_an_input_for_each_and_one_parameter() -> None:
     assert "summed(rollouts, rewards=[two, one, two])" in str(graph)
     assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
     twelve = {f"rewards[{place}]": Rewards(10.0**place) for place in range(12)}
-    assert summed.run(None, {"rollouts": None, **twelve}, {}).values_N == 111_111_111_111
-    assert summed.run(None, {"rollouts": None}, {}).values_N == 0.0
+    assert list(summed.interface.gathered({"rollouts": None, **twelve})["rewards"]) == [*twelve.values()]
+    assert summed.interface.gathered({"rollouts": None})["rewards"] == ()
 
 
 def test_what_is_no_list_of_such_values_is_refused() -> None:
