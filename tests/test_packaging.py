@@ -22,7 +22,9 @@ MAY_IMPORT = {
     "programs": {"graph", "nodes", "programs"},
 }
 WITH_TORCH = ("nodes/", "runtime/tensor/")
-RANK_FILES = {f"runtime/control/{name}.py" for name in ("executor", "inprocess", "rank", "weight_channels")}
+RANK_FILES = {
+    f"runtime/control/{name}.py" for name in ("executor", "inprocess", "rank", "rank_state", "weight_channels")
+}
 """What runs in a rank, or in the one process of --in-process."""
 UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 
