@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from predicted import stream_s
+from predicted import slots_that_fit, stream_s
 
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.decode_cost import Generator
-from penstock.runtime.plan.memory import Memory, slots_that_fit, trainer_memory
+from penstock.runtime.plan.memory import Memory, trainer_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 from penstock.runtime.plan.sync_cost import sync_cost, traffic
 from penstock.runtime.plan.train_cost import Trainer
@@ -40,14 +40,14 @@ def meshes(shape: Shape, gpus: int) -> Iterator[Parallel]:
     for power in range(11):
         size = 2**power
         mesh = Parallel(tp=min(8, size), pp=max(1, size // 8))
-        if size <= gpus and not mesh.faults(shape):
+        if size <= gpus and mesh.divides(shape):
             yield mesh
 
 
 @cache
 def trained(shape: Shape, mesh: Parallel, copies: int) -> float:
     trainer = Trainer(shape, GPU, replace(mesh, dp=copies), micro_tokens=MICRO, zero3=False)
-    return trainer.step(RESPONSES + PROMPT).seconds
+    return trainer.update(RESPONSES + PROMPT).seconds
 
 
 @cache
@@ -58,9 +58,9 @@ def generated(generator: Generator, copies: int, stream: bool) -> float:
     return max(stream_s(generator, RESPONSES, PROMPT, SAMPLES, copies), seconds / (1 + LAG))
 
 
-def slots(generator: Generator, arenas: int, beside: Memory | None = None) -> int:
+def slots(generator: Generator, copies: int, beside: Memory | None = None) -> int:
     """Rows that fit, with `beside` on the same GPUs; 0 if none does."""
-    return min(SLOTS, slots_that_fit(generator, PROMPT + LENGTHS.mean, arenas, beside))
+    return min(SLOTS, slots_that_fit(generator, PROMPT + LENGTHS.mean, copies, beside))
 
 
 def synchronous(shape: Shape, gpus: int) -> tuple[float, str]:

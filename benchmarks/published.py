@@ -107,7 +107,8 @@ def _row(number: int, cells: dict[str, str]) -> Row:
     if system == "NeMo-RL":
         seconds, per_gpu = float(cells["step_s"]), rate
     elif system == "torchtitan":
-        data = mesh_of(cells["placement(gen:train)"]).data
+        mesh, cp = mesh_of(cells["placement(gen:train)"])
+        data = mesh.data // cp
         seconds, per_gpu = _number("local bs", work) * longest * data / gpus / rate, rate
     else:
         seconds, per_gpu = gpus * longest / (rate * 1000), rate * 1000 / gpus
@@ -125,14 +126,16 @@ def _number(name: str, text: str) -> int:
     return int(match[1]) if match else 1
 
 
-def mesh_of(words: str) -> Parallel:
-    """`FSDP8 TP8 PP8` of torchtitan and prime-rl."""
-    return Parallel(**{axis.lower(): _number(axis, words) for axis in ("FSDP", "TP", "PP", "CP")})
+def mesh_of(words: str) -> tuple[Parallel, int]:
+    """`FSDP8 TP8 PP8` of torchtitan and prime-rl, and how many ranks share a sequence (CP); weights are sharded over
+    those, too."""
+    fsdp, tp, pp, cp = (_number(axis, words) for axis in ("FSDP", "TP", "PP", "CP"))
+    return Parallel(fsdp=fsdp * cp, tp=tp, pp=pp), cp
 
 
-def nemo_layouts(row: Row) -> tuple[Parallel, Parallel, int]:
-    """The trainer's mesh, the generator's, and its replicas. Layouts are [TP, CP, EP, PP, VPP]; in those of six places,
-    all of the 8B model, the last one is PP, as its recipe says."""
+def nemo_layouts(row: Row) -> tuple[tuple[Parallel, int, int], Parallel, int]:
+    """The trainer's mesh with its CP and EP, the generator's mesh, and its replicas. Layouts are [TP, CP, EP, PP, VPP];
+    in those of six places, all of the 8B model, the last one is PP, as its recipe says."""
     lists = re.findall(r"\[([^\]]*)\]", row.layout.replace("[TP,PP]", "").replace("..", "1"))
     width, depth = (int(size) for size in lists[0].split(","))
     sizes = [int(size) for size in lists[1].split(",")]
@@ -141,5 +144,5 @@ def nemo_layouts(row: Row) -> tuple[Parallel, Parallel, int]:
     decodes = row.gpus - trains if row.staleness else row.gpus
     data = trains // (tp * cp * pp)
     # One row's experts are over more ranks than half of its GPUs: as many as there are then.
-    mesh = Parallel(fsdp=data, tp=tp, cp=cp, pp=pp, ep=min(ep, data * cp * tp))
-    return mesh, Parallel(tp=width, pp=depth), max(1, decodes // (width * depth))
+    mesh = Parallel(fsdp=data * cp, tp=tp, pp=pp)
+    return (mesh, cp, min(ep, mesh.stage)), Parallel(tp=width, pp=depth), max(1, decodes // (width * depth))

@@ -195,7 +195,7 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
     hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
     return [
         *labelled(pool.name, "; ".join(how), width),
-        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB: {held}", width),
+        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.memory_available / 1e9:.1f} GB: {held}", width),
         *labelled("", f"{work or 'reads responses'}, on {hosts}", width),
     ]
 

@@ -24,10 +24,10 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, rollout_s
-from penstock.runtime.plan.memory import Memory, beside_memory, generator_memory, row_bytes, trainer_memory
+from penstock.runtime.plan.memory import Memory, beside_memory, generator_memory, trainer_memory
 from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.plan.roles import AskedError, Models
-from penstock.runtime.plan.train_cost import Kept, Packed, Trainer, packed
+from penstock.runtime.plan.train_cost import Kept, Trainer, packed
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
 DEDICATED, SHARED = 2, 1
@@ -55,6 +55,9 @@ class NodeGroup:
         """GPUs that a pool may have: the divisors of a host, or of a single host any number; then whole hosts."""
         parts = [part for part in range(1, self.each) if self.each % part == 0 or len(self.hosts) == 1]
         return (*parts, *range(self.each, self.gpus + 1, self.each))
+
+    def __str__(self) -> str:
+        return f"{len(self.hosts)} hosts of {self.each} {self.kind}, {self.gpus} GPUs"
 
     @cached_property
     def sizes_N(self) -> IntArray:
@@ -108,7 +111,7 @@ def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int) -> Iterator[Parall
             data = gpus // tp // pp
             for fsdp in _divisors(data):
                 mesh = Parallel(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp)
-                if not mesh.faults(shape):
+                if mesh.divides(shape):
                     yield mesh
 
 
@@ -117,7 +120,7 @@ def generator_meshes(shape: Shape, nodes: NodeGroup) -> Iterator[Parallel]:
     for tp in _divisors(nodes.each):
         for pp in _divisors(len(nodes.hosts)) if tp == nodes.each else (1,):
             mesh = Parallel(tp=tp, pp=pp)
-            if not mesh.faults(shape):
+            if mesh.divides(shape):
                 yield mesh
 
 
@@ -176,10 +179,6 @@ class Training:
     def seconds(self) -> float:
         return self.steps.seconds + self.reads.seconds + self.learns.seconds
 
-    def beats(self, reads_s: float, learns_s: float) -> bool:
-        """Whether another one is no faster in passes nor in steps."""
-        return self.reads.seconds <= reads_s and self.learns.seconds <= learns_s
-
 
 @dataclass(frozen=True)
 class Generating:
@@ -216,17 +215,17 @@ class FastestFirst:
     cut's layouts are made when no layout that is made already is as fast as the bound."""
 
     def __init__(self, cuts: Iterable[tuple[float, Callable[[], Iterable[Training]]]]) -> None:
-        # Of equal bounds the last cut comes first: that with the largest micro-batches.
-        by_bound = sorted(cuts, key=lambda cut: -cut[0])
-        ordered = reversed(by_bound)
-        self._rest = heapq.merge(*(self._made(*cut) for cut in ordered), key=lambda each: each[0])
-        self._known: list[Training] = []
+        def made(bound: float, make: Callable[[], Iterable[Training]]) -> Iterator[tuple[float, Training | None]]:
+            # The bound comes first, and stands for all of them in the merge until its turn has come.
+            yield bound, None
+            yield from sorted(((each.seconds, each) for each in make()), key=lambda each: each[0])
 
-    @staticmethod
-    def _made(bound: float, make: Callable[[], Iterable[Training]]) -> Iterator[tuple[float, Training | None]]:
-        """The bound first, which stands for all of them in the merge until its turn has come."""
-        yield bound, None
-        yield from sorted(((each.seconds, each) for each in make()), key=lambda each: each[0])
+        # Of equal bounds the last cut comes first, since the sort is stable: that with the largest micro-batches.
+        ordered = list(cuts)
+        ordered.reverse()
+        ordered.sort(key=lambda cut: cut[0])
+        self._rest = heapq.merge(*(made(*cut) for cut in ordered), key=lambda each: each[0])
+        self._known: list[Training] = []
 
     def at(self, index: int) -> Training | None:
         """None beyond the last one."""
@@ -298,6 +297,11 @@ COLUMNS = tuple(each.name for each in fields(GeneratorTable))[:-2]
 """Of a table, but for what is known of rollouts."""
 
 
+CACHED = ("cuts", "trainers", "readers", "trainer_s", "reader_s", "bases", "dedicated", "fastest", "_one_gpu",
+          "_row_bytes", "_table", "_block")  # fmt: skip
+"""Methods of LayoutCandidates that a search asks again and again."""
+
+
 @dataclass(eq=False)
 class LayoutCandidates:
     """Candidate layouts of each role for one workload, kept once they are made. `slots` is the most rows of a
@@ -310,21 +314,18 @@ class LayoutCandidates:
     models: Models = field(default_factory=Models)
 
     def __post_init__(self) -> None:
-        self.cuts = cache(self._cuts)
-        self.trainers = cache(self._trainers)
-        self.readers = cache(self._readers)
-        self.trainer_s = cache(self._trainer_s)
-        self.reader_s = cache(self._reader_s)
-        self.bases = cache(self._bases)
-        self.fastest = cache(self._fastest)
-        self._one_gpu = cache(self._seconds_of_one_gpu)
-        self._row_bytes = cache(self._bytes_of_rows)
-        self._table = cache(self._table_of)
-        self._block = cache(self._block_of)
+        # A cache for each workload, which goes with it; a cache of the class would keep all of them.
+        for name in CACHED:
+            setattr(self, name, cache(getattr(self, name)))
         self._tables: defaultdict[NodeGroup, list[GeneratorTable]] = defaultdict(list)
         self._rollouts: defaultdict[NodeGroup, dict[int, float]] = defaultdict(dict)
+        # What an update learns from: all of it, and each minibatch.
+        self._whole = packed(self.work.sequence_tokens)[0]
+        self._minibatches = packed(self.work.sequence_tokens, self.work.minibatches)
+        # Tokens that a slot in use holds.
+        self.context = self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
 
-    def _cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
+    def cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
         # How weights are sharded changes what travels, not what is computed: one lower bound holds for all of these.
         meshes = defaultdict[tuple[int, ...], list[Parallel]](list)
@@ -336,15 +337,16 @@ class LayoutCandidates:
             for tokens in micro_tokens(self.work.context, self.work.micro_tokens):
                 first = Trainer(self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, zero3=False)
                 steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
-                found.append(TrainerFamily(first, tuple(alike), first.least(self._whole, backward=False), steps_s))
+                passed_s = first.least(self._whole, backward=False)
+                found.append(TrainerFamily(first, tuple(alike), passed_s * SAFE, steps_s * SAFE))
         return found
 
-    def _trainers(self, nodes: NodeGroup, gpus: int, colocated: Models) -> FastestFirst:
+    def trainers(self, nodes: NodeGroup, gpus: int, colocated: Models) -> FastestFirst:
         """Those that fit with the models that are colocated with the policy, the fastest first."""
-        kept: Kept = {}
         passes, learners = colocated.count + self.models.rereads, 1 + colocated.critics
 
         def made(cut: TrainerFamily) -> Iterator[Training]:
+            kept: Kept = {}
             for trainer in cut.layouts():
                 memory = trainer_memory(trainer, self.models.copies)
                 memory = memory + beside_memory(trainer, colocated) if colocated.count else memory
@@ -357,40 +359,41 @@ class LayoutCandidates:
                 yield Training(trainer, own, passed * colocated.count, steps * colocated.critics, memory)
 
         cuts = self.cuts(nodes, gpus, self.pins.trainer)
-        bounds = (cut.passed_s * passes * SAFE + cut.steps_s * learners * SAFE for cut in cuts)
-        found = FastestFirst((bound, partial(made, cut)) for bound, cut in zip(bounds, cuts, strict=True))
+        found = FastestFirst((cut.passed_s * passes + cut.steps_s * learners, partial(made, cut)) for cut in cuts)
         # The table of lower bounds has the seconds themselves from now on.
         first = found.at(0)
         self.trainer_s(nodes, colocated)[nodes.place[gpus]] = first.seconds if first else inf
         return found
 
-    def _readers(self, nodes: NodeGroup, gpus: int, models: Models, pin: Axes | None = None) -> tuple[Training, ...]:
+    def readers(self, nodes: NodeGroup, gpus: int, models: Models, pin: Axes | None = None) -> tuple[Training, ...]:
         """Layouts of models on dedicated GPUs that fit and that no other one beats both in passes and in steps."""
-        kept: Kept = {}
         best: list[Training] = []
 
-        def made(cut: TrainerFamily, *bounds: float) -> Iterator[Training]:
-            for trainer in () if any(other.beats(*bounds) for other in best) else cut.layouts():
-                # A pass that keeps nothing: no gradients, no moments, and no inputs of layers for a backward pass.
-                passing = trainer if models.critics else replace(trainer, frozen=True, offload=True)
+        def beaten(reads_s: float, learns_s: float) -> bool:
+            """Whether one that is kept is as fast both in passes and in steps."""
+            return any(each.reads.seconds <= reads_s and each.learns.seconds <= learns_s for each in best)
+
+        def made(cut: TrainerFamily) -> Iterator[Training]:
+            # What is kept by now may beat a whole family, which then is not made at all.
+            if beaten(cut.passed_s * models.count, cut.steps_s * models.critics):
+                return
+            kept: Kept = {}
+            for trainer in cut.layouts():
+                passing = trainer if models.critics else replace(trainer, frozen=True)
                 memory = trainer_memory(passing)
                 if models.count > 1:
                     critic = min(1, models.critics)
-                    more = Models(models.frozen - 1 + critic, models.critics - critic)
-                    memory = memory + beside_memory(passing, more)
+                    memory += beside_memory(passing, Models(models.frozen - 1 + critic, models.critics - critic))
                 if memory.bytes <= nodes.gpu.memory_bytes:
                     reads = passing.passed(self._whole) * models.count
                     steps = trainer.steps(self._minibatches, self.work.epochs, kept) if models.critics else Cost()
                     yield Training(passing, Cost(), reads, steps * models.critics, memory)
 
-        groups = []
-        for cut in self.cuts(nodes, gpus, pin):
-            bounds = cut.passed_s * models.count * SAFE, cut.steps_s * models.critics * SAFE
-            groups.append((sum(bounds), partial(made, cut, *bounds)))
-        # `made` sees what has been kept so far, so that a family that is beaten in both is not made at all.
-        for each in FastestFirst(groups):
-            if not any(other.beats(each.reads.seconds, each.learns.seconds) for other in best):
-                best.append(each)
+        cuts = self.cuts(nodes, gpus, pin)
+        bounds = (cut.passed_s * models.count + cut.steps_s * models.critics for cut in cuts)
+        for each in FastestFirst((bound, partial(made, cut)) for bound, cut in zip(bounds, cuts, strict=True)):
+            if not beaten(each.reads.seconds, each.learns.seconds):
+                best.append(each)  # noqa: PERF401 - `beaten` and `made` read what is there by now
         # With a given mesh the table's bounds stay as they are: they are shared by pools without one.
         if pin is None:
             reads_N, learns_N = self.reader_s(nodes, models)
@@ -398,14 +401,13 @@ class LayoutCandidates:
             learns_N[nodes.place[gpus]] = min((each.learns.seconds for each in best), default=inf)
         return tuple(best)
 
-    def _trainer_s(self, nodes: NodeGroup, colocated: Models) -> FloatArray:
+    def trainer_s(self, nodes: NodeGroup, colocated: Models) -> FloatArray:
         """[sizes]: lower bounds of an update's seconds on so many GPUs; the least seconds once `trainers` was asked."""
         passed, steps = self._one_gpu(nodes)
         gpu_s = steps * (1 + colocated.critics) + passed * (self.models.rereads + colocated.count)
-        found: FloatArray = gpu_s * SAFE / nodes.sizes_N
-        return found
+        return np.asarray(gpu_s / nodes.sizes_N, np.float64)
 
-    def _reader_s(self, nodes: NodeGroup, models: Models) -> tuple[FloatArray, FloatArray]:
+    def reader_s(self, nodes: NodeGroup, models: Models) -> tuple[FloatArray, FloatArray]:
         """[sizes] each: the same of the passes, and of the steps, of models on dedicated GPUs."""
         passed, steps = self.dedicated_gpu_s(nodes, models)
         return passed / nodes.sizes_N, steps / nodes.sizes_N
@@ -413,45 +415,37 @@ class LayoutCandidates:
     def dedicated_gpu_s(self, nodes: NodeGroup, models: Models) -> tuple[float, float]:
         """GPU-seconds of models' passes and of critics' steps that no layout goes below."""
         passed, steps = self._one_gpu(nodes)
-        return models.count * passed * SAFE, models.critics * steps * SAFE
+        return models.count * passed, models.critics * steps
 
-    def _seconds_of_one_gpu(self, nodes: NodeGroup) -> tuple[float, float]:
+    def _one_gpu(self, nodes: NodeGroup) -> tuple[float, float]:
         """GPU-seconds of one pass and of one model's steps that no layout goes below."""
         work = self.work
         alone = Trainer(work.shape, nodes.gpu, Parallel(), micro_tokens=int(work.sequence_tokens.sum()))
-        costs = alone.passed(self._whole), alone.step(work.sequence_tokens) * work.epochs
-        passed, steps = (sum(cost.parts[part] for part in SHARED_OUT) for cost in costs)
+        costs = alone.passed(self._whole), alone.update(work.sequence_tokens, work.epochs)
+        passed, steps = (sum(cost.parts[part] for part in SHARED_OUT) * SAFE for cost in costs)
         return passed, steps
-
-    @cached_property
-    def _whole(self) -> Packed:
-        """All that an update learns from."""
-        return packed(self.work.sequence_tokens)[0]
-
-    @cached_property
-    def _minibatches(self) -> tuple[Packed, ...]:
-        return packed(self.work.sequence_tokens, self.work.minibatches)
 
     def generators(self, nodes: NodeGroup, sizes: Sequence[int], copies: int, beside: Memory | None) -> GeneratorTable:
         """All layouts on these numbers of GPUs that fit with so many copies of the weights, and with what lies `beside`
         them on each GPU."""
-        fits = (self._fit(nodes, number, copies, beside) for number in range(len(self.bases(nodes))))
-        return self._table(nodes, tuple(sizes), tuple(fits))
+        empty, each = self._row_bytes(nodes, copies)
+        room = nodes.gpu.memory_bytes - (beside.used if beside else 0.0)
+        fits = np.clip((room - empty) // each, 0, self.slots).astype(np.int64)
+        return self._table(nodes, tuple(sizes), tuple(fits.tolist()))
 
     def dedicated(self, nodes: NodeGroup) -> GeneratorTable:
         """All layouts on dedicated GPUs."""
         return self.generators(nodes, nodes.sizes, DEDICATED, None)
 
-    def _fastest(self, nodes: NodeGroup, shared: bool) -> Fastest:
+    def fastest(self, nodes: NodeGroup, shared: bool) -> Fastest:
         """Lower bounds on dedicated GPUs or fewer of them, or on the trainer's, whatever lies beside the generator."""
-        if shared:
-            return self.generators(nodes, nodes.sizes, SHARED, None).fastest(nodes, or_fewer=False)
-        return self.dedicated(nodes).fastest(nodes, or_fewer=True)
+        table = self.generators(nodes, nodes.sizes, SHARED, None) if shared else self.dedicated(nodes)
+        return table.fastest(nodes, or_fewer=not shared)
 
     def generating(self, nodes: NodeGroup, table: GeneratorTable, row: int, copies: int) -> Generating:
         """The layout in a row, with its memory."""
         generator = replace(self.bases(nodes)[int(table.base[row])], slots=int(table.slots[row]))
-        memory = generator_memory(generator, self.context, arenas=copies)
+        memory = generator_memory(generator, self.context, copies)
         return Generating(generator, int(table.replicas[row]), memory)
 
     def simulate(self, nodes: NodeGroup, table: GeneratorTable, row: int) -> None:
@@ -462,28 +456,22 @@ class LayoutCandidates:
         for each in self._tables[nodes]:
             each.note(alike, seconds)
 
-    @cached_property
-    def context(self) -> float:
-        """Tokens that a slot in use holds."""
-        return self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
-
-    def _bases(self, nodes: NodeGroup) -> list[Generator]:
+    def bases(self, nodes: NodeGroup) -> list[Generator]:
         """A generator of one slot for each precision and mesh."""
         shape, gpu = self.work.shape, nodes.gpu
         precisions: tuple[Precision, ...] = ("bf16", "fp8") if gpu.tflops.fp8 else ("bf16",)
         meshes = [mesh for mesh in generator_meshes(shape, nodes) if self.pins.generator in (None, mesh.axes)]
         return [Generator(shape, gpu, mesh, 1, precision) for precision in precisions for mesh in meshes]
 
-    def _fit(self, nodes: NodeGroup, base: int, copies: int, beside: Memory | None) -> int:
-        """How many slots fit; 0 if not even the weights do."""
-        empty, each = self._row_bytes(nodes, base, copies)
-        others = 0.0 if beside is None else beside.bytes - beside.parts.get("reserved", 0.0)  # a GPU reserves once
-        return min(self.slots, max(0, int((nodes.gpu.memory_bytes - empty - others) // each)))
+    def _row_bytes(self, nodes: NodeGroup, copies: int) -> tuple[FloatArray, FloatArray]:
+        """[bases] each: bytes of a rank without any rows, and of each row."""
+        empty, one = (
+            np.array([generator_memory(replace(b, slots=n), self.context, copies).bytes for b in self.bases(nodes)])
+            for n in (0, 1)
+        )
+        return empty, one - empty
 
-    def _bytes_of_rows(self, nodes: NodeGroup, base: int, copies: int) -> tuple[float, float]:
-        return row_bytes(self.bases(nodes)[base], self.context, copies)
-
-    def _table_of(self, nodes: NodeGroup, sizes: tuple[int, ...], fits: tuple[int, ...]) -> GeneratorTable:
+    def _table(self, nodes: NodeGroup, sizes: tuple[int, ...], fits: tuple[int, ...]) -> GeneratorTable:
         """With up to so many slots for each base."""
         blocks = [self._block(nodes, base, sizes, fit) for base, fit in enumerate(fits) if fit]
         blocks = blocks or [{name: np.zeros(0, np.int64) for name in COLUMNS}]
@@ -496,7 +484,7 @@ class LayoutCandidates:
         self._tables[nodes].append(table)
         return table
 
-    def _block_of(self, nodes: NodeGroup, number: int, sizes: tuple[int, ...], fit: int) -> dict[str, Any]:
+    def _block(self, nodes: NodeGroup, number: int, sizes: tuple[int, ...], fit: int) -> dict[str, Any]:
         """Columns of one base: each number of GPUs that copies of it fill, with each number of slots that may be of
         use, up to the `fit` that there is memory for."""
         work, base = self.work, replace(self.bases(nodes)[number], slots=fit)
@@ -511,9 +499,9 @@ class LayoutCandidates:
         rows = np.minimum(slots, share) if work.kept == 1 else slots
         # A step costs what its rows do, which falls per row with their number, and what their contexts do, which sum to
         # the same whatever is decoded beside them.
-        tokens, contexts, longest, last = self._totals
         fixed, slope = base.lines.fixed, float(base.lines.slope[1])
-        always = slope * contexts + work.drawn * base.prefill_s(work.prompt_tokens, work.prompt_tokens**2)
+        tokens = float(work.response_tokens.sum())
+        always = slope * float(work.seen_tokens.sum()) + work.drawn * base.prefill_s(work.prompt_tokens)
         flying = np.minimum(slots, -(-in_flight // replicas))
         alone = np.minimum(slots, share)
         one, most = fixed[1], fixed[flying]
@@ -527,13 +515,6 @@ class LayoutCandidates:
             "narrow": np.full(len(size), int(base.precision != "bf16")),
             "alike": (number * (nodes.gpus + 1) + replicas) * (self.slots + 1) + rows,
             "steady": (tokens * most / flying + always) / replicas,
-            "rollout": np.maximum(least, longest * one + slope * last) * SAFE,
+            "rollout": np.maximum(least, work.longest * one + slope * float(work.seen_tokens.max())) * SAFE,
             "others": (tokens * (most - one) / np.maximum(1, flying - 1) + always) / replicas,
         }
-
-    @cached_property
-    def _totals(self) -> tuple[float, float, int, float]:
-        """Of all responses: tokens, and the tokens that each of them saw; the same of the longest one."""
-        lengths = self.work.response_tokens.astype(np.float64)
-        seen = lengths * self.work.prompt_tokens + lengths * (lengths - 1) / 2
-        return float(lengths.sum()), float(seen.sum()), self.work.longest, float(seen.max())

@@ -11,6 +11,7 @@ rank has after an all-gather, before a reduce-scatter, before and after an all-r
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, log2
 from typing import TypeVar
 
@@ -52,17 +53,6 @@ def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
     return np.minimum(ring, tree) if isinstance(ring, np.ndarray) else min(ring, tree)
 
 
-def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of an all-to-all in which each rank sends `nbytes`, its own part included, evenly to all. What leaves the
-    domain leaves over the rank's own NIC, beside what stays."""
-    if ranks == 1:
-        return 0.0
-    inside = _within(gpu, ranks, stride)
-    stays = nbytes * (inside - 1) / ranks / gpu.nvlink
-    leaves = nbytes * (ranks - inside) / ranks / gpu.nic
-    return max(stays, leaves) + gpu.latency_s * (1 + (inside < ranks))
-
-
 def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
     """Seconds from one GPU to another that is `stride` further."""
     return nbytes / (gpu.nvlink if stride < gpu.nvlink_gpus else gpu.nic) + gpu.latency_s
@@ -72,13 +62,18 @@ SAFE = 1 - 1e-9
 """Of a lower bound, so that rounding never makes it an upper one."""
 
 
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The sum by name; what one of them lacks counts as 0."""
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+
+
 @dataclass(frozen=True)
 class Cost:
     """`parts` are seconds that follow each other; what overlaps counts where it is not hidden."""
 
     parts: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return sum(self.parts.values())
 
@@ -88,12 +83,7 @@ class Cost:
         return max(self.parts, key=lambda part: self.parts[part], default="nothing")
 
     def __add__(self, other: "Cost") -> "Cost":
-        names = dict.fromkeys([*self.parts, *other.parts])
-        return Cost({name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names})
+        return Cost(added(self.parts, other.parts))
 
     def __mul__(self, times: float) -> "Cost":
         return Cost({name: seconds * times for name, seconds in self.parts.items()})
-
-    def __str__(self) -> str:
-        parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        return f"{self.seconds:.4g} s: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts if seconds > 0)

@@ -24,14 +24,7 @@ import numpy as np
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, reduce_s, send_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
-from penstock.runtime.plan.train_cost import (
-    attention_flops,
-    cache_bytes,
-    decode_attention_flops,
-    elementwise_bytes,
-    product_flops,
-    touched,
-)
+from penstock.runtime.plan.train_cost import attention_flops, cache_bytes, elementwise_bytes
 from penstock.runtime.plan.workload import FloatArray, IntArray, Workload
 
 
@@ -232,40 +225,18 @@ LOGIT_PASSES = 3
 @dataclass(frozen=True)
 class Generator:
     """A replica that decodes on `mesh.tp * mesh.pp` GPUs, at most `slots` rows at once. Weights are in `precision`, the
-    cache in `cache`. `overhead_s` is what the engine adds to each step on its host."""
+    cache in bfloat16."""
 
     shape: Shape
     gpu: Gpu
     mesh: Parallel
     slots: int
     precision: Precision = "bf16"
-    cache: Precision = "bf16"
-    overhead_s: float = 0.0
 
     @property
     def bytes_each(self) -> float:
         """Of weights on each rank, all that travel to it."""
-        return self.shape.parameters * BYTES[self.precision] / (self.mesh.tp * self.mesh.pp)
-
-    def prefill_s(self, tokens: float, squares: float) -> float:
-        """Prompts of `tokens` in all, whose squared lengths sum to `squares`; the products bound it, or the weights."""
-        if not tokens:
-            return 0.0
-        shape, gpu, mesh = self.shape, self.gpu, self.mesh
-        products = product_flops(shape) * tokens / mesh.tp / gpu.flops(self.precision)
-        attention = attention_flops(shape, squares) / mesh.tp / gpu.attention_flops
-        elements = elementwise_bytes(shape) * tokens / mesh.tp / gpu.bandwidth
-        # Stages work on different prompts at once, so that a token costs its share of one stage's time.
-        reduced: float = self._reduced_s(tokens)
-        return (products + attention + elements + reduced) / mesh.pp
-
-    def step(self, rows: float, context: float) -> Cost:
-        """One token for each of `rows` rows, which have `context` tokens in the cache between them. A roofline: the
-        larger of the bytes over the bandwidth and the FLOPs over the rate, then what nothing hides.
-
-        A pipeline's stages each have rows / pp at a time; the step is over when all stages have had all rows.
-        """
-        return Cost({name: float(seconds) for name, seconds in self._step(rows, context).items()})
+        return self.shape.parameters * BYTES[self.precision] / self.mesh.ranks
 
     @cached_property
     def lines(self) -> Lines:
@@ -273,6 +244,22 @@ class Generator:
         rows = np.arange(self.slots + 1, dtype=np.float64)
         empty, million = (sum(self._step(rows, context).values()) for context in (0.0, 1e6))
         return Lines(empty, (million - empty) / 1e6)
+
+    def step(self, rows: float, context: float) -> Cost:
+        """Seconds of one token for each of `rows` rows, which have `context` tokens in the cache between them."""
+        return Cost({name: float(seconds) for name, seconds in self._step(rows, context).items()})
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds of a prompt of so many tokens, bound by the products."""
+        if not tokens:
+            return 0.0
+        shape, gpu, mesh = self.shape, self.gpu, self.mesh
+        products = 2.0 * shape.active_parameters * tokens / mesh.tp / gpu.flops(self.precision)
+        attention = attention_flops(shape, tokens**2) / mesh.tp / gpu.attention_flops
+        elements = elementwise_bytes(shape) * tokens / mesh.tp / gpu.bandwidth
+        # Stages work on different prompts at once, so that a token costs its share of one stage's time.
+        reduced: float = self._reduced_s(tokens)
+        return (products + attention + elements + reduced) / mesh.pp
 
     def rollout(
         self,
@@ -284,19 +271,28 @@ class Generator:
     ) -> FloatArray:
         """[responses]: the seconds at which each ends, of all of them in order on so many replicas. A prompt is
         computed once for its `samples`, on the replica that gets the first of them."""
-        prefill_s = self.prefill_s(prompt_tokens, prompt_tokens**2)
-        batch = Batch(responses, prompt_tokens, samples, prefill_s, replacements)
+        batch = Batch(responses, prompt_tokens, samples, self.prefill_s(prompt_tokens), replacements)
         return rollout(batch, replicas, self.slots, self.lines)
 
     def _step(self, rows: Any, context: float) -> dict[str, Any]:
-        """Seconds by part, of a number of rows or of an array of them."""
+        """Seconds by part, of a number of rows or of an array of them. A roofline: the larger of the bytes over the
+        bandwidth and the FLOPs over the rate, then what nothing hides.
+
+        A pipeline's stages each have rows / pp at a time; the step is over when all stages have had all rows.
+        """
         shape, gpu, mesh = self.shape, self.gpu, self.mesh
         at_once = rows / mesh.pp
+        # The embedding is looked up. Of the experts those are read that a token uses, routed evenly: 1 - (1 - k/E)^n.
         used = shape.dense_parameters - (0 if shape.tied else shape.vocab * shape.hidden)
-        weights = (used + shape.expert_parameters * touched(shape, at_once)) * BYTES[self.precision] / mesh.tp
-        cached = context * cache_bytes(shape, BYTES[self.cache], mesh.tp) / gpu.bandwidth
-        products = product_flops(shape) * rows / mesh.tp / gpu.flops(self.precision)
-        attention = decode_attention_flops(shape, context) / mesh.tp / gpu.attention_flops
+        touched = 1.0 - (1.0 - shape.active / shape.experts) ** at_once if shape.experts else 0.0
+        weights = (used + shape.expert_parameters * touched) * BYTES[self.precision] / mesh.tp
+        products = 2.0 * shape.active_parameters * rows / mesh.tp / gpu.flops(self.precision)
+        cached = context * cache_bytes(shape, mesh.tp) / gpu.bandwidth
+        # A latent cache is read as it is, by each head (DeepSeek-V2, section 2.1.2: up-projections are absorbed).
+        width = shape.qk_width + shape.value_width
+        if shape.latent is not None:
+            width = shape.heads * (2 * shape.latent.kv_rank + shape.latent.rope_dim)
+        attention = 2.0 * shape.layers * context * width / mesh.tp / gpu.attention_flops
         launches = (shape.layers * KERNELS + shape.moe_layers * EXPERT_KERNELS) * gpu.launch_s
         return {
             "weights": np.maximum(weights / gpu.bandwidth, products / mesh.pp),
@@ -305,7 +301,6 @@ class Generator:
             "tp": self._reduced_s(at_once),
             "launches": launches,
             "pp": mesh.pp * send_s(gpu, at_once * shape.hidden * 2, mesh.tp) if mesh.pp > 1 else 0.0,
-            "engine": self.overhead_s,
         }
 
     def _reduced_s(self, tokens: Any) -> Any:

@@ -1,35 +1,32 @@
 """Why nothing fits, and for an infeasible request the smallest change that makes it feasible. Pure but for the clock of
 its searches.
 
-`refuse` has each role's least memory and what would make that role fit, in numbers. `Enough` looks for what would make
+`refuse` has each role's least memory and what would make that role fit, in numbers. `enough` looks for what would make
 all of it fit: no given meshes, the fewest hosts of the kind with most memory, or the longest responses of half, a
 quarter … of the length. Each is named only where a search has found a whole plan.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.placement import spelled
 from penstock.runtime.plan.candidates import FEWEST_SLOTS, LayoutCandidates, NodeGroup, Pins, trainer_meshes
-from penstock.runtime.plan.memory import (
-    Memory,
-    Misfit,
-    check_generator,
-    check_trainer,
-    generator_memory,
-    trainer_memory,
-)
+from penstock.runtime.plan.decode_cost import Generator
+from penstock.runtime.plan.memory import Memory, generator_memory, trainer_memory
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
 from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
+MOST_GPUS = 4096
+SHORTEST = 64
+"""Tokens of a response."""
+
 
 def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> None:
-    """Raises PlanError for a mesh of more ranks than any island has GPUs, or that no layout has."""
+    """Raises PlanError for a mesh of more ranks than any node group has GPUs, or that no layout has."""
     largest = max(node_groups, key=lambda nodes: nodes.gpus)
     own = {roles.trainer: candidates.pins.trainer, roles.generator: candidates.pins.generator}
     for pool, axes in {**own, **candidates.pins.beside}.items():
@@ -52,113 +49,98 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
 def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> PlanError:
     """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
     or, where each would by itself, how many GPUs each needs."""
-    misfits = [_trainer(roles, candidates, node_groups), _generator(roles, candidates, node_groups)]
-    lines = [str(misfit) for misfit in misfits if misfit is not None]
+    pin, model = candidates.pins.trainer, candidates.work.shape.name
     total = sum(nodes.gpus for nodes in node_groups)
-    head = f"{candidates.work.shape.name} does not fit on {total} GPU{'s' * (total > 1)}"
-    if lines:
-        return PlanError("\n".join((head, *lines)))
-    trains = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
-    decodes = [n for i in node_groups for n in i.sizes if n in candidates.dedicated(i).gpus]
-    if not (trains and decodes):
-        return PlanError(
-            f"{head}: given layouts that fit, needed pools of {candidates.work.responses} replicas at most"
-        )
-    needed = f"{min(trains)} GPUs for {roles.trainer} and {min(decodes)} for {roles.generator}"
+    head = f"{model} does not fit on {total} GPU{'s' * (total > 1)}"
+    trains, decodes = [], []
+    for nodes in node_groups:
+        sizes = (nodes.gpus,) if pin is None else nodes.sizes
+        layouts = (each for gpus in sizes for cut in candidates.cuts(nodes, gpus, pin) for each in cut.layouts())
+        trains += [(trainer_memory(each, roles.models.copies), each.mesh, nodes) for each in layouts]
+        decodes += [(_least_memory(each, candidates), each.mesh, nodes) for each in candidates.bases(nodes)]
+    free, lines = replace(candidates, pins=Pins()), [head]
+    for role, found, fits in ((roles.trainer, trains, _trains), (roles.generator, decodes, _decodes)):
+        if not found:
+            raise PlanError(f"{role}: given no layout of {model}, needed heads that tp divides")
+        memory, mesh, nodes = min(found, key=lambda each: each[0].bytes / each[2].gpu.memory_bytes)
+        lacking = memory.bytes - nodes.gpu.memory_bytes
+        if lacking > 0:
+            given = f"given {nodes.gpu.memory_bytes / 1e9:.1f} GB of memory on each GPU, needed {memory}"
+            enough = next((each for each in (nodes, *_more_hosts(nodes)) if fits(free, each)), None)
+            change = f"{lacking / 1e9:.1f} GB are lacking on each GPU"
+            if enough:
+                change = f"It would fit {'without --mesh' if enough is nodes else f'on {enough}'}"
+            lines.append(f"{role} ({mesh}): {given}. {change}")
+    if len(lines) > 1:
+        return PlanError("\n".join(lines))
+    alone = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
+    decoding = [n for i in node_groups for n in i.sizes if n in candidates.dedicated(i).gpus]
+    if not (alone and decoding):
+        most = candidates.work.responses
+        return PlanError(f"{head}: given layouts that fit, needed pools of {most} replicas at most")
+    needed = f"{min(alone)} GPUs for {roles.trainer} and {min(decoding)} for {roles.generator}"
     return PlanError(f"{head}: needed at least {needed}" + "".join(f", and those of {pool}" for pool in roles.beside))
 
 
-def _trainer(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
-    """Of the layout that needs least memory; None if it fits."""
-    sizes = [(i, n) for i in node_groups for n in ((i.gpus,) if candidates.pins.trainer is None else i.sizes)]
-    cuts = [cut for nodes, gpus in sizes for cut in candidates.cuts(nodes, gpus, candidates.pins.trainer)]
-    found = [trainer for cut in cuts for trainer in cut.layouts()]
-    if not found:
-        raise PlanError(
-            f"{roles.trainer}: given no layout of {candidates.work.shape.name}, needed heads that tp divides"
-        )
-    least = min(found, key=lambda trainer: trainer_memory(trainer).bytes / trainer.gpu.memory_bytes)
-    sharded = replace(least, zero3=True)
-    copies = Memory({"copies": trainer_memory(sharded, roles.models.copies).parts["copies"]})
-    return check_trainer(sharded, roles.trainer, copies if roles.models.copies else None, candidates.work.context)
+def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup], deadline: float) -> str:
+    """For a request that has no plan, the smallest changes that give it one, as a sentence; "" where nothing that is
+    tried before the clock passes `deadline` is known to be enough."""
+    free, work = replace(candidates, pins=Pins()), candidates.work
+    pinned = candidates.pins != Pins()
 
-
-def _generator(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> Misfit | None:
-    best, share = None, inf
-    for nodes in node_groups:
-        for base in candidates.bases(nodes):
-            least = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
-            needed = generator_memory(least, candidates.context).bytes / nodes.gpu.memory_bytes
-            if needed < share:
-                best, share = least, needed
-    if best is None:
-        raise PlanError(
-            f"{roles.generator}: given no layout of {candidates.work.shape.name}, needed heads that tp divides"
-        )
-    return check_generator(best, candidates.context, roles.generator)
-
-
-MOST_GPUS = 4096
-SHORTEST = 64
-"""Tokens of a response."""
-
-
-@dataclass(frozen=True)
-class Enough:
-    """A question that has no plan, and until when others like it may be asked."""
-
-    roles: Roles
-    candidates: LayoutCandidates
-    node_groups: Sequence[NodeGroup]
-    deadline: float
-
-    def __str__(self) -> str:
-        """ "" where nothing that is tried is known to be enough."""
-        if self.candidates.pins != Pins() and self._fits(self._free, self.node_groups):
-            return "All of it would fit without --mesh"
-        ways = [way for way in (self._hosts(), self._shorter()) if way]
-        return f"All of it would fit {', or '.join(ways)}" if ways else ""
-
-    @property
-    def _free(self) -> LayoutCandidates:
-        return replace(self.candidates, pins=Pins())
-
-    def _hosts(self) -> str:
-        widest = max(self.node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
-        others = [nodes for nodes in self.node_groups if nodes is not widest]
-        for count in range(len(widest.hosts) + 1, MOST_GPUS // widest.each + 1):
-            grown = replace(widest, hosts=tuple(f"host{number}" for number in range(count)))
-            if self._trains(grown) and self._fits(self._free, (grown, *others)):
-                without = " and without --mesh" if self.candidates.pins != Pins() else ""
-                return f"on {count} hosts of {widest.each} {widest.kind}, {grown.gpus} GPUs{without}"
-            if time.monotonic() > self.deadline:
-                break
-        return ""
-
-    def _shorter(self) -> str:
-        lengths, longest = self.candidates.work.lengths, self.candidates.work.lengths.longest // 2
-        while longest >= SHORTEST and (cut := _cut(lengths, longest)) and time.monotonic() < self.deadline:
-            if self._fits(replace(self.candidates, work=replace(self.candidates.work, lengths=cut)), self.node_groups):
-                return f"with --max-tokens {longest}"
-            longest //= 2
-        return ""
-
-    def _trains(self, nodes: NodeGroup) -> bool:
-        """Whether a trainer fits on all GPUs of a node group, alone."""
-        work, copies = self.candidates.work, self.candidates.models.copies
-        for mesh in trainer_meshes(work.shape, nodes, nodes.gpus):
-            least = Trainer(work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
-            if trainer_memory(least, copies).bytes <= nodes.gpu.memory_bytes:
-                return True
-        return False
-
-    def _fits(self, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> bool:
+    def fits(asked: LayoutCandidates, groups: Sequence[NodeGroup]) -> bool:
         """Whether there is any plan, as far as a search finds one in its grace."""
-        return Search(self.roles, candidates, tuple(node_groups)).run(time.monotonic(), second=False).best is not None
+        return Search(roles, asked, tuple(groups)).run(time.monotonic(), second=False).best is not None
+
+    if pinned and fits(free, node_groups):
+        return "All of it would fit without --mesh"
+    changes = []
+    widest = max(node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
+    others = [nodes for nodes in node_groups if nodes is not widest]
+    for grown in _more_hosts(widest):
+        # A trainer alone is checked in microseconds; most numbers of hosts that are too few end there.
+        if _trains(free, grown) and fits(free, (grown, *others)):
+            changes.append(f"on {grown}{' and without --mesh' * pinned}")
+            break
+        if time.monotonic() > deadline:
+            break
+    longest = work.lengths.longest // 2
+    while longest >= SHORTEST and time.monotonic() < deadline:
+        if isinstance(work.lengths, Listed):
+            lengths: Lengths = Listed(tuple(min(length, longest) for length in work.lengths.lengths))
+        elif 2 * work.lengths.mean > longest:
+            break  # so little would be left that they were other responses
+        else:
+            lengths = Lognormal(work.lengths.mean, work.lengths.sigma, longest)
+        if fits(replace(candidates, work=replace(work, lengths=lengths)), node_groups):
+            changes.append(f"with --max-tokens {longest}")
+            break
+        longest //= 2
+    return f"All of it would fit {', or '.join(changes)}" if changes else ""
 
 
-def _cut(lengths: Lengths, longest: int) -> Lengths | None:
-    """None where so little is left that they would be other responses."""
-    if isinstance(lengths, Listed):
-        return Listed(tuple(min(length, longest) for length in lengths.lengths))
-    return Lognormal(lengths.mean, lengths.sigma, longest) if 2 * lengths.mean <= longest else None
+def _more_hosts(nodes: NodeGroup) -> Iterator[NodeGroup]:
+    """The same with one host more, with two, and so on."""
+    for count in range(len(nodes.hosts) + 1, MOST_GPUS // nodes.each + 1):
+        yield replace(nodes, hosts=tuple(f"host{number}" for number in range(count)))
+
+
+def _trains(candidates: LayoutCandidates, nodes: NodeGroup) -> bool:
+    """Whether a trainer fits on all GPUs of a node group, alone."""
+    work, copies = candidates.work, candidates.models.copies
+    least = (
+        Trainer(work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
+        for mesh in trainer_meshes(work.shape, nodes, nodes.gpus)
+    )
+    return any(trainer_memory(each, copies).bytes <= nodes.gpu.memory_bytes for each in least)
+
+
+def _decodes(candidates: LayoutCandidates, nodes: NodeGroup) -> bool:
+    """The same of a generator with few slots."""
+    memories = (_least_memory(each, candidates) for each in candidates.bases(nodes))
+    return any(memory.bytes <= nodes.gpu.memory_bytes for memory in memories)
+
+
+def _least_memory(base: Generator, candidates: LayoutCandidates) -> Memory:
+    """Of a generator with few slots."""
+    return generator_memory(replace(base, slots=min(FEWEST_SLOTS, candidates.slots)), candidates.context)

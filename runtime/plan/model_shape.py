@@ -4,16 +4,17 @@ that are read.
 `Shape` has the sizes that FLOPs, bytes and tensors follow from, of dense and mixture-of-experts decoders of the Llama,
 Qwen and DeepSeek families: read from the `config.json` of a model directory, or one of the names in `SHAPES`.
 
-`Parallel` has the sizes of a mesh's axes. Ranks count with `tp` fastest, then `cp`, `fsdp`, `dp`, and `pp` slowest, so
-that tensor parallelism stays within a machine where it can. Experts are dealt out over `ep` neighbouring ranks of one
-stage.
+`Parallel` has the sizes of a mesh's axes. Ranks count with `tp` fastest, then `fsdp`, `dp`, and `pp` slowest, so that
+tensor parallelism stays within a machine where it can.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import nearest
@@ -133,8 +134,24 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
     if not isinstance(data, dict):
         raise ShapeError(f"{where}: given {type(data).__name__}, needed an object with the model's sizes")
 
-    sizes = _Sizes(data, where)
-    need, may = sizes.need, sizes.may
+    def need(*keys: str) -> int:
+        """The first of these keys that is there."""
+        key = next((key for key in keys if data.get(key) is not None), None)
+        if key is None:
+            # Models with several parts, such as text and vision, have their sizes one level below.
+            parts = [name for name, part in data.items() if isinstance(part, Mapping) and keys[0] in part]
+            hint = f"; {parts[0]} has one: put its content into a file of its own" if parts else ""
+            raise ShapeError(f"{where}: given no {keys[0]}, needed a positive whole number{hint}")
+        found = data[key]
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise ShapeError(f"{where}: given {key} {found!r}, needed a positive whole number")
+        return found
+
+    def may(*keys: str, otherwise: int = 0) -> int:
+        """The same; nothing, null and 0 stand for `otherwise`."""
+        there = [key for key in keys if data.get(key)]
+        return need(*there) if there else otherwise
+
     heads, hidden = need("num_attention_heads"), need("hidden_size")
     kv_heads = may("num_key_value_heads", otherwise=heads)
     if heads % kv_heads:
@@ -161,34 +178,6 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
         dense_layers=may("first_k_dense_replace") if experts else 0,
         latent=latent,
     )
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The content of a `config.json` that is at `where`; of several keys the first that is there counts."""
-
-    data: Mapping[str, Any]
-    where: str
-
-    def need(self, *keys: str) -> int:
-        key = next((key for key in keys if self.data.get(key) is not None), None)
-        if key is None:
-            raise ShapeError(
-                f"{self.where}: given no {keys[0]}, needed a positive whole number{self._elsewhere(keys[0])}"
-            )
-        found = self.data[key]
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise ShapeError(f"{self.where}: given {key} {found!r}, needed a positive whole number")
-        return found
-
-    def may(self, *keys: str, otherwise: int = 0) -> int:
-        """Nothing, null and 0 stand for `otherwise`."""
-        return self.need(*(key for key in keys if self.data.get(key))) if any(map(self.data.get, keys)) else otherwise
-
-    def _elsewhere(self, key: str) -> str:
-        """Where a model with several parts has it."""
-        found = [name for name, part in self.data.items() if isinstance(part, Mapping) and key in part]
-        return f"; {found[0]} has one: put its content into a file of its own" if found else ""
 
 
 _QWEN3 = 151936
@@ -219,24 +208,20 @@ SHAPES: dict[str, Shape] = {
 """By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, GLM-4.5-Air, DeepSeek-V3."""
 
 
+AXES = ("pp", "dp", "fsdp", "tp")
+"""Of a mesh, outermost first."""
+Size = Annotated[int, Field(ge=1)]
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Sizes of the axes: copies of the model (`dp`), shards of each tensor (`fsdp`), shares of each layer (`tp`),
-    pipeline stages (`pp`), shares of each sequence (`cp`), and over how many ranks a layer's experts lie (`ep`; with 1
-    they are cut by `tp` and `fsdp` as all else)."""
+    pipeline stages (`pp`)."""
 
-    dp: int = 1
-    fsdp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.dp, self.fsdp, self.tp, self.pp, self.cp, self.ep) < 1:
-            raise ValueError(f"mesh: given {self}, needed sizes of 1 or more")
-        if self.ep > 1 and self.stage % self.ep:
-            raise ValueError(f"mesh: given experts over {self.ep} of {self.stage} ranks of a stage, needed a divisor")
+    dp: Size = 1
+    fsdp: Size = 1
+    tp: Size = 1
+    pp: Size = 1
 
     @property
     def ranks(self) -> int:
@@ -245,32 +230,23 @@ class Parallel:
     @property
     def stage(self) -> int:
         """Ranks of one pipeline stage."""
-        return self.dp * self.fsdp * self.cp * self.tp
+        return self.data * self.tp
 
     @property
     def data(self) -> int:
-        """How many ways sequences are shared out."""
+        """Into how many parts sequences are shared out."""
         return self.dp * self.fsdp
 
     @property
     def axes(self) -> Axes:
         """As a plan's mesh says it, outermost first; axes of one rank are left out."""
-        found = (("pp", self.pp), ("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp))
-        return tuple((name, size) for name, size in found if size > 1)
+        return tuple((name, getattr(self, name)) for name in AXES if getattr(self, name) > 1)
 
-    def faults(self, shape: Shape) -> list[str]:
-        """Why a model cannot be cut so: empty if it can."""
-        found = []
-        if shape.heads % self.tp:
-            found.append(f"{shape.heads} attention heads over tp {self.tp}, needed a divisor")
-        if shape.latent is None and shape.kv_heads % self.tp and self.tp % shape.kv_heads:
-            found.append(f"{shape.kv_heads} key-value heads over tp {self.tp}, needed a divisor or a multiple")
-        if self.pp > shape.layers:
-            found.append(f"{shape.layers} layers over pp {self.pp}, needed one for each stage")
-        if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
-            found.append(f"{shape.experts} experts over ep {self.ep}, needed a divisor")
-        return found
+    def divides(self, shape: Shape) -> bool:
+        """Whether a model can be cut so: heads over `tp`, layers over `pp`."""
+        # Fewer key-value heads than ranks are copied, so that a multiple will do. A latent cache is not cut.
+        heads = shape.latent is not None or shape.kv_heads % self.tp == 0 or self.tp % shape.kv_heads == 0
+        return heads and shape.heads % self.tp == 0 and self.pp <= shape.layers
 
     def __str__(self) -> str:
-        names = ("pp", "dp", "fsdp", "cp", "tp", "ep")
-        return " × ".join(f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1) or "one GPU"
+        return " × ".join(f"{axis} {size}" for axis, size in self.axes) or "one GPU"

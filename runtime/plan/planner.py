@@ -3,7 +3,9 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
+from math import inf
 from typing import Any
 
 from penstock.graph.ir import Graph
@@ -11,8 +13,9 @@ from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import html_table, spelled
 from penstock.runtime.plan.candidates import LayoutCandidates, NodeGroup, Pins, Training, node_groups
-from penstock.runtime.plan.infeasible import Enough, check_pins, refuse
+from penstock.runtime.plan.infeasible import check_pins, enough, refuse
 from penstock.runtime.plan.memory import Memory, beside_memory
+from penstock.runtime.plan.model_shape import AXES
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
 from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, Solution
 from penstock.runtime.plan.simulate import KEY, Costed, costed
@@ -28,23 +31,28 @@ ENOUGH_S = 10.0
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One pool of a plan. `mesh` is of each replica; memory is that of the rank that holds most, in bytes by
-    component. A pool of small work has no devices."""
+    """One pool of a plan, as its JSON has it; None is left out there. `mesh` is of each replica; memory is that of the
+    rank that holds most. A pool of small work has no devices."""
 
     name: str
     nodes: tuple[str, ...]
+    devices: int = 0
     kind: str = ""
     hosts: tuple[str, ...] = ()
-    devices: int = 0
     replicas: int = 1
     mesh: Axes = ()
     precision: str = ""
     memory: Memory = field(default_factory=lambda: Memory({}))
-    room: float = 0.0
-    slots: int = 0
-    micro_tokens: int = 0
-    zero3: bool = False
-    shares: str = ""
+    memory_available: float = 0.0
+    slots: int | None = None
+    micro_tokens: int | None = None
+    zero3: bool | None = None
+    shares: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        memory = {part: size for part, size in self.memory.parts.items() if size}
+        said = vars(self) | {"mesh": spelled(self.mesh), "memory": memory}
+        return {name: value for name, value in said.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,13 @@ class Alternative:
     found: Solution | None
     proved: bool
     why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        if self.found is None:
+            return {"name": self.name, "period_s": None, "bound": self.why}
+        split = self.found.split
+        pools = {"shared": split.shared, "gpus": list(split.sizes)}
+        return {"name": self.name, "period_s": self.found.period_s, "bound": self.found.bound, **pools}
 
 
 @dataclass(frozen=True)
@@ -69,15 +84,31 @@ class Planned:
     outcome: Outcome
     alternatives: tuple[Alternative, ...]
     seconds: float
-    cpu_s: float
 
     @property
     def optimal(self) -> bool:
         return self.outcome.proved
 
-    @property
+    @cached_property
     def pools(self) -> tuple[PoolPlan, ...]:
-        return pools_of(self.roles, self.best)
+        """In the order trainer, generator, models beside the policy, small work."""
+        roles, found = self.roles, self.best
+        split, decode, generator = found.split, found.generating, found.generating.generator
+        hosts, decodes = split.hosts() or [(), ()], split.decodes
+        # Each pool that trains or reads, with the GPUs that it has: the trainer's, or those of its group.
+        groups = {roles.trainer: (replace(split.trainer, pools=(roles.trainer,)), found.training, hosts[0])}
+        groups |= dict.fromkeys(roles.beside, groups[roles.trainer])
+        for each, reading, own in zip(split.dedicated, found.readings, hosts[2:], strict=False):
+            groups |= dict.fromkeys(each.pools, (each, reading, own))
+        first, *beside = (_learning(roles, pool, *group) for pool, group in groups.items())
+        decoding = PoolPlan(
+            roles.generator, roles.nodes_of(roles.generator), decodes.gpus, decodes.nodes.kind, hosts[1],
+            decode.replicas, generator.mesh.axes, generator.precision, decode.memory, decodes.nodes.gpu.memory_bytes,
+            slots=generator.slots, shares=f"its GPUs are those of {roles.trainer}" if split.shared else None,
+        )  # fmt: skip
+        small = (PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small)
+        outside = (PoolPlan(pool, roles.nodes_of(pool), shares=OUTSIDE) for pool in roles.outside)
+        return (first, decoding, *beside, *small, *outside)
 
     @property
     def costed(self) -> Costed:
@@ -102,11 +133,10 @@ class Planned:
             "assumptions": list(self.assumptions),
             "gpus": self.gpus,
             "gpus_used": self.best.split.gpus,
-            "pools": [_pool_json(pool) for pool in self.pools],
-            "alternatives": [_alternative_json(other) for other in self.alternatives],
+            "pools": [pool.to_json() for pool in self.pools],
+            "alternatives": [other.to_json() for other in self.alternatives],
             "opened": self.outcome.opened,
             "search_s": self.seconds,
-            "search_cpu_s": self.cpu_s,
             KEY: self.costed.to_json(),
         }
 
@@ -115,7 +145,15 @@ class Planned:
         sure = "optimal under the model" if self.optimal else "the best found"
         caption = f"{self.roles.graph}, {self.work.shape.name}: {self.best.period_s:.4g} s per update, {sure}"
         head = ("pool", "nodes", "GPUs", "replicas", "mesh", "precision", "memory of a rank")
-        return html_table(f"{caption}; bound by {self.best.bound}", head, [_row(pool) for pool in self.pools])
+        rows: list[tuple[object, ...]] = []
+        for pool in self.pools:
+            row: tuple[object, ...] = (pool.shares or "on CPUs", "", "", "", "")
+            if pool.devices:
+                memory = f"{pool.memory.bytes / 1e9:.1f} of {pool.memory_available / 1e9:.1f} GB"
+                gpus = f"{pool.devices} {pool.kind}" + (f" ({pool.shares})" if pool.shares else "")
+                row = (gpus, pool.replicas, spelled(pool.mesh), pool.precision, memory)
+            rows.append((pool.name, ", ".join(pool.nodes), *row))
+        return html_table(f"{caption}; bound by {self.best.bound}", head, rows)
 
 
 def plan(
@@ -128,60 +166,37 @@ def plan(
     time_limit: float = 120.0,
 ) -> Planned:
     """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
-    began, cpu = time.monotonic(), time.process_time()
-    roles, found = roles_of(graph), node_groups(cluster)
+    began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
     if slots < 1:
         raise AskedError(f"slots: given {slots}, needed at least 1")
     candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
     check_pins(roles, candidates, found)
-    others = [
-        _by_hand(Search(roles, candidates, found, split), name, began + time_limit * HEURISTIC_SHARE * number)
-        for number, (name, split) in enumerate(_hands(found), 1)
-    ]
+    others = []
+    for number, (name, split) in enumerate(_by_hand(found), 1):
+        deadline = began + time_limit * HEURISTIC_SHARE * number
+        outcome = Search(roles, candidates, found, split).run(deadline, second=False)
+        why = "" if outcome.best else "out of time" if outcome.floor < inf else "does not fit"
+        others.append(Alternative(name, outcome.best, outcome.proved, why))
     known = tuple(other.found for other in others if other.found)
     outcome = Search(roles, candidates, found, known=known).run(began + time_limit)
-    best = outcome.best
-    if best is None and outcome.floor == float("inf"):
-        more = str(Enough(roles, candidates, found, time.monotonic() + ENOUGH_S))
+    if outcome.best is None and outcome.floor == inf:
+        more = enough(roles, candidates, found, time.monotonic() + ENOUGH_S)
         raise PlanError("\n".join(filter(None, (str(refuse(roles, candidates, found)), more))))
-    if best is None:
+    if outcome.best is None:
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
-    total = sum(nodes.gpus for nodes in found)
-    taken = time.monotonic() - began, time.process_time() - cpu
-    return Planned(roles, work, roles.lag, total, best, outcome, (second, *others), *taken)
-
-
-def pools_of(roles: Roles, found: Solution) -> tuple[PoolPlan, ...]:
-    """In the order trainer, generator, models beside the policy, small work."""
-    split, training, decode, generator = found.split, found.training, found.generating, found.generating.generator
-    hosts, decodes = split.hosts() or [(), ()], split.decodes
-    trains = replace(split.trainer, pools=(roles.trainer,))
-    pools = [
-        _learning(roles, roles.trainer, trains, training, hosts[0]),
-        PoolPlan(
-            roles.generator, roles.nodes_of(roles.generator), decodes.nodes.kind, hosts[1], decodes.gpus,
-            decode.replicas, generator.mesh.axes, generator.precision, decode.memory, decodes.nodes.gpu.memory_bytes,
-            slots=generator.slots, shares=f"its GPUs are those of {roles.trainer}" if split.shared else "",
-        ),
-    ]  # fmt: skip
-    for pool in roles.beside:
-        group = trains, training, hosts[0]
-        for each, reading, own in zip(split.dedicated, found.readings, hosts[2:], strict=False):
-            group = (each, reading, own) if pool in each.pools else group
-        pools.append(_learning(roles, pool, *group))
-    pools += [PoolPlan(pool, roles.nodes_of(pool)) for pool in roles.small]
-    return (*pools, *(PoolPlan(pool, roles.nodes_of(pool), shares=OUTSIDE) for pool in roles.outside))
+    total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
+    return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken)
 
 
 def _learning(roles: Roles, pool: str, group: Allocation, training: Training, hosts: tuple[str, ...]) -> PoolPlan:
-    """A pool of a group whose first one is said to have its GPUs, and what all of them hold."""
+    """A pool of a group, of which the first one is said to have the GPUs, and what all of them hold."""
     trainer, first = training.trainer, group.pools[0]
     return PoolPlan(
-        pool, roles.nodes_of(pool), group.nodes.kind, hosts, group.gpus, 1, trainer.mesh.axes, trainer.precision,
+        pool, roles.nodes_of(pool), group.gpus, group.nodes.kind, hosts, 1, trainer.mesh.axes, trainer.precision,
         training.memory if pool == first else beside_memory(trainer, roles.models_of((pool,))),
         group.nodes.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
-        shares="" if pool == first else f"its GPUs are those of {first}",
+        shares=None if pool == first else f"its GPUs are those of {first}",
     )  # fmt: skip
 
 
@@ -191,25 +206,23 @@ def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> Pins:
         if pool not in known:
             needed = f"needed one of: {', '.join(known)}"
             raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, {needed}")
-    pins = {pool: _outermost_first(axes) for pool, axes in meshes.items()}
+    # As `Parallel.axes` has them: outermost first, without axes of one rank.
+    pins = {
+        pool: tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: AXES.index(axis[0])))
+        for pool, axes in meshes.items()
+    }
     return Pins(pins.pop(roles.trainer, None), pins.pop(roles.generator, None), pins)
 
 
-def _outermost_first(axes: Axes) -> Axes:
-    """As `Parallel.axes` has them."""
-    order = ("pp", "dp", "fsdp", "tp")
-    return tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: order.index(axis[0])))
-
-
-def _hands(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:
+def _by_hand(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:
     """What people set by hand: shares of all GPUs, all layouts free; a frozen model beside the trainer."""
     shared = max(found, key=lambda nodes: nodes.gpus * nodes.gpu.flops("bf16"))
-    hands = [
+    splits = [
         ("half and half", _shares(found, 0.5)),
         ("75:25 (generator : trainer)", _shares(found, 0.75)),
         ("all shared, synchronous", GpuSplit(Allocation(shared, shared.gpus), None)),
     ]
-    return [(name, split) for name, split in hands if split is not None]
+    return [(name, split) for name, split in splits if split is not None]
 
 
 def _shares(found: Sequence[NodeGroup], part: float) -> GpuSplit | None:
@@ -230,42 +243,3 @@ def _shares(found: Sequence[NodeGroup], part: float) -> GpuSplit | None:
         return off, -split.trainer.nodes.gpu.flops("bf16")
 
     return min((split for split in splits if split.hosts()), key=distance, default=None)
-
-
-def _by_hand(search: Search, name: str, deadline: float) -> Alternative:
-    outcome = search.run(deadline, second=False)
-    why = "" if outcome.best else "out of time" if outcome.floor < float("inf") else "does not fit"
-    return Alternative(name, outcome.best, outcome.proved, why)
-
-
-def _row(pool: PoolPlan) -> tuple[object, ...]:
-    if not pool.devices:
-        return (pool.name, ", ".join(pool.nodes), pool.shares or "on CPUs", "", "", "", "")
-    memory = f"{pool.memory.bytes / 1e9:.1f} of {pool.room / 1e9:.1f} GB"
-    gpus = f"{pool.devices} {pool.kind}" + (f" ({pool.shares})" if pool.shares else "")
-    return (pool.name, ", ".join(pool.nodes), gpus, pool.replicas, spelled(pool.mesh), pool.precision, memory)
-
-
-def _pool_json(pool: PoolPlan) -> dict[str, Any]:
-    return {
-        "name": pool.name,
-        "nodes": list(pool.nodes),
-        "devices": pool.devices,
-        "kind": pool.kind,
-        "hosts": list(pool.hosts),
-        "replicas": pool.replicas,
-        "mesh": spelled(pool.mesh),
-        "precision": pool.precision,
-        "memory": {part: size for part, size in pool.memory.parts.items() if size},
-        "memory_available": pool.room,
-        **({"slots": pool.slots} if pool.slots else {}),
-        **({"micro_tokens": pool.micro_tokens, "zero3": pool.zero3} if pool.micro_tokens else {}),
-        **({"shares": pool.shares} if pool.shares else {}),
-    }
-
-
-def _alternative_json(other: Alternative) -> dict[str, Any]:
-    if other.found is None:
-        return {"name": other.name, "period_s": None, "bound": other.why}
-    pools = {"shared": other.found.split.shared, "gpus": list(other.found.split.sizes)}
-    return {"name": other.name, "period_s": other.found.period_s, "bound": other.found.bound, **pools}

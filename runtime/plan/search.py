@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,10 +88,12 @@ def hosts_of(allocations: Sequence[Allocation]) -> list[tuple[str, ...]] | None:
 
 def have_room(allocations: Sequence[Allocation]) -> bool:
     """Whole hosts of one node group only have to be counted; parts have to be packed."""
-    nodes = allocations[0].nodes
-    if all(each.nodes is nodes and each.gpus % nodes.each == 0 for each in allocations):
-        return sum(each.gpus for each in allocations) <= nodes.gpus
-    return hosts_of(allocations) is not None
+    nodes, used = allocations[0].nodes, 0
+    for each in allocations:
+        if each.nodes is not nodes or each.gpus % nodes.each:
+            return hosts_of(allocations) is not None
+        used += each.gpus
+    return used <= nodes.gpus
 
 
 @dataclass(frozen=True)
@@ -210,18 +212,19 @@ def period_terms(
     around = times.sync + times.switch + times.wait + generates
     if shared:
         return [around + times.train + learn]
-    trained = _trained(times, lag)
-    if least:  # linear in the steps until they take as long as the rollout: the least is at an end
-        trained = np.minimum(trained, _trained(replace(times, train=np.maximum(times.train, times.rollout)), lag))
+
+    def trained(train: Seconds) -> Seconds:
+        """The steps, and what the other batches in work add to a rollout."""
+        some = times.rollout > 0
+        overlap = np.maximum(0.0, 1 - train / np.where(some, times.rollout, 1.0))
+        return train + lag * times.others * some * overlap
+
+    cycle = trained(times.train)
+    if least:
+        # Linear in the steps until they take as long as the rollout: the least is at an end.
+        cycle = np.minimum(cycle, trained(np.maximum(times.train, times.rollout)))
     groups = (reads + learns for reads, learns in times.dedicated)
-    return [(around + trained) / (1 + lag), times.train, times.steady, times.sync, *groups]
-
-
-def _trained(times: Times, lag: int) -> Seconds:
-    """The steps, and what the other batches in work add to a rollout."""
-    some = times.rollout > 0
-    overlap = np.maximum(0.0, 1 - times.train / np.where(some, times.rollout, 1.0))
-    return times.train + lag * times.others * some * overlap
+    return [(around + cycle) / (1 + lag), times.train, times.steady, times.sync, *groups]
 
 
 def bounds(
@@ -270,15 +273,14 @@ def _partitions(pools: Sequence[str]) -> Iterator[Groups]:
             yield (*groups[:place], (first, *group), *groups[place + 1 :])
 
 
-@dataclass(frozen=True)
-class PartialPlan:
+class PartialPlan(NamedTuple):
     """What is decided of a plan. GPUs of the trainer and of some of the `groups`: an allocation for each, in this
     order. `decodes` is where the generator has its own, None if it shares the trainer's. `given` is a split that all
     plans that follow have.
 
-    Then layouts of all but the generator: `readings` of the groups, and `train`, the `index`th of those on the
-    trainer's GPUs. Then some generators: `rows` of a `table`, the most promising first by what was known at the table's
-    `version`. `moved` are the bytes of the trainer's moments that are on the host while they decode.
+    Then layouts of all but the generator: `readings` of the groups, and `train`, the `ordinal`th of those on
+    the trainer's GPUs. Then some generators: `rows` of a `table`, the most promising first by what was known at the
+    table's `version`. `moved` are the bytes of the trainer's moments that are on the host while they decode.
     """
 
     groups: Groups
@@ -287,7 +289,7 @@ class PartialPlan:
     given: GpuSplit | None = None
     readings: tuple[Training, ...] = ()
     train: Training | None = None
-    index: int = 0
+    ordinal: int = 0
     table: GeneratorTable | None = None
     rows: tuple[int, ...] | IntArray = ()
     version: int = 0
@@ -296,7 +298,7 @@ class PartialPlan:
     @property
     def depth(self) -> int:
         """Decisions so far; a later trainer is a decision more."""
-        return len(self.allocations) + (self.train is not None) + self.index + (self.table is not None)
+        return len(self.allocations) + (self.train is not None) + self.ordinal + (self.table is not None)
 
     @property
     def split(self) -> GpuSplit | None:
@@ -355,7 +357,6 @@ class Search:
 
     def __post_init__(self) -> None:
         self.models_of = cache(self.roles.models_of)
-        self.colocated = cache(self._colocated)
         # In which an environment answers all turns.
         self.wait_s = self.roles.turns * self.candidates.work.environment_s if self.roles.environment else 0.0
 
@@ -398,6 +399,11 @@ class Search:
             for generator in (None, *self.node_groups):
                 self._place(PartialPlan(groups, generator, ()), nodes, ())
 
+    def colocated(self, groups: Groups) -> Models:
+        """Models beside the policy on the trainer's GPUs."""
+        dedicated = {pool for group in groups for pool in group}
+        return self.models_of(tuple(pool for pool in self.roles.beside if pool not in dedicated))
+
     def _push(self, part: PartialPlan, lower: float) -> None:
         """While there is no plan, what is decided furthest comes first: any plan is one to measure others by."""
         if (lower, part.tie) < self._limit(part.split):
@@ -427,7 +433,7 @@ class Search:
         """The next group's GPUs, or the trainer's, with each number of them there is in a node group."""
         lower_N = self._next_bounds(part, nodes, pools)
         for place in np.flatnonzero(lower_N < self._limit(part.split)[0]).tolist():
-            following = replace(part, allocations=(*part.allocations, Allocation(nodes, nodes.sizes[place], pools)))
+            following = part._replace(allocations=(*part.allocations, Allocation(nodes, nodes.sizes[place], pools)))
             # The bound knows how many GPUs are left, not whether parts of hosts can be packed.
             if have_room(following.allocations):
                 self._push(following, float(lower_N[place]))
@@ -444,7 +450,7 @@ class Search:
         )
         if train := self._trainers(part).at(0):
             for readings in product(*layouts):
-                self._push_trained(replace(part, readings=readings), train)
+                self._push_trained(part._replace(readings=readings), train)
 
     def _trainers(self, part: PartialPlan) -> FastestFirst:
         """All that fit on the trainer's GPUs, the fastest first."""
@@ -461,7 +467,7 @@ class Search:
             trainer = part.allocations[0]
             table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, None)
             lower = self._period(True, self._times(part, train, table, slice(None))).min(initial=inf)
-        self._push(replace(part, train=train), float(lower))
+        self._push(part._replace(train=train), float(lower))
 
     def _open_trained(self, part: PartialPlan, train: Training) -> None:
         """All generators on dedicated GPUs; or all on this trainer's, whose moments stay or are on the host, and then
@@ -476,9 +482,9 @@ class Search:
         moments = parts["moments"] + parts.get("critic moments", 0.0)
         for moved, beside in ((0.0, train.memory), (moments, stays)):
             table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, beside)
-            self._push_decoding(replace(part, moved=moved), train, table, np.arange(len(table.gpus)))
-        if following := self._trainers(part).at(part.index + 1):
-            self._push_trained(replace(part, index=part.index + 1), following)
+            self._push_decoding(part._replace(moved=moved), train, table, np.arange(len(table.gpus)))
+        if following := self._trainers(part).at(part.ordinal + 1):
+            self._push_trained(part._replace(ordinal=part.ordinal + 1), following)
 
     def _push_decoding(self, part: PartialPlan, train: Training, table: GeneratorTable, rows: IntArray) -> None:
         """Rows that matter, by all that is known of rollouts."""
@@ -488,7 +494,7 @@ class Search:
         rows, lower = rows[matters], lower[matters]
         if len(rows):
             order = np.lexsort((table.gpus[rows], table.narrow[rows], lower))
-            found = replace(part, train=train, table=table, rows=rows[order], version=table.version)
+            found = part._replace(train=train, table=table, rows=rows[order], version=table.version)
             self._push(found, float(lower[order[0]]))
 
     def _open_decoding(self, part: PartialPlan, train: Training, table: GeneratorTable, lower: float) -> None:
@@ -509,8 +515,8 @@ class Search:
         self._push_decoding(part, train, table, rows[1:])
         # A slower trainer may have a faster sync. On shared GPUs its memory decides which generators fit, so that
         # `_open_trained` has gone through all trainers there.
-        if not split.shared and (following := self._trainers(part).at(part.index + 1)):
-            self._push_decoding(replace(part, index=part.index + 1), following, table, rows[:1])
+        if not split.shared and (following := self._trainers(part).at(part.ordinal + 1)):
+            self._push_decoding(part._replace(ordinal=part.ordinal + 1), following, table, rows[:1])
 
     def _solution(self, part: PartialPlan, train: Training, table: GeneratorTable, split: GpuSplit) -> Solution:
         """The whole plan with the first row, its sync by the resharding plan."""
@@ -610,11 +616,6 @@ class Search:
         """What the period does not go below whichever of the times are longer than given."""
         lag, prompts = self.candidates.lag, self.candidates.work.prompts
         return reduce(np.maximum, period_terms(self.roles, times, lag, prompts, shared=shared, least=True))
-
-    def _colocated(self, groups: Groups) -> Models:
-        """Models beside the policy on the trainer's GPUs."""
-        dedicated = {pool for group in groups for pool in group}
-        return self.models_of(tuple(pool for pool in self.roles.beside if pool not in dedicated))
 
 
 def _dedicated_s(part: PartialPlan) -> tuple[tuple[float, float], ...]:

@@ -26,13 +26,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from html import escape
 from itertools import accumulate, count
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -94,8 +94,9 @@ class Responses:
         if not self.filters:
             return list(range(first, first + self.work.prompts))
         while len(self._kept) < first + self.work.prompts:
-            following = self._kept[-1] + 1 if self._kept else 0
-            self._kept.append(next(ordinal for ordinal in count(following) if self._keeps(ordinal)))
+            following = count(self._kept[-1] + 1 if self._kept else 0)
+            drops = self.verdicts.dropped
+            self._kept.append(next(o for o in following if not any(drops(Firing(name, o)) for name in self.filters)))
         return self._kept[first : first + self.work.prompts]
 
     def update_of(self, ordinal: int) -> int:
@@ -124,9 +125,6 @@ class Responses:
         added = np.concatenate([np.zeros(0, np.int64), *past])[: self.work.replayed * self.work.samples]
         return np.concatenate([self.fresh(update), added]) + self.work.prompt_tokens
 
-    def _keeps(self, ordinal: int) -> bool:
-        return not any(self.verdicts.dropped(Firing(name, ordinal)) for name in self.filters)
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -153,7 +151,7 @@ class DecodingReplica:
     ) -> None:
         self.responses, self._shares = responses, rows
         self.prompt = responses.work.prompt_tokens
-        self.prefill_s = generator.prefill_s(self.prompt, self.prompt**2)
+        self.prefill_s = generator.prefill_s(self.prompt)
         self.slots = Slots(generator.slots, generator.lines)
         self._waiting: deque[tuple[Firing, int, int, float]] = deque()
         self._left: dict[Firing, int] = {}
@@ -201,6 +199,8 @@ class DecodingReplica:
             self._indices.append(firing.index)
 
 
+NodeSeconds = Callable[[str, int], float]
+"""Of a node's firing with this index."""
 KEY = "costed"
 """Of the JSON of a plan."""
 
@@ -241,7 +241,7 @@ class Costed:
     bound: str
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        data: dict[str, Any] = TypeAdapter(Costed).dump_python(self, mode="json")
         return data
 
 
@@ -271,32 +271,23 @@ def costed(roles: Roles, work: Workload, lag: int, found: Solution) -> Costed:
 
 def read_costed(path: Path, program: str) -> Costed:
     """The plan in a file that `penstock plan PROGRAM --json` wrote. Raises PlanError for any other file."""
-    needed = f"what `penstock plan {program} --json` prints"
-    given = f"--plan {path}: given"
     try:
         data = parse_json(path.read_bytes(), str(path))
-        found = _adapter().validate_python(data[KEY])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{given} {_fault(error)}, needed {needed}") from error
-    if found.program != program:
-        raise PlanError(f"{given} a plan of {found.program}, needed {needed}")
-    return found
-
-
-def _fault(error: Exception) -> str:
-    """What was found in place of a plan."""
-    if isinstance(error, ValidationError):
+        found = TypeAdapter(Costed).validate_python(data[KEY])
+    except ValidationError as error:
         first = error.errors()[0]
-        return ".".join(map(str, (KEY, *first["loc"]))) + f": {first['msg']}"
-    if isinstance(error, OSError):
-        return f"a file that cannot be read ({error.strerror})"
-    if isinstance(error, KeyError | TypeError):
-        return f"JSON without {KEY!r}"
-    return f"something that is not JSON ({error!s:.200})"
-
-
-def _adapter() -> TypeAdapter[Costed]:
-    return TypeAdapter(Costed)
+        given = f"{'.'.join(map(str, (KEY, *first['loc'])))}: {first['msg']}"
+    except OSError as error:
+        given = f"a file that cannot be read ({error.strerror})"
+    except (KeyError, TypeError):
+        given = f"JSON without {KEY!r}"
+    except ValueError as error:
+        given = f"something that is not JSON ({error!s:.200})"
+    else:
+        if found.program == program:
+            return found
+        given = f"a plan of {found.program}"
+    raise PlanError(f"--plan {path}: given {given}, needed what `penstock plan {program} --json` prints")
 
 
 TAIL = 0.9
@@ -426,68 +417,56 @@ class Scene:
         return Plan(tuple(pools))
 
     def durations(self) -> Durations:
-        plan, roles = self.plan, self.roles
+        plan, roles, work = self.plan, self.roles, self.plan.work
         nodes: dict[str, Duration] = {node.name: 0.0 for node in self.graph.nodes if node.fires}
         nodes |= self.given
         nodes |= dict.fromkeys(self.decoded, Decoding(plan.generator, self.responses, self.decoded))
-        steps = nodes[roles.cycle[-1]] = self._steps(plan.trainer, plan.returns_s)
         nodes |= dict.fromkeys(roles.rereads, self._reads(plan.trainer, 1))
         nodes |= dict.fromkeys(roles.followers, plan.trainer.followed().seconds)
         if roles.turns > 1:
             answers = [name for name in roles.nodes_of(roles.environment) if name not in self.given]
-            nodes |= dict.fromkeys(answers, plan.work.environment_s)
-        beside = [self._beside(each) for each in plan.readers]
-        if plan.shared and beside:
-            nodes[roles.cycle[-1]] = lambda node, update: steps(node, update) + self._in_turns(beside, update)
-        elif not plan.shared:
-            for each in beside:
-                groups = self._shared_out(each.reads)
-                nodes |= {n: groups if self.graph[n].clock == "group" else each.reads for n in each.readers}
-                nodes |= dict.fromkeys(each.learners, each.learns)
+            nodes |= dict.fromkeys(answers, work.environment_s)
+        steps, own, dedicated = self._steps(plan.trainer), list[NodeSeconds](), list[list[NodeSeconds]]()
+        for reader in plan.readers:
+            here = {node for pool in reader.pools for node in roles.nodes_of(pool)}
+            reading, learning = ([n for n in names if n in here] for names in (roles.readers, roles.learners))
+            reads, learns = self._reads(reader.trainer, len(reading) / reader.models.count), self._steps(reader.trainer)
+            groups = self._by_group(reads)
+            nodes |= {n: groups if self.graph[n].clock == "group" else reads for n in reading}
+            nodes |= dict.fromkeys(learning, learns)
+            seconds = [*(reads for _ in reading), *(learns for _ in learning)]
+            own, dedicated = (own, [*dedicated, seconds]) if reader.apart else (own + seconds, dedicated)
+
+        def update_s(node: str, update: int) -> float:
+            """Seconds of the policy's steps; where its GPUs decode, too, with those of the models beside the policy:
+            on the same GPUs one after the other, on GPUs of their own beside each other."""
+            alone = steps(node, update) + plan.returns_s
+            if not plan.shared:
+                return alone
+            apart = (sum(each(node, update) for each in seconds) for seconds in dedicated)
+            return alone + sum(each(node, update) for each in own) + max(apart, default=0.0)
+
+        nodes[roles.cycle[-1]] = update_s
+        if plan.shared:
+            nodes |= dict.fromkeys((*roles.readers, *roles.learners), 0.0)
         return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s)
 
-    def _steps(self, trainer: Trainer, more: float) -> Callable[[str, int], float]:
-        """An update of the policy or of a critic, and so many seconds more."""
-        work, kept = self.plan.work, dict[int, float]()
+    def _steps(self, trainer: Trainer) -> NodeSeconds:
+        """An update of the policy or of a critic."""
+        work = self.plan.work
+        return self._of_update(lambda sequences: trainer.update(sequences, work.epochs, work.minibatches).seconds)
 
-        def seconds(_node: str, update: int) -> float:
-            if update not in kept:
-                cost = trainer.update(self.responses.sequences(update), work.epochs, work.minibatches)
-                kept[update] = cost.seconds + more
-            return kept[update]
-
-        return seconds
-
-    def _beside(self, group: Reader) -> "_Beside":
-        here = {node for pool in group.pools for node in self.roles.nodes_of(pool)}
-        readers, learners = ([n for n in names if n in here] for names in (self.roles.readers, self.roles.learners))
-        reads = self._reads(group.trainer, len(readers) / group.models.count)
-        return _Beside(group.apart, readers, reads, learners, self._steps(group.trainer, 0.0))
-
-    @staticmethod
-    def _in_turns(beside: "Sequence[_Beside]", update: int) -> float:
-        """Seconds of an update that the models beside the policy add where its GPUs decode, too: those on the same GPUs
-        one after the other, those with GPUs of their own beside each other."""
-        own, apart = 0.0, 0.0
-        for each in beside:
-            seconds = sum(each.reads(node, update) for node in each.readers)
-            seconds += sum(each.learns(node, update) for node in each.learners)
-            own, apart = (own, max(apart, seconds)) if each.apart else (own + seconds, apart)
-        return own + apart
-
-    def _reads(self, reader: Trainer, nodes: float) -> Callable[[str, int], float]:
+    def _reads(self, reader: Trainer, nodes: float) -> NodeSeconds:
         """A model's pass over a batch; so many nodes that read with it share it."""
-        kept = dict[int, float]()
+        return self._of_update(lambda sequences: reader.logprobs(sequences).seconds / nodes)
 
-        def seconds(_node: str, update: int) -> float:
-            if update not in kept:
-                kept[update] = reader.logprobs(self.responses.sequences(update)).seconds / nodes
-            return kept[update]
+    def _of_update(self, seconds: Callable[[IntArray], float]) -> NodeSeconds:
+        """By the sequences that an update learns from, kept for all nodes that ask for it."""
+        kept = cache(lambda update: seconds(self.responses.sequences(update)))
+        return lambda _node, update: kept(update)
 
-        return seconds
-
-    def _shared_out(self, batch: Callable[[str, int], float]) -> Callable[[str, int], float]:
-        """Seconds of a batch, by the tokens of each of its groups."""
+    def _by_group(self, batch: NodeSeconds) -> NodeSeconds:
+        """Seconds of a batch, shared out over its groups by their tokens."""
         work = self.plan.work
 
         def seconds(node: str, ordinal: int) -> float:
@@ -534,13 +513,3 @@ def relagged(graph: Graph, roles: Roles, lag: int) -> Graph:
     """A graph whose generator's weights may be `lag` updates old."""
     nodes = tuple(replace(node, lag=lag) if node.name == roles.cycle[1] else node for node in graph.nodes)
     return graph.replace(nodes=nodes)
-
-
-class _Beside(NamedTuple):
-    """Nodes of models that share GPUs, with their seconds."""
-
-    apart: bool
-    readers: Sequence[str]
-    reads: Callable[[str, int], float]
-    learners: Sequence[str]
-    learns: Callable[[str, int], float]

@@ -7,7 +7,7 @@ and a chain is faster (`tensor.broadcast_chain`): then trainers send to its head
 is behind the first one by a bucket for each link.
 
 The resharding plan is of a decoder's logical tensors, cut as those of the models that run (a test compares them), for
-any shape. A layer's routed experts are one tensor per matrix, dealt out by expert.
+any shape.
 """
 
 from dataclasses import dataclass
@@ -21,72 +21,61 @@ from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import BUCKET, num_heads, reshard
 
-
-def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
-    for layer in range(shape.layers):
-        own = {**_attention(shape), **_mlp(shape, layer)}
-        own |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (shape.hidden,))
-        found |= {f"model.layers.{layer}.{name}": size for name, size in own.items()}
-    found["model.norm.weight"] = (shape.hidden,)
-    if not shape.tied:
-        found["lm_head.weight"] = (shape.vocab, shape.hidden)
-    return found
+Table = dict[str, tuple[tuple[int, ...], Rule]]
+"""Of tensors by name: the sizes, and what tensor parallelism cuts, as `rule_of` reads it."""
 
 
-def _attention(shape: Shape) -> dict[str, tuple[int, ...]]:
+def layer_tensors(shape: Shape, *, dense: bool) -> Table:
+    """Of one layer, with an MLP that all tokens use (`dense`) or with experts."""
     hidden, queries, keys = shape.hidden, shape.qk_width, shape.kv_heads * shape.head_dim
-    if (latent := shape.latent) is None:
+    by_head: Rule = (0, shape.heads)
+
+    def mlp(name: str, inner: int, *experts: int) -> Table:
+        """Routed experts are one tensor per matrix, cut between experts; others are cut by their width."""
+        wide, narrow = (*experts, inner, hidden), (*experts, hidden, inner)
+        first, last = ((0, shape.experts), (0, shape.experts)) if experts else ((0, 0), (1, 0))
         return {
-            "self_attn.q_proj.weight": (queries, hidden),
-            "self_attn.k_proj.weight": (keys, hidden),
-            "self_attn.v_proj.weight": (keys, hidden),
-            "self_attn.o_proj.weight": (hidden, queries),
+            f"{name}.gate_proj.weight": (wide, first),
+            f"{name}.up_proj.weight": (wide, first),
+            f"{name}.down_proj.weight": (narrow, last),
         }
-    return {
-        "self_attn.q_a_proj.weight": (latent.q_rank, hidden),
-        "self_attn.q_b_proj.weight": (queries, latent.q_rank),
-        "self_attn.kv_a_proj.weight": (latent.kv_rank + latent.rope_dim, hidden),
-        "self_attn.kv_b_proj.weight": (shape.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
-        "self_attn.o_proj.weight": (hidden, shape.value_width),
-    }
+
+    if (latent := shape.latent) is None:
+        found: Table = {
+            "self_attn.q_proj.weight": ((queries, hidden), by_head),
+            "self_attn.k_proj.weight": ((keys, hidden), (0, shape.kv_heads)),
+            "self_attn.v_proj.weight": ((keys, hidden), (0, shape.kv_heads)),
+            "self_attn.o_proj.weight": ((hidden, queries), (1, shape.heads)),
+        }
+    else:
+        values = shape.heads * (latent.nope_dim + latent.value_dim)
+        found = {
+            "self_attn.q_a_proj.weight": ((latent.q_rank, hidden), None),
+            "self_attn.q_b_proj.weight": ((queries, latent.q_rank), by_head),
+            "self_attn.kv_a_proj.weight": ((latent.kv_rank + latent.rope_dim, hidden), None),
+            "self_attn.kv_b_proj.weight": ((values, latent.kv_rank), by_head),
+            "self_attn.o_proj.weight": ((hidden, shape.value_width), (1, shape.heads)),
+        }
+    if dense:
+        found |= mlp("mlp", shape.inner)
+    else:
+        found["mlp.gate.weight"] = (shape.experts, hidden), None
+        found |= mlp("mlp.shared_experts", shape.shared * shape.expert_inner) if shape.shared else {}
+        found |= mlp("mlp.experts", shape.expert_inner, shape.experts)
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    return {**found, **dict.fromkeys(norms, ((hidden,), None))}
 
 
-def _mlp(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
-    if not shape.experts or layer < shape.dense_layers:
-        return _gated("mlp", (), shape.inner, shape.hidden)
-    shared = _gated("mlp.shared_experts", (), shape.shared * shape.expert_inner, shape.hidden) if shape.shared else {}
-    routed = _gated("mlp.experts", (shape.experts,), shape.expert_inner, shape.hidden)
-    return {"mlp.gate.weight": (shape.experts, shape.hidden), **shared, **routed}
-
-
-def _gated(name: str, first: tuple[int, ...], inner: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    wide, narrow = (*first, inner, hidden), (*first, hidden, inner)
-    return {f"{name}.gate_proj.weight": wide, f"{name}.up_proj.weight": wide, f"{name}.down_proj.weight": narrow}
-
-
-def rules(shape: Shape) -> dict[str, Rule]:
-    """What tensor parallelism cuts, by the end of a tensor's name."""
-    cut: dict[str, Rule] = {
-        "embed_tokens.weight": (0, 0),
-        "lm_head.weight": (0, 0),
-        "q_proj.weight": (0, shape.heads),
-        "k_proj.weight": (0, shape.kv_heads),
-        "v_proj.weight": (0, shape.kv_heads),
-        "o_proj.weight": (1, shape.heads),
-        "q_b_proj.weight": (0, shape.heads),
-        "kv_b_proj.weight": (0, shape.heads),
-        "gate_proj.weight": (0, 0),
-        "up_proj.weight": (0, 0),
-        "down_proj.weight": (1, 0),
-    }
-    experts: dict[str, Rule] = {f"experts.{name}_proj.weight": (0, shape.experts) for name in ("gate", "up", "down")}
-    shared = {f"shared_experts.{name}_proj.weight": cut[f"{name}_proj.weight"] for name in ("gate", "up", "down")}
-    whole: dict[str, Rule] = dict.fromkeys(
-        ("norm.weight", "layernorm.weight", "mlp.gate.weight", "q_a_proj.weight", "kv_a_proj.weight")
-    )
-    return {**cut, **experts, **shared, **whole}
+def tensors(shape: Shape) -> Table:
+    """Of the whole model."""
+    found: Table = {"model.embed_tokens.weight": ((shape.vocab, shape.hidden), (0, 0))}
+    for layer in range(shape.layers):
+        own = layer_tensors(shape, dense=not shape.experts or layer < shape.dense_layers)
+        found |= {f"model.layers.{layer}.{name}": what for name, what in own.items()}
+    found["model.norm.weight"] = (shape.hidden,), None
+    if not shape.tied:
+        found["lm_head.weight"] = (shape.vocab, shape.hidden), (0, 0)
+    return found
 
 
 def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
@@ -103,12 +92,13 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=64)
-def layout(shape: Shape, mesh: Parallel, dtype: str, replicas: int = 1, hosts: tuple[str, ...] = ()) -> Layout:
-    """On `replicas` copies of a mesh. The context's axis shards as FSDP's does; matrices are of `dtype`, norms bf16."""
-    sizes = (("replica", replicas), ("pp", mesh.pp), ("dp", mesh.dp), ("fsdp", mesh.fsdp * mesh.cp), ("tp", mesh.tp))
-    axes = Mesh(tuple((name, size) for name, size in sizes if size > 1) or (("replica", 1),))
-    listed = [(name, size, dtype if len(size) > 1 else "bfloat16") for name, size in tensors(shape).items()]
-    return sharded(listed, axes, rules(shape), stages(shape, mesh.pp), hosts)
+def layout(shape: Shape, mesh: Parallel, dtype: str) -> Layout:
+    """On one mesh: matrices are of `dtype`, norms bf16."""
+    axes, every = Mesh(mesh.axes or (("replica", 1),)), tensors(shape)
+    listed = [(name, size, dtype if len(size) > 1 else "bfloat16") for name, (size, _) in every.items()]
+    # Rules are found by the ends of names: those of a layer's tensors once, not of each layer.
+    rules = {name.split(".", 3)[-1] if ".layers." in name else name: rule for name, (_, rule) in every.items()}
+    return sharded(listed, axes, rules, stages(shape, mesh.pp))
 
 
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp4": "float8_e4m3fn"}
@@ -137,7 +127,7 @@ def sync_cost(
     moved: Traffic, replicas: int, trainer: Gpu, generator: Gpu, *, together: bool = False, chained: bool = False
 ) -> Cost:
     """Seconds of a sync to so many replicas: over NICs, or over NVLink where both are on the same GPUs (`together`).
-    `chained`: along chains where that is the better way, as in a run across hosts."""
+    `chained`: along chains where that is faster, as in a run across hosts."""
     heads = num_heads(moved.sent, moved.received, replicas) if chained else replicas
     out = moved.sent * heads / (trainer.nvlink if together else trainer.nic)
     into = moved.received / (generator.nvlink if together else generator.nic)

@@ -228,6 +228,12 @@ class Workload:
         return self.lengths.take(self.responses)
 
     @cached_property
+    def seen_tokens(self) -> FloatArray:
+        """[responses]: the tokens in the cache, summed over the steps of each."""
+        lengths = self.response_tokens.astype(np.float64)
+        return np.asarray(lengths * self.prompt_tokens + lengths * (lengths - 1) / 2)
+
+    @cached_property
     def sequence_tokens(self) -> IntArray:
         """[learnt]: prompt and response, as the trainer sees them."""
         return self.lengths.take(self.learnt) + self.prompt_tokens

@@ -22,7 +22,7 @@ def _step_by_step(generator: Generator, lengths: list[int], prompt: int) -> floa
     rows: list[list[int]] = []
     while waiting or rows:
         while waiting and len(rows) < generator.slots:
-            now += generator.prefill_s(prompt, prompt**2)
+            now += generator.prefill_s(prompt)
             rows.append([prompt, waiting.pop(0)])
         context = sum(have for have, _ in rows)
         fixed, million = generator.step(len(rows), 0).seconds, generator.step(len(rows), 1e6).seconds
@@ -102,7 +102,7 @@ def test_the_tail_of_one_batch_is_filled_by_the_next() -> None:
 def test_a_prompt_is_computed_once_for_its_samples() -> None:
     lengths = np.full(8, 10)
     once, each = ONE.rollout(lengths, 1000, samples=8), ONE.rollout(lengths, 1000, samples=1)
-    assert each.max() - once.max() == pytest.approx(7 * ONE.prefill_s(1000, 1000**2))
+    assert each.max() - once.max() == pytest.approx(7 * ONE.prefill_s(1000))
 
 
 def test_a_step_reads_weights_and_cache_once() -> None:

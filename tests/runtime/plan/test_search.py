@@ -106,7 +106,7 @@ def _alone(candidates: LayoutCandidates, models: Models, own: Allocation) -> lis
     """All layouts of models on GPUs of their own."""
     found, work = [], candidates.work
     for trainer in (each for cut in candidates.cuts(own.nodes, own.gpus) for each in cut.layouts()):
-        passing = trainer if models.critics else replace(trainer, frozen=True, offload=True)
+        passing = trainer if models.critics else replace(trainer, frozen=True)
         others = Models(models.frozen, models.critics - 1) if models.critics else Models(models.frozen - 1)
         memory = trainer_memory(passing) + beside_memory(passing, others)
         if memory.bytes <= own.nodes.gpu.memory_bytes:
@@ -217,7 +217,7 @@ def test_a_mesh_of_a_model_beside_the_policy_gives_it_gpus_of_its_own() -> None:
     assert all(any("critic" in group for group in groups) for groups in groupings(roles, candidates))
     said = plan(_graph("ppo", 1), read_cluster("1x8xH100"), _work(), meshes={"critic": (("fsdp", 2),)})
     critic = next(pool for pool in said.pools if pool.name == "critic")
-    assert (critic.devices, critic.mesh, critic.shares) == (2, (("fsdp", 2),), "")
+    assert (critic.devices, critic.mesh, critic.shares) == (2, (("fsdp", 2),), None)
 
 
 def test_every_lower_bound_is_below_what_it_bounds() -> None:
@@ -253,9 +253,8 @@ def test_two_searches_give_the_same_plan() -> None:
     graph, cluster = _graph("aipo", 1), read_cluster("2x4xH100")
     first, second = (plan(graph, cluster, _work()).to_json() for _ in range(2))
     for said in (first, second):
-        del said["search_s"], said["search_cpu_s"]
-    assert first == second
-    assert json.loads(json.dumps(first)) == first
+        del said["search_s"]
+    assert json.dumps(first) == json.dumps(second)
 
 
 def test_a_plan_says_optimal_only_when_it_is_proved() -> None:
@@ -276,7 +275,7 @@ def test_however_little_time_there_is_a_plan_comes_with_an_honest_gap() -> None:
     assert not said.optimal
     assert 0 < said.outcome.gap < 1
     assert said.outcome.opened < 20
-    assert all(pool.memory.bytes <= pool.room for pool in said.pools if pool.devices)
+    assert all(pool.memory.bytes <= pool.memory_available for pool in said.pools if pool.devices)
 
 
 def test_a_search_begins_without_a_look_at_each_split() -> None:
@@ -304,7 +303,7 @@ def test_no_plan_set_by_hand_beats_the_optimum() -> None:
         "runner-up", "half and half", "75:25 (generator : trainer)", "all shared, synchronous",
     ]  # fmt: skip
     assert all(o.found is None or o.found.period_s >= said.best.period_s for o in said.alternatives)
-    assert all(pool.memory.bytes <= pool.room for pool in said.pools if pool.devices)
+    assert all(pool.memory.bytes <= pool.memory_available for pool in said.pools if pool.devices)
     assert {node for pool in said.pools for node in pool.nodes} == {
         "generate", "score", "group_advantage", "aipo_update",
     }  # fmt: skip
@@ -334,7 +333,7 @@ def test_meshes_are_all_those_that_the_model_can_be_cut_by() -> None:
         for dp, fsdp, tp, pp in product(sizes, sizes, (1, 2, 4, 8), sizes)
         if dp * fsdp * tp * pp == 16
     }
-    assert set(trainer_meshes(shape, nodes, 16)) == {mesh for mesh in every if not mesh.faults(shape)}
+    assert set(trainer_meshes(shape, nodes, 16)) == {mesh for mesh in every if mesh.divides(shape)}
     assert slot_counts(100, 1000) == [8, 16, 32, 64, 100]
     assert slot_counts(100, 20) == [8, 16, 32]
     assert slot_counts(5, 20) == [5]
@@ -398,7 +397,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> Non
     with pytest.raises(PlanError, match=r"llama-405b does not fit on 8 GPUs") as error:
         plan(_graph("aipo", 1), read_cluster("1x8xH100"), _work("llama-405b"))
     assert "trainer (tp 8): given 85.5 GB of memory on each GPU, needed" in str(error.value)
-    assert "It would fit with" in str(error.value)
+    assert "It would fit on 2 hosts of 8 H100, 16 GPUs" in str(error.value)
 
 
 def test_a_cluster_without_gpus_is_refused() -> None:

@@ -116,7 +116,7 @@ def test_groups_that_come_at_any_time_go_from_step_to_step(arrivals: list[tuple[
 
 def _step_by_step(generator: Generator, arrivals: list[tuple[float, int]], prompt: int) -> dict[int, float]:
     """Responses join between two steps, in order, if a slot is free."""
-    prefill = generator.prefill_s(prompt, prompt**2)
+    prefill = generator.prefill_s(prompt)
     waiting = [(now, index, length) for index, (now, length) in enumerate(arrivals)]
     rows: list[list[int]] = []
     ends: dict[int, float] = {}
