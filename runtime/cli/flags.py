@@ -19,6 +19,7 @@ from penstock.runtime.control.run_config import (
     OnResume,
     Positive,
     RunOptions,
+    Seconds,
     Seed,
     Shown,
     annotation,
@@ -172,19 +173,19 @@ class Planning:
     """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
     max_tokens: Positive = 4096
     """Tokens at which a response is cut."""
-    prompt_tokens: int = 128
+    prompt_tokens: Count = 128
     """Tokens of a prompt."""
-    environment_s: float = 1.0
+    environment_s: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Seconds in which an environment answers one turn of a conversation, whose lengths are of all its turns."""
     kept: Annotated[float | None, Shown("SHARE", "0.7 where the program has a filter")] = None
     """Share of the groups that the program's filters (keep) leave, all of them together; others take their places."""
-    micro_tokens: int = 16384
+    micro_tokens: Positive = 16384
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: Positive = RunOptions.slots
     """Most responses that a generator decodes at once."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …")] = ()
     """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
-    time_limit: float = 120.0
+    time_limit: Seconds = 120.0
     """Seconds after which the search ends with the best that it has, and how much better a plan may be at most."""
 
 

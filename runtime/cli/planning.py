@@ -44,8 +44,6 @@ def asked(graph: Graph, flags: Planning, batch: int) -> tuple[Cluster, Workload]
     for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
         if not getattr(flags, name):
             raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
-    if not flags.time_limit > 0:
-        raise CommandError(f"--time-limit: given {flags.time_limit:g}, needed more than 0 seconds", 2)
     try:
         cluster, work = read_cluster(flags.cluster, profile_path()), workload(graph, flags, batch)
     except (ClusterError, LengthError, ShapeError) as error:

@@ -288,9 +288,10 @@ class GeneratorTable:
             np.minimum.at(found, np.searchsorted(nodes.sizes_N, self.gpus), column_R)
             return np.minimum.accumulate(found) if or_fewer else found
 
-        steady = least(self.steady)
-        columns = (least(column) for column in (self.rollout, self.others, self.bytes))
-        return Fastest(steady, *(np.where(np.isfinite(steady), column, 0.0) for column in columns))
+        # An infinite period is all that such a size needs; the others stay finite, since sums have no use of inf - inf.
+        columns = (least(column) for column in (self.steady, self.rollout, self.others, self.bytes))
+        steady, *others = columns
+        return Fastest(steady, *(np.where(np.isfinite(steady), column, 1.0) for column in others))
 
 
 COLUMNS = tuple(each.name for each in fields(GeneratorTable))[:-2]

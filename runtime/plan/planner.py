@@ -167,8 +167,6 @@ def plan(
 ) -> Planned:
     """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
-    if slots < 1:
-        raise AskedError(f"slots: given {slots}, needed at least 1")
     candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
     check_pins(roles, candidates, found)
     others = []

@@ -6,12 +6,12 @@ from it as the policy does: on the trainer's GPUs or on others, together or apar
 average, a reference that moves) lie beside it. All else is small work on CPUs. `roles_of` refuses anything more by
 name: a plan that leaves work out would be wrong, not approximate.
 
-`learnt_from` finds the generators whose rollouts reach an optimiser; other rollouts serve as baselines. `assumptions`
+`trained_rollouts` finds the generators whose rollouts reach an optimiser; others serve as baselines. `assumptions`
 says in words what a plan takes for granted of the work that the program does not say.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from penstock.graph.ir import Argument, Graph, Node
@@ -84,7 +84,7 @@ class Roles:
     generator: str
     beside: tuple[str, ...]
     small: tuple[str, ...]
-    nodes: tuple[tuple[str, tuple[str, ...]], ...]
+    nodes: Mapping[str, tuple[str, ...]]
     samples: int
     lag: int
     epochs: int
@@ -102,18 +102,92 @@ class Roles:
     buffer: Buffer | None = None
     followers: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    holds: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = ()
+    holds: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
 
     def nodes_of(self, pool: str) -> tuple[str, ...]:
-        return dict(self.nodes).get(pool, ())
+        return self.nodes.get(pool, ())
 
     def models_of(self, pools: Sequence[str]) -> Models:
         """Those beside the policy that some pools hold together."""
-        held = [(frozen, critics) for pool, frozen, critics in self.holds if pool in pools]
+        held = [own for pool, own in self.holds.items() if pool in pools]
         return Models(*(len({name for names in held for name in names[kind]}) for kind in (0, 1)))
 
 
-def learnt_from(graph: Graph) -> set[str]:
+def roles_of(graph: Graph) -> Roles:
+    """Raises PlanError for a graph whose work is not covered, naming the node or the value."""
+    decoder, *baselines = _decoders(graph)
+    broadcast = _weights(graph, decoder)
+    policy, update = _trained(graph, decoder, broadcast)
+    models = [a for a in graph.carried if a.name != policy.name and _is_model(graph, a)]
+    makers = {a.name: graph[made] for a in models if (made := graph.producer(a.name))}
+    copies = [a.name for a in models if a.name in makers and _is_copy(a)]
+    others = [a.name for a in models if a.name not in copies]
+    for argument in models:
+        if argument.name in others and argument.name in makers and not argument.type.endswith(":Critic"):
+            what = f"{argument.name}, which changes beside {policy.name}"
+            raise _uncovered(graph, what, "critics, copies of the policy, and models that are only read")
+    fires = [node for node in graph.nodes if node.fires]
+    frozen, critics = ([name for name in others if (name in makers) == changes] for changes in (False, True))
+    learners, followers = ([makers[name] for name in names] for names in (critics, copies))
+    readers = [node for node in graph.nodes if node not in learners and _reads(node, others)]
+    # Values on the trainer's GPUs are the policy and its copies: who else reads them makes one pass more there.
+    on_trainer = [policy.name, *copies]
+    rereads = [node for node in fires if node not in (update, *followers) and _reads(node, on_trainer)]
+    for node in (*followers, *rereads):
+        if (node.pool, node.clock) != (update.pool, "update"):
+            given = f"{node.name}, which reads {_reads(node, on_trainer)[0]} in pool {node.pool}"
+            raise _uncovered(graph, given, f"{update.pool}, once in each update")
+    beside = tuple(dict.fromkeys(node.pool for node in (*readers, *learners)))
+    sent = [node.name for node in graph.nodes if node.construct == "broadcast"]
+    # Per-update nodes that read broadcast weights measure, beside the training.
+    outside = tuple(dict.fromkeys(node.pool for node in fires if node.clock == "update" and _reads(node, sent)))
+    buffer = _buffer(graph, update)
+    _check_pools(graph, update, decoder, beside, outside)
+    _check_groups(graph, readers, baselines)
+    if buffer and (more := (*readers, *learners, *rereads)):
+        given = f"{buffer.node} beside {more[0].name}, which may read past groups, too"
+        raise _uncovered(graph, given, "a buffer without further passes")
+    holds = {
+        pool: (
+            tuple(name for name in frozen if any(node.pool == pool and _reads(node, [name]) for node in readers)),
+            tuple(name for name in critics if makers[name].pool == pool),
+        )
+        for pool in beside
+    }
+    nodes = {
+        pool: tuple(node.name for node in fires if node.pool == pool) for pool in dict.fromkeys(n.pool for n in fires)
+    }
+    options, names = dict(update.options), tuple(node.name for node in readers)
+    followed = sum(1 / node.every for node in followers)
+    return Roles(
+        graph=graph.name,
+        trainer=update.pool,
+        generator=decoder.pool,
+        beside=beside,
+        small=tuple(pool for pool in nodes if pool not in (update.pool, decoder.pool, *beside, *outside)),
+        nodes=nodes,
+        samples=samples_of(graph, decoder),
+        lag=broadcast.lag or 0,
+        epochs=int(options.get("epochs", 1)),
+        minibatches=int(options.get("minibatches", 1)),
+        reads_groups=bool(readers) and all(node.clock == "group" for node in readers),
+        cycle=(policy.name, broadcast.name, decoder.name, *names, update.name),
+        models=Models(len(frozen), len(critics), len(rereads), len(copies), followed),
+        readers=names,
+        learners=tuple(node.name for node in learners),
+        rereads=tuple(node.name for node in rereads),
+        turns=decoder.turns or 1,
+        environment=next((n.pool for n in graph.nodes if n.turns is not None and n != decoder), ""),
+        filters=tuple(node.name for node in graph.nodes if node.construct == "keep"),
+        baselines=tuple((node.name, samples_of(graph, node)) for node in baselines),
+        buffer=buffer,
+        followers=tuple(node.name for node in followers),
+        outside=outside,
+        holds=holds,
+    )
+
+
+def trained_rollouts(graph: Graph) -> set[str]:
     """Nodes whose rollouts come to a per-update node as such, through filters and buffers."""
     reached: set[str] = set()
     pending = [item for n in graph.nodes if n.fires and n.clock == "update" for item in n.inputs]
@@ -131,91 +205,6 @@ def learnt_from(graph: Graph) -> set[str]:
     return reached
 
 
-def roles_of(graph: Graph) -> Roles:
-    """Raises PlanError for a graph whose work is not covered, naming the node or the value."""
-    decoder, *others = _decoders(graph)
-    broadcast = _weights(graph, decoder)
-    policy, update = _trained(graph, decoder, broadcast)
-    held = _held(graph, policy, update)
-    used: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if node.fires:
-            used.setdefault(node.pool, []).append(node.name)
-    beside = tuple(dict.fromkeys(n.pool for n in (*held.reads, *held.learners)))
-    outside = tuple(dict.fromkeys(n.pool for n in _slower(graph)))
-    buffer = _buffer(graph, update)
-    _check_pools(graph, update, decoder, beside, outside)
-    _check_groups(graph, held, buffer, others)
-    options = dict(update.options)
-    answers = [n for n in graph.nodes if n.turns is not None and n != decoder]
-    names = tuple(node.name for node in held.reads)
-    return Roles(
-        graph=graph.name,
-        trainer=update.pool,
-        generator=decoder.pool,
-        beside=beside,
-        small=tuple(pool for pool in used if pool not in (update.pool, decoder.pool, *beside, *outside)),
-        nodes=tuple((pool, tuple(found)) for pool, found in used.items()),
-        samples=samples_of(graph, decoder),
-        lag=broadcast.lag or 0,
-        epochs=int(options.get("epochs", 1)),
-        minibatches=int(options.get("minibatches", 1)),
-        reads_groups=bool(names) and all(node.clock == "group" for node in held.reads),
-        cycle=(policy.name, broadcast.name, decoder.name, *names, update.name),
-        models=held.models,
-        readers=names,
-        learners=tuple(node.name for node in held.learners),
-        rereads=tuple(node.name for node in held.again),
-        turns=decoder.turns or 1,
-        environment=answers[0].pool if answers else "",
-        filters=tuple(node.name for node in graph.nodes if node.construct == "keep"),
-        baselines=tuple((node.name, samples_of(graph, node)) for node in others),
-        buffer=buffer,
-        followers=tuple(node.name for node in held.followers),
-        outside=outside,
-        holds=tuple((pool, *_holds(graph, policy, held, pool)) for pool in beside),
-    )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Models beside the policy, by the nodes that read them or make their next values."""
-
-    models: Models
-    reads: tuple[Node, ...]
-    learners: tuple[Node, ...]
-    again: tuple[Node, ...]
-    followers: tuple[Node, ...]
-
-
-def _held(graph: Graph, policy: Argument, update: Node) -> _Held:
-    models = [a for a in graph.carried if a.name != policy.name and _is_model(graph, a)]
-    copies = [a for a in models if _is_copy(a) and graph.producer(a.name)]
-    others = [a for a in models if a not in copies]
-    learners = tuple(graph[made] for a in others if (made := _critic(graph, a, policy)))
-    followers = tuple(graph[graph.producer(a.name) or ""] for a in copies)
-    reads = tuple(n for n in graph.nodes if n not in learners and any(_reads(n, a) for a in others))
-    on_trainer, makers = (policy, *copies), (update, *followers)
-    again = tuple(n for n in graph.nodes if n.fires and n not in makers and any(_reads(n, a) for a in on_trainer))
-    for node in (*followers, *again):
-        if (node.pool, node.clock) != (update.pool, "update"):
-            value = next(i.ref.node for i in node.inputs if i.ref.node in [a.name for a in on_trainer])
-            given = f"{node.name}, which reads {value} in pool {node.pool}"
-            raise _uncovered(graph, given, f"{update.pool}, once in each update")
-    followed = sum(1 / node.every for node in followers)
-    counts = Models(len(others) - len(learners), len(learners), len(again), len(copies), followed)
-    return _Held(counts, reads, learners, again, followers)
-
-
-def _holds(graph: Graph, policy: Argument, held: _Held, pool: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The frozen models that nodes of a pool read, and the critics that they train."""
-    made = {graph.producer(a.name): a.name for a in graph.carried if a.name != policy.name}
-    critics = tuple(made[node.name] for node in held.learners if node.pool == pool)
-    others = [a for a in graph.carried if _is_model(graph, a) and graph.producer(a.name) is None]
-    frozen = (a.name for a in others if any(_reads(node, a) for node in held.reads if node.pool == pool))
-    return tuple(frozen), critics
-
-
 def _is_model(graph: Graph, argument: Argument) -> bool:
     """Else it is something small, such as what a curriculum knows of its prompts."""
     bases = dict(graph.types).get(argument.type)
@@ -226,8 +215,9 @@ def _is_copy(argument: Argument) -> bool:
     return argument.type.endswith(":Average")
 
 
-def _reads(node: Node, argument: Argument) -> bool:
-    return any(item.ref.node == argument.name for item in node.inputs)
+def _reads(node: Node, names: Sequence[str]) -> list[str]:
+    """Those of some values that a node reads."""
+    return [item.ref.node for item in node.inputs if item.ref.node in names]
 
 
 def _weights(graph: Graph, decoder: Node) -> Node:
@@ -252,33 +242,18 @@ def _decoders(graph: Graph) -> list[Node]:
     found = [node for node in graph.nodes if decodes(graph, node)]
     if not found:
         raise _uncovered(graph, "no node that decodes: there is nothing to share GPUs with", "one that generates")
-    learnt = [node for node in found if len(found) == 1 or node.name in learnt_from(graph)]
+    trained = [node for node in found if len(found) == 1 or node.name in trained_rollouts(graph)]
     names = ", ".join(node.name for node in found)
-    if len(learnt) != 1:
-        given = f"{len(found)} nodes that decode with broadcast weights ({names}), {len(learnt)} of them to learn from"
+    if len(trained) != 1:
+        given = f"{len(found)} nodes that decode with broadcast weights ({names}), {len(trained)} of them to learn from"
         raise _uncovered(graph, given, "exactly one whose responses are learnt from")
-    first = learnt[0]
+    first = trained[0]
     others = [node for node in found if node != first]
     for node in others:
         if node.pool != first.pool or _weights(graph, node) != _weights(graph, first) or node.turns or first.turns:
             given = f"{node.name} in pool {node.pool} beside {first.name}"
             raise _uncovered(graph, given, f"pool {first.pool}, the same broadcast, and no turns")
     return [first, *others]
-
-
-def _critic(graph: Graph, argument: Argument, policy: Argument) -> str | None:
-    """The node that trains a critic; None of a model that never changes. Another one that does is not covered."""
-    maker = graph.producer(argument.name)
-    if maker and not argument.type.endswith(":Critic"):
-        what = f"{argument.name}, which changes beside {policy.name}"
-        raise _uncovered(graph, what, "critics, copies of the policy, and models that are only read")
-    return maker
-
-
-def _slower(graph: Graph) -> list[Node]:
-    """Per-update nodes that read broadcast weights: they measure, beside the training."""
-    sent = {node.name for node in graph.nodes if node.construct == "broadcast"}
-    return [n for n in graph.nodes if n.fires and n.clock == "update" and any(i.ref.node in sent for i in n.inputs)]
 
 
 def _buffer(graph: Graph, update: Node) -> Buffer | None:
@@ -308,19 +283,14 @@ def _check_pools(graph: Graph, update: Node, decoder: Node, beside: tuple[str, .
             raise _uncovered(graph, f"{node.name}, which delays {argument.name}", "broadcasts of models")
 
 
-def _check_groups(graph: Graph, held: _Held, buffer: Buffer | None, baselines: Sequence[Node]) -> None:
+def _check_groups(graph: Graph, readers: Sequence[Node], baselines: Sequence[Node]) -> None:
     """Models beside the policy read each group of an update, those and no others."""
-    kept = {node.name for node in graph.nodes if node.construct == "keep"}
-    only = {node.name for node in baselines}
-    for node in held.reads:
-        refs = {item.ref.node for item in node.inputs}
-        if kept and node.clock == "group" and not refs & kept:
+    kept = [node.name for node in graph.nodes if node.construct == "keep"]
+    for node in readers:
+        if kept and node.clock == "group" and not _reads(node, kept):
             raise _uncovered(graph, f"{node.name}, which reads groups that are dropped later", "it behind the filter")
-        if refs & only:
+        if _reads(node, [baseline.name for baseline in baselines]):
             raise _uncovered(graph, f"{node.name}, which reads a baseline's responses", "those that are learnt from")
-    if buffer and (more := (*held.reads, *held.learners, *held.again)):
-        given = f"{buffer.node} beside {more[0].name}, which may read past groups, too"
-        raise _uncovered(graph, given, "a buffer without further passes")
 
 
 def _uncovered(graph: Graph, given: str, needed: str) -> PlanError:

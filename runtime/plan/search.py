@@ -16,7 +16,7 @@ one version of the policy to the version that is trained on its samples the sync
 the passes of models beside it and the steps follow each other, 1 + lag updates at a time. Pools that share GPUs take
 turns, whatever the lag is. What queueing between groups adds is left to the simulator.
 
-At a lag of k, k other batches are decoded beside a batch (docs/theory.md). Reading the weights costs a step the same
+At a lag of k, k other batches are decoded beside a batch (docs/staleness.md). Reading the weights costs a step the same
 whoever is in it; what rows and contexts cost, `others` seconds of each batch, comes on top for each. A batch follows
 another one by an update's steps, t seconds or more, so that of each the share 1 - t / r falls into a rollout of r.
 """
@@ -203,26 +203,19 @@ def period_terms(
     """The sums of which the largest is the period: the cycle of the policy, the trainer, the generator, the sync, each
     dedicated group; or of shared GPUs all of it. With `least` none of them falls if a time is longer than given: slower
     steps may keep batches apart, so that the period itself is not monotone in them."""
-    read, learn = (reduce(np.maximum, (each[kind] for each in times.dedicated), 0.0) for kind in (0, 1))
-    generates = times.rollout
-    if times.dedicated and roles.reads_groups:  # they are behind the rollout by one group only
-        generates = np.maximum(times.rollout, read) + read / prompts
-    elif times.dedicated:
-        generates = generates + read
-    around = times.sync + times.switch + times.wait + generates
+    generates, around, learn = times.rollout, times.sync + times.switch + times.wait, 0.0
+    if times.dedicated:
+        read, learn = (reduce(np.maximum, kind) for kind in zip(*times.dedicated, strict=True))
+        # Models that take each group as it is finished are behind the rollout by one group only.
+        generates = np.maximum(generates, read) + read / prompts if roles.reads_groups else generates + read
+    around = around + generates
     if shared:
         return [around + times.train + learn]
-
-    def trained(train: Seconds) -> Seconds:
-        """The steps, and what the other batches in work add to a rollout."""
-        some = times.rollout > 0
-        overlap = np.maximum(0.0, 1 - train / np.where(some, times.rollout, 1.0))
-        return train + lag * times.others * some * overlap
-
-    cycle = trained(times.train)
+    # Of each other batch in work the share that falls into a rollout slows it.
+    cycle = times.train + lag * times.others * np.maximum(0.0, 1 - times.train / times.rollout)
     if least:
-        # Linear in the steps until they take as long as the rollout: the least is at an end.
-        cycle = np.minimum(cycle, trained(np.maximum(times.train, times.rollout)))
+        # The sum is linear in the steps until they take as long as the rollout, so that its least is at an end.
+        cycle = np.minimum(cycle, np.maximum(times.train, times.rollout))
     groups = (reads + learns for reads, learns in times.dedicated)
     return [(around + cycle) / (1 + lag), times.train, times.steady, times.sync, *groups]
 

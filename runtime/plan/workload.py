@@ -5,17 +5,19 @@ Lengths are a distribution, of which `take(n)` gives n lengths without chance: a
 in an order that a hash of their places says. So two calls agree, and no length is averaged away.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, exp, floor, inf, log
+from math import ceil, exp, floor, log
 from pathlib import Path
 from statistics import NormalDist
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from penstock.runtime.plan.model_shape import Shape
+from penstock.runtime.plan.model_shape import Shape, Size
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import read_rows
@@ -51,10 +53,7 @@ class Lognormal:
     def location(self) -> float:
         """The mean of the logarithm before the cut, found by halving: the mean after the cut grows with it."""
         low, high = log(self.mean) - self.sigma**2, log(self.longest) + 9 * self.sigma + 1
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if cut_mean(middle, self.sigma, self.longest) < self.mean else (low, middle)
-        return (low + high) / 2
+        return _halved(low, high, lambda location: cut_mean(location, self.sigma, self.longest) < self.mean)
 
     def take(self, count: int) -> IntArray:
         return _mixed(self.at((np.arange(count) + 0.5) / count))
@@ -114,13 +113,17 @@ def fitted(mean: float, finished: float, longest: int, sigma: float = 0.7) -> Lo
     if not 0 < finished < 1 or mean >= longest:
         return Lognormal(min(mean, longest), sigma, longest)
     quantile = _NORMAL.inv_cdf(finished)
-    low, high = 1e-3, WIDEST
+    # More spread with the same share above the cut moves the rest down.
+    spread = _halved(1e-3, WIDEST, lambda s: cut_mean(log(longest) - s * quantile, s, longest) > mean)
+    return Lognormal(mean, spread, longest)
+
+
+def _halved(low: float, high: float, below: Callable[[float], bool]) -> float:
+    """Where `below` turns from true to false."""
     for _ in range(60):
         middle = (low + high) / 2
-        # More spread with the same share above the cut moves the rest down.
-        wide = cut_mean(log(longest) - middle * quantile, middle, longest) > mean
-        low, high = (middle, high) if wide else (low, middle)
-    return Lognormal(mean, (low + high) / 2, longest)
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return (low + high) / 2
 
 
 def read_lengths(path: Path, longest: int | None = None) -> Listed:
@@ -176,28 +179,20 @@ class Workload:
     """
 
     shape: Shape
-    prompts: int
-    samples: int
+    prompts: Size
+    samples: Size
     lengths: Lengths
-    prompt_tokens: int = 128
-    epochs: int = 1
-    minibatches: int = 1
-    micro_tokens: int = 8192
-    environment_s: float = 1.0
-    kept: float = 1.0
-    baselines: int = 0
-    replayed: int = 0
+    prompt_tokens: Annotated[int, Field(ge=0)] = 128
+    epochs: Size = 1
+    minibatches: Size = 1
+    micro_tokens: Size = 8192
+    environment_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    kept: Annotated[float, Field(gt=0, le=1)] = 1.0
+    baselines: Annotated[int, Field(ge=0)] = 0
+    replayed: Annotated[int, Field(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        counts = ("prompts", "samples", "epochs", "minibatches", "micro_tokens")
-        others = ("prompt_tokens", "baselines", "replayed")
-        for name, least in (*((count, 1) for count in counts), *((other, 0) for other in others)):
-            if getattr(self, name) < least:
-                raise ValueError(f"workload: given {name} {getattr(self, name)}, needed {least} or more")
-        if not 0 <= self.environment_s < inf:
-            raise ValueError(f"workload: given environment_s {self.environment_s:g}, needed 0 or more seconds")
-        if not 0 < self.kept <= 1:
-            raise ValueError(f"workload: given kept {self.kept:g}, needed a share above 0, 1 at most")
+        # The program says the one, its user the other. All other limits are those of flags, and of what is read.
         if self.minibatches > self.learnt:
             given = f"{self.minibatches} minibatches of {self.learnt} responses"
             raise ValueError(f"workload: given {given}, needed at least one response in each")
@@ -276,9 +271,7 @@ def given_lengths(given: str, longest: int) -> Lengths:
     try:
         mean, sigma = (float(part) for part in given.split(","))
     except ValueError:
-        needed = (
-            "MEAN,SIGMA of a lognormal in tokens such as 1000,0.7, a file with a length per line, or a run's folder"
-        )
+        needed = "MEAN,SIGMA of a lognormal such as 1000,0.7, a file with a length per line, or a run's folder"
         raise LengthError(f"--lengths: given {given!r}, needed {needed}") from None
     try:
         return Lognormal(mean, sigma, longest)
@@ -296,26 +289,30 @@ def of_run(folder: Path, longest: int) -> Lognormal:
         rows = read_rows(path)
     except RecordError as error:
         raise LengthError(f"no metrics of a run: {error}") from error
-    lengths = [row for row in rows if row.get("response_length") is not None]
-    found = [(row["response_length"], 1.0 if row.get("finished") is None else row["finished"]) for row in lengths]
+    found = [
+        (row["response_length"], 1.0 if row.get("finished") is None else row["finished"])
+        for row in rows
+        if row.get("response_length") is not None
+    ]
     if not found:
         raise LengthError(f"{path}: given {len(rows)} rows, needed one or more with response_length")
     mean, finished = (sum(column) / len(found) for column in zip(*found, strict=True))
-    own = _cut_of(folder, longest)
+    config, own = folder / "config.json", longest
+    try:
+        if config.exists():
+            own = RunFolder(folder).read_json(config.name, _Config)["flags"]["max_tokens"]
+    except (RecordError, KeyError) as error:
+        raise LengthError(f"{config}: given no flags of a run with max_tokens: {error!r}") from error
     if not 1 <= mean <= own:
         given = f"a mean response_length of {mean:g}"
         raise LengthError(f"{path}: given {given}, needed responses of 1 to {own} tokens, as the run had them")
     if not finished and longest > own:
-        given = f"responses that were all cut at {own} tokens"
-        raise LengthError(
-            f"{path}: given {given}, which tell nothing of longer ones; needed --max-tokens {own} or less"
-        )
+        given = f"responses that were all cut at {own} tokens, which tell nothing of longer ones"
+        raise LengthError(f"{path}: given {given}; needed --max-tokens {own} or less")
     seen = fitted(mean, finished, own)
-    return (
-        seen
-        if own == longest
-        else Lognormal(max(1.0, cut_mean(seen.location, seen.sigma, longest)), seen.sigma, longest)
-    )
+    if own == longest:
+        return seen
+    return Lognormal(max(1.0, cut_mean(seen.location, seen.sigma, longest)), seen.sigma, longest)
 
 
 class _Flags(TypedDict):
@@ -326,12 +323,3 @@ class _Config(TypedDict):
     """What is read here of a run's `config.json`."""
 
     flags: _Flags
-
-
-def _cut_of(folder: Path, otherwise: int) -> int:
-    """The `max_tokens` of a run."""
-    path = folder / "config.json"
-    try:
-        return RunFolder(folder).read_json(path.name, _Config)["flags"]["max_tokens"] if path.exists() else otherwise
-    except (RecordError, KeyError) as error:
-        raise LengthError(f"{path}: given no flags of a run with max_tokens: {error!r}") from error

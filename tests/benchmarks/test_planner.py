@@ -4,9 +4,12 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 
-from penstock.runtime.plan.model_shape import Parallel
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.train_cost import Trainer
 
 
 def script(name: str) -> Any:
@@ -35,10 +38,33 @@ def test_the_rows_that_count_are_those_of_the_rule() -> None:
 
 def test_layouts_are_read_and_gpus_shared_out_by_the_rule() -> None:
     published = script("published")
-    assert published.nemo_layouts(row()) == (Parallel(fsdp=2, tp=4, pp=4), Parallel(tp=4), 8)
-    mesh, _, replicas = published.nemo_layouts(row(staleness=1))
+    assert published.nemo_layouts(row()) == ((Parallel(fsdp=2, tp=4, pp=4), 1, 1), Parallel(tp=4), 8)
+    (mesh, _, _), _, replicas = published.nemo_layouts(row(staleness=1))
     assert (mesh.ranks, replicas) == (16, 4)
-    assert published.mesh_of("FSDP4 CP2 TP8 PP8") == Parallel(fsdp=4, cp=2, tp=8, pp=8)
+    # Ranks that share a sequence shard the weights between them, too.
+    assert published.mesh_of("FSDP4 CP2 TP8 PP8") == (Parallel(fsdp=8, tp=8, pp=8), 2)
+
+
+def test_what_other_systems_have_and_plans_do_not_is_costed() -> None:
+    predicted, shape = script("predicted"), SHAPES["llama-8b"]
+    h100, batch = GPUS["H100"], np.full(64, 4096)
+    assert predicted.exchange_s(h100, 1e9, 1) == 0
+    assert predicted.exchange_s(h100, 1e9, 16) == pytest.approx(0.5e9 / 40e9 + 2e-5)
+    plain = predicted.Recipe(shape, h100, Parallel(fsdp=8, tp=2, pp=2))
+    assert plain.update(batch).parts == pytest.approx(
+        {**Trainer(shape, h100, plain.mesh).update(batch).parts, "ep": 0, "cp": 0}
+    )
+    chunked, hidden = replace(plain, chunks=2).update(batch), replace(plain, async_tp=True).update(batch)
+    assert chunked.parts["bubble"] == pytest.approx(plain.update(batch).parts["bubble"] / 2)
+    assert hidden.parts["tp"] == pytest.approx(plain.update(batch).parts["tp"] / 2)
+    mixture = replace(plain, shape=SHAPES["qwen3-30b-a3b"], mesh=Parallel(fsdp=8))
+    assert replace(mixture, ep=8).update(batch).parts["ep"] > 0
+    assert mixture.shard == replace(mixture, ep=8).shard == mixture.shape.parameters / 8
+    # Two ranks that share each sequence have the work of two that have one each, and a ring beside it.
+    shared = replace(plain, mesh=Parallel(fsdp=8), cp=2).update(batch)
+    assert shared.parts["products"] == pytest.approx(
+        replace(plain, mesh=Parallel(fsdp=8)).update(batch).parts["products"]
+    )
 
 
 def test_a_pair_is_of_one_release_and_a_tie_is_wrong() -> None:

@@ -1,4 +1,4 @@
-"""A cluster file says what is wrong with it, all at once; without one, this machine is the cluster."""
+"""A cluster in a file or in a word, and meshes of its pools; what is wrong is said at once, with what was meant."""
 
 import os
 import re
@@ -8,9 +8,11 @@ import pytest
 
 from penstock.graph import Program, load, trace
 from penstock.runtime.cluster import cluster as module
-from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, cuda_devices
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, cuda_devices, nearest, read_cluster
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, Tflops
-from penstock.runtime.cluster.placement import place
+from penstock.runtime.cluster.placement import check_pools, check_ranks, place, read_meshes, spelled
+from penstock.runtime.plan.candidates import node_groups
+from penstock.runtime.plan.collectives import gather_s
 
 PAGES = [Path(__file__).resolve().parents[3] / "docs" / name for name in ("hosts.md", "cluster-file.md")]
 
@@ -28,6 +30,25 @@ agent = "external"
 cores = 64
 [pools]
 generator = "b"
+"""
+KINDS = """
+[[hosts]]
+name = "a"
+cores = 8
+devices = ["cuda:0", "cuda:1"]
+gpu = "ours"
+[[hosts]]
+name = "b"
+cores = 8
+devices = ["cuda:0"]
+gpu = "B200"
+[[hosts]]
+name = "c"
+cores = 64
+[gpus.ours]
+like = "H100"
+memory_gib = 96
+tflops.bf16 = 800
 """
 
 
@@ -49,38 +70,71 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "into", "message"),
+    ("file", "change", "into", "message"),
     [
-        ("bind =", "bnd =", "unknown key 'bnd'; did you mean 'bind'?"),
-        ("cores = 16", "core = 16", "unknown key 'hosts.0.core'; did you mean 'cores'?"),
-        ("cores = 16", "", "hosts.0.cores: missing"),
-        ("cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
-        ('"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
-        ('"cuda:0"', '"cuda:0", "cuda:0"', "hosts.0.devices: cuda:0 is there twice"),
-        ('"external"', '"extern"', "hosts.1.agent: given 'extern'"),
-        ('name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
-        ('name = "b"', 'name = "a"', "hosts: a is there twice"),
-        ('generator = "b"', 'generator = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
-        ('generator = "b"', 'generator = ["a", "c"]', "pools.generator: given host 'c'; known: a, b"),
-        ('generator = "b"', 'generator = ["b", "b"]', "pools.generator: given ['b', 'b'], needed the name of a host"),
-        ('generator = "b"', "generator = [2]", "pools.generator: given [2], needed the name of a host, or of several"),
-        ('"10.0.0.2"', '"eth0"', "hosts.1.address: given 'eth0', needed an IP address, such as 10.0.0.2"),
-        ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
-        ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address without a port"),
-        ('address = "10.0.0.2"', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
-        ('"10.0.0.2"', '"127.0.0.1"', "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
-        ('"10.0.0.2"', '"[fd00::2]"', "hosts: given an `address` of IPv4 and one of IPv6"),
-        ('bind = "10.0.0.1:5555"', "", "bind: given none, and the agent of b is on another machine; needed where"),
-        ("10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
-        ("[pools]", "[pools", "not TOML"),
+        (GOOD, "bind =", "bnd =", "unknown key 'bnd'; did you mean 'bind'?"),
+        (GOOD, "cores = 16", "core = 16", "unknown key 'hosts.0.core'; did you mean 'cores'?"),
+        (GOOD, "cores = 16", "", "hosts.0.cores: missing"),
+        (GOOD, "cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
+        (GOOD, '"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
+        (GOOD, '"cuda:0"', '"cuda:0", "cuda:0"', "hosts.0.devices: cuda:0 is there twice"),
+        (GOOD, '"external"', '"extern"', "hosts.1.agent: given 'extern'"),
+        (GOOD, 'name = "b"', 'name = "b/c"', "hosts.1.name: given 'b/c', needed letters"),
+        (GOOD, 'name = "b"', 'name = "a"', "hosts: a is there twice"),
+        (GOOD, 'generator = "b"', 'generator = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
+        (GOOD, 'generator = "b"', 'generator = ["a", "c"]', "pools.generator: given host 'c'; known: a, b"),
+        (
+            GOOD,
+            'generator = "b"',
+            'generator = ["b", "b"]',
+            "pools.generator: given ['b', 'b'], needed the name of a host",
+        ),
+        (
+            GOOD,
+            'generator = "b"',
+            "generator = [2]",
+            "pools.generator: given [2], needed the name of a host, or of several",
+        ),
+        (GOOD, '"10.0.0.2"', '"eth0"', "hosts.1.address: given 'eth0', needed an IP address, such as 10.0.0.2"),
+        (GOOD, '"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
+        (GOOD, '"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address"),
+        (
+            GOOD,
+            'address = "10.0.0.2"',
+            "",
+            "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback",
+        ),
+        (
+            GOOD,
+            '"10.0.0.2"',
+            '"127.0.0.1"',
+            "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback",
+        ),
+        (GOOD, '"10.0.0.2"', '"[fd00::2]"', "hosts: given an `address` of IPv4 and one of IPv6"),
+        (
+            GOOD,
+            'bind = "10.0.0.1:5555"',
+            "",
+            "bind: given none, and the agent of b is on another machine",
+        ),
+        (GOOD, "10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
+        (GOOD, "[pools]", "[pools", "not TOML"),
+        (KINDS, 'gpu = "B200"', 'gpu = "B20"', "hosts: b: given gpu 'B20'; did you mean 'B200'?"),
+        (KINDS, 'gpu = "B200"', 'gpus = "B200"', "unknown key 'hosts.1.gpus'; did you mean 'gpu'?"),
+        (KINDS, "memory_gib = 96", "memroy_gib = 96", "unknown key 'gpus.ours.memroy_gib'; did you mean 'memory_gib'?"),
+        (KINDS, "tflops.bf16", "tflops.bf61", "unknown key 'gpus.ours.tflops.bf61'; did you mean 'bf16'?"),
+        (KINDS, "memory_gib = 96", "memory_gib = 0", "gpus.ours.memory_gib: given 0"),
+        (KINDS, 'like = "H100"', 'like = "H1000"', "gpus: ours.like: given 'H1000'; did you mean 'H100'?"),
+        (KINDS, 'like = "H100"', "", "gpus.ours.memory_gb_s: missing"),
+        (GOOD, GOOD, "hosts = []", "hosts: given []"),
     ],
 )
 def test_a_fault_is_named_with_the_file_and_what_is_needed(
-    tmp_path: Path, change: str, into: str, message: str
+    tmp_path: Path, file: str, change: str, into: str, message: str
 ) -> None:
-    assert change in GOOD
+    assert change in file
     with pytest.raises(ClusterError) as caught:
-        _read(tmp_path, GOOD.replace(change, into, 1))
+        _read(tmp_path, file.replace(change, into, 1))
     assert f"{tmp_path / 'cluster.toml'}: {message}" in str(caught.value)
 
 
@@ -95,9 +149,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         Cluster.read(tmp_path / "none.toml")
 
 
-def test_no_hosts_are_no_cluster(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="hosts"):
-        _read(tmp_path, "hosts = []")
+def test_the_nearest_name_is_offered_or_all_of_them() -> None:
+    assert nearest("generater", ["trainer", "generator"]) == "did you mean 'generator'?"
+    assert nearest("xyz", ["b", "a"]) == "known: a, b"
 
 
 def test_this_machine_is_one_host_with_the_cores_this_process_may_use(
@@ -165,9 +219,93 @@ def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
 
 
 def test_all_keys_are_documented() -> None:
-    """Those of [cpus] are measured, and not for people."""
     rows = [line for line in _pages().splitlines() if line.startswith("| ")]
     words = {word for row in rows for key in re.findall(r"`([^`]+)`", row) for word in re.findall(r"\w+", key)}
     models = (Cluster, Host, Gpu, Tflops, Efficiency)
     assert {key for model in models for key in model.model_fields} - words == set()
     assert [kind for kind in GPUS if kind not in _pages()] == []
+
+
+def test_a_word_makes_hosts_of_gpus_of_kinds_whose_names_differ() -> None:
+    cluster = read_cluster("32x8xH100")
+    assert len(cluster.hosts) == 32
+    assert all(len(host.accelerators) == 8 for host in cluster.hosts)
+    assert cluster.gpu_of(cluster.hosts[31]) == GPUS["H100"]
+    mixed = [(h.name, h.gpu, len(h.devices)) for h in read_cluster("2x8xH100+1x4xB200").hosts]
+    assert mixed == [("host0", "H100", 8), ("host1", "H100", 8), ("host2", "B200", 4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "joined"), [("2x8xH100", 8), ("2x4xH100", 4), ("8x1xA100", 1), ("1x16xH100", 8), ("18x4xGB200", 72)]
+)
+def test_nvlink_ends_with_the_host_unless_more_gpus_are_joined_than_a_host_has(given: str, joined: int) -> None:
+    (nodes,) = node_groups(read_cluster(given))
+    assert nodes.gpu.nvlink_gpus == joined
+
+
+def test_a_gather_over_hosts_of_four_gpus_takes_longer_than_in_one_of_eight() -> None:
+    (one,), (two,) = (node_groups(read_cluster(given)) for given in ("1x8xH100", "2x4xH100"))
+    assert gather_s(two.gpu, 1e9, 8) > 2 * gather_s(one.gpu, 1e9, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("32x8xH10", "--cluster 32x8xH10: given GPUs of kind 'H10'; did you mean 'H100'?"),
+        ("8xH100", "given '8xH100', needed hosts x GPUs x kind such as 32x8xH100"),
+        ("0x8xH100", "given 0 hosts of 8 GPUs, needed at least 1 of each"),
+        ("2x0xH100", "given 2 hosts of 0 GPUs"),
+        ("9999999x8xH100", "given 79999992 GPUs in 9999999x8xH100, needed at most 100000"),
+        ("none.toml", "none.toml: cannot be read"),
+    ],
+)
+def test_a_word_that_is_no_cluster_is_refused(given: str, message: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(given)
+    assert message in str(caught.value)
+
+
+def test_a_file_may_have_kinds_of_its_own_beside_others(tmp_path: Path) -> None:
+    cluster = _read(tmp_path, KINDS)
+    ours, b200, none = (cluster.gpu_of(host) for host in cluster.hosts)
+    assert ours is not None
+    assert (ours.memory_gib, ours.tflops.bf16, ours.tflops.fp8) == (96, 800, GPUS["H100"].tflops.fp8)
+    assert b200 == GPUS["B200"]
+    assert none is None
+    assert Cluster.model_validate(cluster.model_dump()) == cluster
+
+
+def test_gpus_without_a_kind_run_but_cannot_be_planned(tmp_path: Path) -> None:
+    cluster = _read(tmp_path, KINDS.replace('gpu = "B200"', ""))
+    with pytest.raises(ClusterError, match="hosts: b: given 1 CUDA devices, needed the kind of its GPUs"):
+        cluster.gpu_of(cluster.hosts[1])
+
+
+def test_a_mesh_is_read_as_it_is_spelled() -> None:
+    words = ["trainer=fsdp2xtp2", "generator=tp2", "critic=1"]
+    found = read_meshes(words)
+    assert found == {"trainer": (("fsdp", 2), ("tp", 2)), "generator": (("tp", 2),), "critic": ()}
+    assert [f"{pool}={spelled(axes)}" for pool, axes in found.items()] == words
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["fsdp2"], "given 'fsdp2', needed POOL=MESH"),
+        (["trainer=fdsp2"], "--mesh trainer=fdsp2: given 'fdsp2', needed axes with their sizes"),
+        (["trainer=fsdp0"], "given 'fsdp0', needed axes"),
+        (["trainer=fsdp2xfsdp2"], "given an axis twice"),
+        (["trainer=tp2", "trainer=tp4"], "given trainer twice"),
+        (["trainor=tp2"], "--mesh trainor=tp2: no such pool, needed one of: trainer, scorer"),
+        (["scorer=tp2"], "--mesh scorer=tp2: given a pool without a model, needed one of: trainer"),
+        (["trainer=fsdp99999"], "--mesh trainer=fsdp99999: given 99999 ranks on a host of 2 cores"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(words: list[str], given: str) -> None:
+    def checked() -> None:
+        meshes = read_meshes(words)
+        check_pools(meshes, ["trainer"], ["trainer", "scorer"])
+        check_ranks(meshes, {"trainer": 2})
+
+    with pytest.raises(ClusterError, match=given):
+        checked()

@@ -1,13 +1,26 @@
-"""The default plan: pools by label, replicas for generators, every host's cores and devices shared out."""
+"""Where nodes run: pools by label, replicas, every host's cores and devices shared out; which transports of weights
+this allows, and when trainer and generator take turns."""
 
 from dataclasses import replace
 
 import pytest
 
+from penstock.graph import load, trace
 from penstock.graph.ir import Argument, Graph, Input, Node, Output, Ref
 from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host
-from penstock.runtime.cluster.placement import GROUPS_AHEAD, SMALL_CAPACITY, STREAM_CAPACITY, Plan, place
+from penstock.runtime.cluster.placement import (
+    GROUPS_AHEAD,
+    SMALL_CAPACITY,
+    STREAM_CAPACITY,
+    Plan,
+    Pool,
+    Rank,
+    Replica,
+    place,
+    why_no_turns,
+    why_not,
+)
 from penstock.runtime.schedule.compile import compile_tables
 
 TYPE = "penstock.graph.types:Rollouts"
@@ -217,3 +230,74 @@ def test_an_unknown_pool_and_no_generator_are_errors() -> None:
 def test_the_same_program_and_cluster_give_the_same_plan_and_it_survives_json() -> None:
     plans = [place([TRAIN, EVALUATE], _cluster(), generators=2) for _ in range(2)]
     assert plans[0] == plans[1] == Plan.from_json(plans[0].to_json())
+
+
+def test_each_replica_has_the_ranks_of_its_pools_mesh_and_they_share_its_cores_and_devices() -> None:
+    cluster = _cluster(16, *(f"cuda:{i}" for i in range(8)))
+    meshes: dict[str, Axes] = {"trainer": (("fsdp", 2), ("tp", 2)), "generator": (("tp", 2),)}
+    plan = place([TRAIN, EVALUATE], cluster, generators=2, device="cuda", meshes=meshes)
+    trainer, *generators = (r for r in plan.replicas if not r.name.startswith("scorer"))
+    assert [rank.device for rank in trainer.ranks] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert [[rank.device for rank in r.ranks] for r in generators] == [["cuda:4", "cuda:5"], ["cuda:6", "cuda:7"]]
+    assert (trainer.mesh, generators[0].mesh) == (meshes["trainer"], meshes["generator"])
+    assert [rank.threads for rank in trainer.ranks] == [4] * 4
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_rank_is_named_with_its_host_where_there_are_several() -> None:
+    def plan(*hosts: str) -> Plan:
+        return Plan(tuple(Pool(f"p{n}", (), (Replica(f"p{n}/0", (Rank(host),)),)) for n, host in enumerate(hosts)))
+
+    assert plan("a", "a").spelled("p1/0", 0) == "p1/0 rank 0"
+    assert [plan("a", "b").spelled(f"p{n}/0", 0) for n in (0, 1)] == ["p0/0 rank 0 on host a", "p1/0 rank 0 on host b"]
+
+
+def replica(name: str, *places: tuple[str, str]) -> Replica:
+    return Replica(name, tuple(Rank(host, device, 1) for host, device in places), 1, ())
+
+
+TRAINER = replica("trainer/0", ("a", "cuda:0"))
+BESIDE = replica("generator/0", ("a", "cuda:0"), ("a", "cuda:1"))
+ON_CPU = replica("generator/0", ("a", "cpu"))
+FAR = replica("generator/1", ("b", "cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "source", "target", "why"),
+    [
+        ("auto", TRAINER, FAR, ""),
+        ("messages", TRAINER, FAR, ""),
+        ("cuda_ipc", TRAINER, BESIDE, ""),
+        ("shm", TRAINER, ON_CPU, ""),
+        ("cuda_ipc", TRAINER, ON_CPU, "generator/0 rank 0 is on the CPU, needed a GPU"),
+        ("cuda_ipc", ON_CPU, BESIDE, "generator/0 rank 0 is on the CPU, needed a GPU"),
+        ("cuda_ipc", TRAINER, FAR, "generator/1 rank 0 is on host b, needed host a with trainer/0"),
+        ("shm", TRAINER, BESIDE, "generator/0 rank 0 is on cuda:0, needed the CPU to receive in the host's memory"),
+    ],
+)
+def test_a_way_that_a_plan_rules_out_is_named_with_the_rank(
+    asked: str, source: Replica, target: Replica, why: str
+) -> None:
+    assert why_not(asked, source, [target]) == why
+
+
+@pytest.mark.parametrize(
+    ("program", "devices", "device", "generators", "options", "reason"),
+    [
+        ("aipo", 1, "cuda", 1, {"lag": 0}, ""),
+        ("aipo", 1, "cuda:0", 1, {"lag": 0}, ""),
+        ("aipo", 2, "cuda:1", 1, {"lag": 0}, ""),
+        ("aipo", 2, "cuda", 2, {"lag": 0}, ""),  # one generator wraps round to the trainer's device
+        ("aipo", 2, "cuda", 1, {"lag": 0}, "trainer and generator have devices of their own"),
+        ("aipo", 1, "cuda", 1, {"lag": 1}, "with a lag of 1 trainer and generator work at the same time"),
+        ("aipo", 1, "cpu", 1, {"lag": 0}, "work on the CPU, where a device's memory is the host's"),
+        ("sft", 1, "cuda", 1, {}, "sft has no generator"),
+        ("evaluate", 1, "cuda", 1, {}, "evaluate has no trainer"),
+    ],
+)
+def test_at_lag_zero_on_one_gpu_trainer_and_generator_take_turns(
+    program: str, devices: int, device: str, generators: int, options: dict[str, int], reason: str
+) -> None:
+    graph, cluster = trace(load(program), options), _cluster(4, *(f"cuda:{index}" for index in range(devices)))
+    why = why_no_turns(graph, place([graph], cluster, device=device, generators=generators))
+    assert why.endswith(reason) if reason else not why

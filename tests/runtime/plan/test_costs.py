@@ -1,0 +1,261 @@
+"""The cost model by hand: a training step and what each axis of its mesh costs, bytes by component, a model's tensors
+and the traffic of a sync."""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.graph.protocols import rule_of
+from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.collectives import Cost, bandwidth, gather_s, reduce_s
+from penstock.runtime.plan.decode_cost import Generator
+from penstock.runtime.plan.memory import RESERVED, beside_memory, generator_memory, trainer_memory
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, ShapeError, read_shape, shape_of
+from penstock.runtime.plan.roles import Models
+from penstock.runtime.plan.sync_cost import layout, stages, switch_cost, sync_cost, tensors, traffic
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
+
+H100, LLAMA = GPUS["H100"], SHAPES["llama-8b"]
+ALONE = Trainer(LLAMA, H100, Parallel(), micro_tokens=8192, recompute=0.0)
+TRAINER = Trainer(LLAMA, H100, Parallel(fsdp=8))
+GENERATOR = Generator(LLAMA, H100, Parallel(), slots=256)
+BATCH = np.full(64, 4096)
+CONFIG = ModelConfig(128256, 4096, 14336, 32, 32, 8, 128)
+
+
+def test_the_flops_of_a_step_are_six_per_parameter_and_token_and_attention() -> None:
+    parts = ALONE.update(BATCH).parts
+    tokens = 64 * 4096
+    assert parts["products"] == pytest.approx(6 * LLAMA.active_parameters * tokens / (989e12 * 0.7))
+    forward = 2 * 32 * 64 * 4096**2 * 4096
+    assert parts["attention"] == pytest.approx(forward * 3.5 / (989e12 * 0.6))
+
+
+def test_recomputing_adds_a_forward_pass_and_frozen_weights_save_one() -> None:
+    base = ALONE.update(BATCH).parts["products"]
+    assert replace(ALONE, recompute=1.0).update(BATCH).parts["products"] == pytest.approx(base * 4 / 3)
+    assert replace(ALONE, frozen=True).update(BATCH).parts["products"] == pytest.approx(base * 2 / 3)
+    assert ALONE.logprobs(BATCH).parts["products"] == pytest.approx(base / 3)
+
+
+def test_a_packed_batch_costs_attention_by_the_square_of_each_sequence() -> None:
+    long, short = np.full(8, 8192), np.full(64, 1024)
+    assert ALONE.update(long).parts["products"] == pytest.approx(ALONE.update(short).parts["products"])
+    assert ALONE.update(long).parts["attention"] == pytest.approx(8 * ALONE.update(short).parts["attention"])
+
+
+def test_a_pipelines_bubble_is_its_stages_less_one_over_micro_batches() -> None:
+    piped = replace(ALONE, mesh=Parallel(pp=4), zero3=False)
+    parts = piped.update(BATCH)
+    micro = 64 * 4096 // 8192
+    work = parts.seconds - parts.parts["bubble"] - parts.parts["optimizer"]
+    assert parts.parts["bubble"] == pytest.approx(work / micro * 3)
+
+
+def test_sharding_over_more_gpus_is_faster_but_never_by_more_than_their_number() -> None:
+    seconds = [replace(ALONE, mesh=Parallel(fsdp=n)).update(BATCH).seconds for n in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(seconds[0] / s <= n * 1.001 for s, n in zip(seconds, (1, 2, 4, 8), strict=True))
+
+
+def test_gathers_of_weights_hide_behind_computation_until_it_is_too_short() -> None:
+    wide = replace(ALONE, mesh=Parallel(fsdp=64))
+    assert wide.update(np.full(64, 8192)).parts["fsdp"] == 0
+    assert wide.update(np.full(64, 256)).parts["fsdp"] > 0
+
+
+def test_tensor_parallelism_pays_for_its_all_reduces() -> None:
+    assert replace(ALONE, mesh=Parallel(tp=8)).update(BATCH).parts["tp"] > 0 == ALONE.update(BATCH).parts["tp"]
+
+
+def test_collectives_by_hand() -> None:
+    assert gather_s(H100, 8e9, 1) == reduce_s(H100, 8e9, 1) == 0
+    assert gather_s(H100, 8e9, 8) == pytest.approx(7 / 8 * 8e9 / 360e9 + 1e-5)
+    assert reduce_s(H100, 8e9, 8) == pytest.approx(2 * gather_s(H100, 8e9, 8))
+    assert bandwidth(H100, 16) == pytest.approx(8 * 40e9)  # eight NICs of a machine, side by side
+    assert bandwidth(H100, 16, stride=8) == pytest.approx(40e9)  # one GPU of each machine has its own NIC
+
+
+def test_few_bytes_go_through_a_tree() -> None:
+    assert reduce_s(H100, 1e3, 256) < 20 * H100.latency_s
+
+
+def test_a_mesh_divides_heads_and_layers() -> None:
+    assert [Parallel(tp=tp).divides(LLAMA) for tp in (8, 16, 32, 64, 3)] == [True, True, True, False, False]
+    assert [Parallel(pp=pp).divides(LLAMA) for pp in (3, 32, 33)] == [True, True, False]
+    assert Parallel(fsdp=4, tp=8, pp=2).axes == (("pp", 2), ("fsdp", 4), ("tp", 8))
+
+
+def test_costs_add_up_and_name_what_bounds_them() -> None:
+    cost = Cost({"a": 1.0, "b": 2.0}) + Cost({"b": 1.0}) * 2
+    assert (cost.seconds, cost.bound, cost.parts["b"]) == (5.0, "b", 4.0)
+    assert Cost().bound == "nothing"
+
+
+def test_a_trainer_holds_eighteen_bytes_per_parameter_over_its_shards() -> None:
+    parts = trainer_memory(TRAINER).parts
+    state = parts["weights"] + parts["gradients"] + parts["moments"]
+    assert state == pytest.approx(18 * LLAMA.parameters / 8)
+    whole = trainer_memory(replace(TRAINER, zero3=False)).parts
+    assert whole["weights"] + whole["gradients"] == pytest.approx(6 * LLAMA.parameters)
+    assert whole["moments"] == parts["moments"]
+
+
+def test_a_pass_alone_keeps_weights_and_what_one_layer_needs() -> None:
+    own, passing = trainer_memory(TRAINER).parts, trainer_memory(replace(TRAINER, frozen=True)).parts
+    assert passing["gradients"] == passing["moments"] == 0
+    assert passing["weights"] == own["weights"]
+    assert passing["activations"] == pytest.approx(own["activations"] * 34 / (34 + 2 * 32))
+
+
+def test_more_micro_tokens_and_less_recomputation_take_more() -> None:
+    base = trainer_memory(TRAINER).bytes
+    assert trainer_memory(replace(TRAINER, micro_tokens=16384)).bytes > base
+    assert trainer_memory(replace(TRAINER, recompute=0.0)).bytes > base
+    assert trainer_memory(replace(TRAINER, mesh=Parallel(fsdp=16))).bytes < base
+
+
+def test_a_generators_cache_is_a_token_of_every_layer_for_each_slot() -> None:
+    parts = generator_memory(GENERATOR, 1000).parts
+    assert parts["cache"] == 256 * 1000 * 32 * 2 * 8 * 128 * 2
+    assert parts["weights"] == 2 * 2 * LLAMA.parameters
+    assert generator_memory(GENERATOR, 1000, copies=1).parts["weights"] == parts["weights"] / 2
+
+
+def test_a_latent_cache_is_whole_on_every_rank_and_heads_are_shared_out() -> None:
+    wide = Parallel(tp=8)
+    shared = Generator(SHAPES["llama-70b"], H100, wide, 1)
+    latent = Generator(SHAPES["deepseek-v3"], H100, wide, 1)
+    assert generator_memory(shared, 1).parts["cache"] == 80 * 2 * 128 * 2
+    assert generator_memory(latent, 1).parts["cache"] == 61 * 576 * 2
+
+
+def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
+    own, other = trainer_memory(TRAINER), generator_memory(GENERATOR, 1000)
+    assert (own + other).bytes == pytest.approx(own.bytes + other.bytes - RESERVED)
+    assert own.used == own.bytes - RESERVED
+    beside = beside_memory(TRAINER, Models(frozen=2, critics=1))
+    assert beside.used == beside.bytes == pytest.approx((2 * 2 + 18) * LLAMA.parameters / 8)
+
+
+def test_a_sync_moves_what_its_plan_says() -> None:
+    """Each of 8 generators receives all weights; each of 8 trainers sends its eighth to each of them."""
+    shape = LLAMA
+    moved = traffic(shape, Parallel(fsdp=8), Parallel(), "bf16")
+    assert moved.received == 2 * shape.parameters
+    assert 8 * moved.sent == pytest.approx(2 * shape.parameters, rel=0.01)
+    assert traffic(shape, Parallel(fsdp=8), Parallel(), "fp8").received < moved.received * 0.51
+    assert sync_cost(moved, 8, H100, H100).seconds == pytest.approx(moved.received / 40e9, rel=0.02)
+    assert sync_cost(moved, 8, H100, H100, together=True).seconds < sync_cost(moved, 8, H100, H100).seconds
+
+
+@pytest.mark.parametrize(("trainers", "heads"), [(8, 8), (4, 4), (1, 1)])
+def test_few_trainers_feed_chains_of_many_replicas_as_a_run_does(trainers: int, heads: int) -> None:
+    shape = LLAMA
+    moved = traffic(shape, Parallel(fsdp=trainers), Parallel(), "bf16")
+    plan = reshard(layout(shape, Parallel(fsdp=trainers), "bfloat16"), layout(shape, Parallel(), "bfloat16"))
+    links = chain(plan, 8)
+    assert sum(link.source is None for link in links) == heads
+    direct, chained = (sync_cost(moved, 8, H100, H100, chained=chained).parts for chained in (False, True))
+    assert direct["wire"] == pytest.approx(8 / heads * moved.received / 40e9, rel=0.01)
+    assert chained["wire"] == pytest.approx(moved.received / 40e9, rel=0.01)
+    assert ("chain" in chained) == (heads < 8)
+    assert chained.get("chain", 0.0) == pytest.approx((8 // heads - 1) * (BUCKET / 40e9 + H100.latency_s))
+
+
+def test_a_mixture_over_stages_can_be_synced() -> None:
+    shape = SHAPES["deepseek-v3"]
+    moved = traffic(shape, Parallel(fsdp=4, pp=4), Parallel(tp=16), "bf16")
+    assert moved.received >= 2 * shape.parameters / 16
+
+
+def test_switching_by_hand() -> None:
+    assert switch_cost(H100, 40e9, 20e9).seconds == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("llama-8b", 8.03, 7.5),
+        ("llama-70b", 70.55, 69.5),
+        ("llama-405b", 405.85, 403.8),
+        ("qwen3-0.6b", 0.596, 0.596),
+        ("qwen3-30b-a3b", 30.53, 3.04),
+        ("qwen3-235b-a22b", 235.09, 21.6),
+        ("deepseek-v3", 671.03, 36.6),
+        ("glm-4.5-air", 106.85, 12.8),
+    ],
+)
+def test_parameters_are_those_that_the_makers_say(name: str, billions: float, active: float) -> None:
+    assert SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert SHAPES[name].active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+def test_a_models_own_config_gives_the_same_parameters_tensors_and_rules() -> None:
+    shape = shape_of(CONFIG.to_json(), "here")
+    assert shape.parameters == LLAMA.parameters
+    assert {name: size for name, (size, _) in tensors(shape).items()} == parameter_shapes(CONFIG)
+    assert stages(shape, 4) == pipeline_stages(CONFIG, 4)
+    own = tensor_parallel(CONFIG)
+    assert {name: rule for name, (_, rule) in tensors(shape).items()} == {
+        name: rule_of(name, own) for name in tensors(shape)
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.5-air", "deepseek-v3"])
+def test_the_tensors_of_a_mixture_hold_all_its_parameters(name: str) -> None:
+    shape = SHAPES[name]
+    assert sum(prod(size) for size, _ in tensors(shape).values()) == pytest.approx(shape.parameters, rel=1e-6)
+    # Experts are cut between experts: their rule says into how many parts at most.
+    rules = {rule for name, (_, rule) in tensors(shape).items() if ".experts." in name}
+    assert rules == {(0, shape.experts)}
+
+
+def test_a_directory_and_its_file_are_read_alike(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_json()))
+    assert read_shape(str(tmp_path)).parameters == read_shape(str(tmp_path / "config.json")).parameters
+
+
+def test_a_mixtures_config_is_read(tmp_path: Path) -> None:
+    data = {**CONFIG.to_json(), "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    shape = shape_of(data, "moe")
+    assert (shape.experts, shape.active, shape.expert_inner, shape.moe_layers) == (8, 2, 1024, 32)
+
+
+def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match=r"given 'llama-8', needed .*did you mean 'llama-8b'\?"):
+        read_shape("llama-8")
+    (tmp_path / "config.json").write_text('{"hidden_size": 4}')
+    with pytest.raises(ShapeError, match=r"config\.json: given no num_attention_heads, needed a positive whole"):
+        read_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ShapeError, match="not JSON"):
+        read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([1, 2], "given list, needed an object"),
+        ({"num_key_value_heads": "x"}, "given num_key_value_heads 'x', needed a positive whole number"),
+        ({"num_key_value_heads": 5}, "given num_key_value_heads 5, needed a divisor of the 32 heads"),
+        ({"head_dim": 64.5}, "given head_dim 64.5, needed a positive whole number"),
+        ({"num_experts": "x"}, "given num_experts 'x', needed a positive whole number"),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": -1}, "given n_shared_experts -1"),
+    ],
+)
+def test_a_size_that_is_none_is_named(given: object, said: str) -> None:
+    with pytest.raises(ShapeError, match=f"config.json: {said}"):
+        shape_of({**CONFIG.to_json(), **given} if isinstance(given, dict) else given, "wrong")
+
+
+def test_a_model_of_several_parts_is_told_where_its_sizes_are() -> None:
+    with pytest.raises(ShapeError, match=r"given no num_attention_heads, .*; text_config has one"):
+        shape_of({"text_config": CONFIG.to_json()}, "parts")
