@@ -15,7 +15,7 @@ from penstock.nodes.model import Llama, ModelError, save_model
 from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.tensor.layout import Mesh, sharded
 
-from .test_engine import run
+from .test_generate import run
 from .tiny_model import CONFIG, TOKENIZER
 
 

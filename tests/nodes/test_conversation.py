@@ -1,5 +1,12 @@
-"""Turns: a row goes on from the very tokens that were sampled; what nobody sampled is context and no target."""
+"""Conversations: turns, replies of another model, environments, the guessing game."""
 
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,14 +15,47 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.graph.types import Context, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.generate import generate, make_engine
+from penstock.graph import (
+    Context,
+    Graph,
+    GraphError,
+    Metrics,
+    Policy,
+    Prompts,
+    Rewards,
+    Rollouts,
+    Weights,
+    alternate,
+    broadcast,
+    check,
+    node,
+    program,
+    trace,
+)
+from penstock.graph.protocols import Stream
+from penstock.graph.types import Replies, TurnRewards
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.environments.environment import Calls, OverdueError, environment, outcome, stack_of, turn_rewards
+from penstock.nodes.environments.guessing_game import guessing_game, open_secrets
+from penstock.nodes.environments.python_tool import python_tool
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.nodes.generate import as_said, converse, generate, make_engine, make_replier, reply
 from penstock.nodes.generate.engine import Engine, OutgrownWarning
 from penstock.nodes.generate.sampling import mismatch
-from penstock.nodes.learn.batching import pack, sampled_mask
+from penstock.nodes.learn.batching import pack, sampled_mask, turn_of_tokens
 from penstock.nodes.learn.logprobs import packed_logprobs
+from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.open_model import open_model
 from penstock.nodes.tokenizer import byte_tokenizer
+from tests.nodes.rollouts import random_rollouts
+from tests.pages import SMALL, run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# Turns: a row goes on from the very tokens that were sampled; what nobody sampled is context and no target.
+
 
 TOKENIZER = byte_tokenizer("0123456789+-=abc<eos>")
 CONFIG = ModelConfig(
@@ -310,3 +350,529 @@ def test_all_turns_are_sampled_at_the_temperature_that_the_rows_say(context: Con
     first = cool[0][2]
     with pytest.raises(ValueError, match=r"^generate, group 2: given a conversation of temperature 0\.6, needed "):
         turn(make_engine(context, samples=SAMPLES), {2: {"conversation": first, "replies": answers(first)}}, weights())
+
+
+# A model that answers a model: it sees the conversation from the other side, in its own tokens.
+
+
+CONTEXT = Context(node="reply", seed=3, data="by bytes", max_tokens=5, slots=8, options={"max_prompt": 60})
+
+
+def asked(prompt: str, response: str, answer: str) -> str:
+    return f"{prompt}|{response}|{answer}"
+
+
+def reply_weights() -> Weights:
+    model, _ = open_model(CONTEXT)
+    return Weights(0, dict(model.named_parameters()))
+
+
+def rollouts(*transcripts: list[str]) -> Rollouts:
+    """Conversations of one group; the tokens are none that the model that answers would know."""
+    count = len(transcripts)
+    return Rollouts(
+        ordinals=(7,) * count,
+        prompts=tuple(f"p{row}" for row in range(count)),
+        answers=tuple(str(row) for row in range(count)),
+        texts=tuple(transcript[-1] for transcript in transcripts),
+        tokens_NS=torch.full((count, 4), 10**6),
+        prompt_lengths_N=torch.ones(count, dtype=torch.long),
+        response_lengths_N=torch.full((count,), 3),
+        logprobs_NT=torch.zeros(count, 3),
+        versions_NT=torch.zeros(count, 3, dtype=torch.long),
+        finished_N=torch.ones(count, dtype=torch.bool),
+        transcripts=transcripts,
+    )
+
+
+def answered(
+    said: Rollouts,
+    earlier: Replies | None = None,
+    context: Context = CONTEXT,
+    over: Callable[[str], bool] | None = None,
+    reward: Callable[[str], float] | None = None,
+) -> Replies:
+    replier = make_replier(context, ask=asked, over=over, reward=reward, temperature=0.0)
+    _, replies, _ = reply.fn(
+        replier, said, reply_weights(), earlier, ask=asked, over=over, reward=reward, temperature=0.0
+    )
+    assert isinstance(replies, Replies)
+    assert not replier.busy()
+    assert not replier.asked
+    return replies
+
+
+def generated(*texts: str) -> tuple[str, ...]:
+    """What the same model says to the texts, asked one by one."""
+    prompts = Prompts(tuple(range(len(texts))), texts, ("",) * len(texts))
+    engine = make_engine(replace(CONTEXT, node="generate"), samples=1, temperature=0.0)
+    _, made, _ = generate.fn(engine, prompts, reply_weights(), samples=1, temperature=0.0)
+    assert isinstance(made, Rollouts)
+    return made.texts
+
+
+def test_the_first_turn_is_answered_as_the_question_that_it_makes() -> None:
+    replies = answered(rollouts(["12"], ["?"]))
+    assert replies.texts == generated("p0|12|0", "p1|?|1")
+    assert (replies.roles, replies.done_N.tolist(), replies.rewards_N) == (("user", "user"), [False, False], None)
+
+
+def test_a_later_turn_is_answered_in_view_of_all_before() -> None:
+    earlier = Replies(("yes", "no"), ("user", "user"), torch.tensor([False, False]))
+    replies = answered(rollouts(["12", "yes", "13"], ["?", "no", "!"]), earlier)
+    assert replies.texts == generated("p0|12|0yes13", "p1|?|1no!")
+
+
+def test_rows_that_are_over_or_did_not_go_on_keep_their_reply_and_their_reward() -> None:
+    earlier = Replies(
+        ("no", "yes", "yes"), ("user",) * 3, torch.tensor([False, True, False]), torch.tensor([1.0, 2, 3])
+    )
+    went_on, was_done, outgrown = ["1", "no", "2"], ["1"], ["1", "ok", "2"]
+    replies = answered(rollouts(went_on, was_done, outgrown), earlier, reward=lambda text: 10.0 + len(text))
+    assert replies.texts[1:] == ("yes", "yes")
+    assert replies.done_N.tolist() == [False, True, True]
+    assert replies.rewards_N is not None
+    assert replies.rewards_N.tolist() == [10.0 + len(replies.texts[0]), 2.0, 3.0]
+
+
+def test_a_reply_may_end_its_conversation() -> None:
+    first = answered(rollouts(["12"], ["?"]))
+    replies = answered(rollouts(["12"], ["?"]), over=lambda text: text == first.texts[0])
+    assert replies.texts == first.texts
+    assert replies.done_N.tolist() == [True, first.texts[0] == first.texts[1]]
+
+
+def test_a_conversation_that_has_outgrown_the_model_is_over() -> None:
+    replies = answered(rollouts(["1" * 55], ["1" * 57]), reward=len)
+    assert replies.done_N.tolist() == [False, True]
+    assert replies.texts[1] == ""
+    assert replies.rewards_N is not None
+    assert replies.rewards_N.tolist() == [float(len(replies.texts[0])), 0.0]
+
+
+def test_what_looks_like_a_special_token_is_text_to_the_model_that_answers() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.eos not in tokenizer.encode_dialogue(["a<eos>", "<eos>", "<eos>b"])
+    assert tokenizer.encode_dialogue(["ab"]) == tokenizer.encode_prompt("ab")
+
+
+def test_a_dialogue_goes_through_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    whole = tokenizer.encode("[user]a<eos>[assistant]b<eos>[user]c<eos>[assistant]")
+    assert tokenizer.encode_dialogue(["a", "b", "c"]) == whole
+    assert tokenizer.encode_dialogue(["a"]) == tokenizer.encode_prompt("a")
+
+
+def test_options_must_be_those_of_its_state() -> None:
+    with pytest.raises(ValueError, match="reply"):
+        reply.fn(make_replier(CONTEXT), rollouts(["1"]), reply_weights(), ask=asked)
+    assert as_said("p", "r", "a") == "r"
+
+
+def test_a_model_that_says_nothing_ends_its_conversation() -> None:
+    replier = make_replier(CONTEXT)
+    replier.engine.slots.stops[:] = True
+    _, replies, _ = reply.fn(replier, rollouts(["1"], ["2"]), reply_weights())
+    assert isinstance(replies, Replies)
+    stopped = [len(text) == 0 for text in replies.texts]
+    assert replies.done_N.tolist() == stopped
+
+
+def test_what_is_lacking_of_a_generator_that_answers_is_told_as_a_program_says_it() -> None:
+    """The name of the node that stands for it is none that the program has."""
+
+    @program
+    def two_heats(policy: Policy, prompts: Prompts) -> Rollouts:
+        behaviour = broadcast(policy, lag=1)
+        return alternate(generate, generate.of(behaviour), prompts, behaviour, turns=2, temperature=0.6)[0]
+
+    @program
+    def no_weights(policy: Policy, prompts: Prompts) -> Rollouts:
+        return alternate(generate, generate, prompts, broadcast(policy, lag=1), turns=2)[0]
+
+    for made, needed in ((two_heats, "generate.of(…).given(temperature=…)"), (no_weights, "generate.of(…)")):
+        with pytest.raises(GraphError) as caught:
+            trace(made)
+        assert caught.value.faults[0].needed.endswith(needed)
+
+
+# Environments answer several groups at once, each within a deadline, and say what a conversation was worth.
+
+
+@environment
+def content(rollouts: Rollouts, *, word: str = "fine") -> Replies:
+    """Replies the same to everybody, and is done."""
+    return Replies((word,), ("user",), torch.tensor([True]))
+
+
+@environment(pool="arcade", deadline=5.0)
+def counted(rollouts: Rollouts, *, seconds: float = 0.0) -> tuple[Replies, Metrics]:
+    time.sleep(seconds)
+    return Replies(("",), ("user",), torch.tensor([True])), {"rows": 1.0}
+
+
+@environment
+def own_deadline(rollouts: Rollouts, *, deadline: float = 1.0) -> Replies:
+    raise NotImplementedError
+
+
+@program
+def chat(policy: FakePolicy, prompts: FakePrompts, *, deadline: float = 60.0) -> FakePolicy:
+    rollouts, _ = alternate(fake_generate, content, prompts, broadcast(policy), turns=2, deadline=deadline)
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+@program
+def twice_named(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts, _ = alternate(fake_generate, own_deadline, prompts, broadcast(policy), turns=2)
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+def environment_answered(calls: Calls) -> Any:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if found := calls.step():
+            return found[0][1]
+    raise AssertionError("no answer")
+
+
+def test_outside_of_a_program_it_is_the_function() -> None:
+    assert content(None, word="well").texts == ("well",)  # type: ignore[arg-type]
+
+
+def test_the_graph_knows_its_pool_its_deadline_and_that_it_works_on_several_groups_at_once() -> None:
+    graph = trace(chat, {"deadline": 2.5})
+    node = graph["content"]
+    assert (node.pool, node.stream, node.stateful, node.answers) == ("environment", True, False, True)
+    assert dict(node.options) == {"deadline": 2.5, "word": "fine"}
+    assert [o.name for o in node.outputs] == ["out"]
+    assert check(graph, batch=2) == []
+    loaded = Graph.from_json(json.loads(json.dumps(graph.to_json())))
+    assert (loaded, loaded.digest()) == (graph, graph.digest())
+
+
+def test_the_deadline_is_the_decorator_s_unless_the_program_says_another() -> None:
+    assert dict(content.interface.options) == {"word": "fine", "deadline": 60.0}
+    assert counted.interface.options["deadline"] == 5.0
+    assert counted.pool == "arcade"
+    assert dict(python_tool.interface.options)["deadline"] > dict(guessing_game.interface.options)["deadline"]
+
+
+def test_an_option_of_that_name_is_refused() -> None:
+    with pytest.raises(GraphError, match="own_deadline: option 'deadline'"):
+        trace(twice_named, {})
+
+
+def test_a_worker_s_state_is_the_calls_and_what_they_return_fits_the_node() -> None:
+    for definition, options, metrics in ((content, {"word": "so"}, {}), (counted, {"seconds": 0.0}, {"rows": 1.0})):
+        assert definition.init is not None
+        calls = definition.init(Context(), deadline=60.0, **options)
+        assert isinstance(calls, Calls)
+        calls.submit("x", {"rollouts": None})
+        state, outputs, figures = definition.split(environment_answered(calls), stateful=False)
+        assert state is None
+        assert isinstance(outputs["out"], Replies)
+        assert figures == metrics
+
+
+def test_the_deadline_holds_for_each_call() -> None:
+    assert counted.init is not None
+    calls = counted.init(Context(), deadline=0.1, seconds=60.0)
+    calls.submit("counted[4.1]", {"rollouts": None})
+    error = environment_answered(calls)
+    assert isinstance(error, OverdueError)
+    assert str(error).startswith("counted[4.1]: given no reply within 0.1 s")
+
+
+def test_a_reply_of_another_type_is_told_as_the_function_s() -> None:
+    with pytest.raises(TypeError, match=r"counted returned tuple\[Rewards, dict\], needed tuple\[.*Replies, Metrics\]"):
+        counted.split((Rewards(torch.ones(1)), {}), stateful=False)
+
+
+PATIENCE_S = 60.0
+Answered = dict[Any, Any]
+
+
+class Clock:
+    """What deadlines are measured with: it stands until it is moved on, so that a call is where it hangs by then."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("penstock.nodes.environments.environment.monotonic", made)
+    return made
+
+
+def answered_to(calls: Calls, count: int) -> Answered:
+    """Step until `count` firings have ended."""
+    found: Answered = {}
+    end = time.monotonic() + PATIENCE_S
+    while len(found) < count:
+        assert time.monotonic() < end
+        found |= dict(calls.step())
+    return found
+
+
+def until(look: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not look():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def submit(calls: Calls, values: Sequence[Any]) -> None:
+    for value in values:
+        calls.submit(value, {"value": value})
+
+
+def test_as_many_calls_are_in_work_as_there_are_firings() -> None:
+    """Three calls that wait for each other end if they run at once."""
+    meet = threading.Barrier(3, timeout=PATIENCE_S)
+
+    def together(value: int) -> tuple[int, dict[str, float]]:
+        meet.wait()
+        return value, {}
+
+    calls = Calls(together, PATIENCE_S)
+    assert isinstance(calls, Stream)
+    assert not calls.busy()
+    submit(calls, range(3))
+    assert calls.busy()
+    assert answered_to(calls, 3) == {value: (value, {}) for value in range(3)}
+    assert not calls.busy()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("broke"), SystemExit(3), KeyboardInterrupt()])
+def test_a_call_that_raises_fails_alone(error: BaseException) -> None:
+    def breaks(value: int) -> tuple[int, dict[str, float]]:
+        if value == 1:
+            raise error
+        return value, {}
+
+    calls = Calls(breaks, PATIENCE_S)
+    submit(calls, range(3))
+    assert answered_to(calls, 3) == {0: (0, {}), 1: error, 2: (2, {})}
+
+
+def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends(clock: Clock) -> None:
+    reader, writer = os.pipe()
+
+    def reads(value: str) -> tuple[str, dict[str, float]]:
+        if value == "hangs[3.1]":
+            os.read(reader, 1)
+        return value, {"served": 1.0}
+
+    calls = Calls(reads, 0.2)
+    submit(calls, ["hangs[3.1]"])
+    until(lambda: "os.read(reader, 1)" in stack_of(calls.calls["hangs[3.1]"].thread))
+    assert calls.step() == []
+    clock.now += 0.2
+    error = answered_to(calls, 1)["hangs[3.1]"]
+    assert isinstance(error, OverdueError)
+    assert "hangs[3.1]: given no reply within 0.2 s, needed one (deadline=0.2); it was at" in str(error)
+    assert "os.read(reader, 1)" in str(error)
+    assert str(error).count("File ") == 1  # the function's own line, and no other
+    calls.deadline = PATIENCE_S
+    submit(calls, ["quick"])
+    assert answered_to(calls, 1) == {"quick": ("quick", {"served": 1.0, "abandoned": 1.0})}
+    (thread,) = calls.abandoned
+    os.write(writer, b"x")
+    until(lambda: not thread.is_alive())
+    submit(calls, ["quick"])
+    assert answered_to(calls, 1) == {"quick": ("quick", {"served": 1.0})}
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_thread_of_a_loop_without_end_is_ended(clock: Clock) -> None:
+    begun = threading.Event()
+
+    def loops(value: int) -> None:
+        begun.set()
+        while True:
+            try:
+                while True:
+                    pass
+            except Exception:
+                continue
+
+    calls = Calls(loops, 0.2)
+    submit(calls, [0])
+    until(begun.is_set)
+    clock.now += 0.2
+    assert isinstance(answered_to(calls, 1)[0], OverdueError)
+    (thread,) = calls.abandoned
+    until(lambda: not thread.is_alive())
+
+
+def test_the_late_result_of_a_call_is_not_taken_for_that_of_a_later_one(clock: Clock) -> None:
+    first, second = threading.Event(), threading.Event()
+    gates = [first, second]
+
+    def waits(value: int) -> tuple[str, dict[str, float]]:
+        gate = gates.pop(0)
+        gate.wait(PATIENCE_S)
+        return ("first" if gate is first else "second"), {}
+
+    calls = Calls(waits, 0.2)
+    submit(calls, [7])
+    until(lambda: gates == [second])
+    clock.now += 0.2
+    assert isinstance(answered_to(calls, 1)[7], OverdueError)
+    calls.deadline = PATIENCE_S
+    submit(calls, [7])
+    first.set()
+    until(lambda: not calls.abandoned[0].is_alive())
+    assert calls.step() == []
+    second.set()
+    assert answered_to(calls, 1)[7][0] == "second"
+
+
+def test_a_reset_forgets_all_calls() -> None:
+    calls = Calls(lambda value: time.sleep(PATIENCE_S), PATIENCE_S)
+    submit(calls, range(2))
+    calls.reset()
+    assert not calls.busy()
+    assert calls.step() == []
+    assert len(calls.abandoned) == 2
+
+
+@pytest.mark.parametrize("hang", ["time.sleep(3600)", "os.read(os.pipe()[0], 1)", "[None for _ in iter(int, 1)]"])
+def test_a_call_that_hangs_does_not_keep_its_process(hang: str) -> None:
+    code = f"""
+import os, time
+from penstock.nodes.environments.environment import Calls
+calls = Calls(lambda value: {hang}, 0.1)
+calls.submit("a", {{"value": 1}})
+while not calls.step():
+    pass
+calls.submit("b", {{"value": 2}})
+print("over")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_a_deadline_that_lets_nothing_run_is_refused(deadline: float) -> None:
+    with pytest.raises(ValueError, match=r"environment: given deadline .*, needed more than 0 seconds"):
+        Calls(lambda value: value, deadline)
+
+
+# The game tells higher from lower, ends when the guess is right, and gives its secrets by ordinal.
+
+
+def game_rollouts(texts: list[str], answers: list[str]) -> Rollouts:
+    count = len(texts)
+    lengths_N = torch.ones(count, dtype=torch.long)
+    zeros_N1 = torch.zeros(count, 1)
+    tokens_NS = torch.zeros(count, 2, dtype=torch.long)
+    return Rollouts(
+        ordinals=(3,) * count,
+        prompts=("0-9:",) * count,
+        answers=tuple(answers),
+        texts=tuple(texts),
+        tokens_NS=tokens_NS,
+        prompt_lengths_N=lengths_N,
+        response_lengths_N=lengths_N,
+        logprobs_NT=zeros_N1,
+        versions_NT=zeros_N1.long(),
+        finished_N=lengths_N > 0,
+    )
+
+
+def test_each_guess_is_answered_and_the_right_one_ends_the_game_with_reward_one() -> None:
+    replies, metrics = guessing_game.fn(game_rollouts(["3", "I say 7 or 5", "what", "5"], ["5"] * 4), unclear="?")
+    assert replies.texts[:3] == ("higher", "lower", "?")
+    assert replies.done_N.tolist() == [False, False, False, True]
+    assert replies.rewards_N is not None
+    assert replies.rewards_N.tolist() == [0, 0, 0, 1]
+    assert (replies.done, metrics) == (False, {"unclear": 0.25})
+    assert guessing_game.fn(game_rollouts(["5"], ["5"]))[0].done
+
+
+def test_the_same_transcript_gets_the_same_reply() -> None:
+    said = game_rollouts(["3", "8"], ["5", "5"])
+    assert guessing_game.fn(said)[0].texts == guessing_game.fn(said)[0].texts
+
+
+def test_a_secret_that_is_no_number_is_an_error() -> None:
+    with pytest.raises(ValueError, match="group 3: given the secret 'five', needed a whole number"):
+        guessing_game.fn(game_rollouts(["3"], ["five"]))
+
+
+def test_secrets_follow_from_seed_and_ordinal_and_stay_in_their_range() -> None:
+    source = open_secrets(Context(node="prompts", seed=4, options={"low": 3, "high": 6}))
+    again = open_secrets(Context(node="prompts", seed=4, options={"low": 3, "high": 6}))
+    assert [source.read(i) for i in range(50)] == [again.read(i) for i in range(50)]
+    assert {source.read(i).answers[0] for i in range(50)} == set("3456")
+    assert source.read(7).texts == ("3-6:",)
+    held_out = open_secrets(Context(split="evaluate"))
+    assert [held_out.read(i).answers[0] for i in range(12)] == list("012345678901")
+    with pytest.raises(ValueError, match="given the range 5 to 5, needed 0 <= low < high"):
+        open_secrets(Context(options={"low": 5, "high": 5}))
+
+
+def test_the_outcome_is_what_the_environment_gave() -> None:
+    replies, _ = guessing_game.fn(game_rollouts(["5", "6"], ["5", "5"]))
+    rewards, metrics = outcome.fn(replies)
+    assert isinstance(rewards, Rewards)
+    assert (rewards.values_N.tolist(), metrics) == ([1.0, 0.0], {"reward_mean": 0.5})
+    with pytest.raises(ValueError, match="an environment that gives no rewards"):
+        outcome.fn(Replies(("",), ("user",), torch.tensor([True])))
+
+
+def test_replies_of_several_groups_join_with_rewards_or_without() -> None:
+    replies, _ = guessing_game.fn(game_rollouts(["5", "6"], ["5", "5"]))
+    both = Replies.concat([replies, replies])
+    assert (len(both), both.done_N.tolist()) == (4, [True, False] * 2)
+    bare = Replies(("a",), ("user",), torch.tensor([True]))
+    assert Replies.concat([bare, bare]).rewards_N is None
+
+
+@environment
+def paying(rollouts: Rollouts) -> Replies:
+    """After turn k of the model k + row / 10; row r is done after r + 1 turns, but hears what others are told."""
+    turn = max(rollouts.turns())
+    rewards_N = torch.tensor([turn + row / 10 for row in range(len(rollouts))])
+    done_N = torch.tensor([turn > row for row in range(len(rollouts))])
+    return Replies((":",) * len(rollouts), ("user",) * len(rollouts), done_N, rewards_N)
+
+
+@node(pool="scorer")
+def noted(rollouts: Rollouts, rewards: TurnRewards) -> tuple[Rewards, Metrics]:
+    expected = torch.tensor([[1.0, 0, 0], [1.1, 2.1, 0], [1.2, 2.2, 3.2], [1.3, 2.3, 3.3]])
+    torch.testing.assert_close(rewards.values_NK, expected)
+    turn_NT = turn_of_tokens(rollouts)
+    assert [row.max() + 1 for row in turn_NT] == rewards.turns_N.tolist() == rollouts.turns() == [1, 2, 3, 3]
+    assert torch.equal(turn_NT >= 0, sampled_mask(rollouts))
+    return Rewards(rewards.values_NK.sum(1)), {"turn_reward_mean": float(rewards.values_NK.mean())}
+
+
+@program
+def paid(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts, replies = converse(prompts, broadcast(policy), environment=paying, turns=3, samples=4)
+    rewards = noted(rollouts, turn_rewards(rollouts, replies))
+    return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+def test_a_node_reads_what_every_turn_was_worth(tmp_path: Path) -> None:
+    summary = run(paid, tmp_path / "run", replace(SMALL, eval_groups=0, updates=1))
+    assert summary["status"] == "done", summary["error"]
+
+
+def test_an_environment_that_gives_no_rewards_at_a_turn_is_told() -> None:
+    rollouts = replace(random_rollouts(), ordinals=(8,) * 5)
+    silent = Replies((":",) * 5, ("user",) * 5, torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="turn_rewards, group 8, row 0: given no reward for turn 0, needed one"):
+        turn_rewards.fn(rollouts, silent)

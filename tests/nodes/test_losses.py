@@ -1,13 +1,24 @@
-"""Each loss and its gradient are the paper's formula, and not those of its well-known wrong versions; so are importance
-weights and divergences. Tokens that are said to be clipped are those that the clip silences or bounds."""
+"""Losses, the logprobs that they read, and the terms of an update, each by hand from its paper."""
 
+import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.graph import Advantages, Context, Policy, Prompts, Rewards, Rollouts, Weights, requires
+from penstock.nodes.distill import distill_update, distillation_advantage, policy_logprobs, reference_logprobs
+from penstock.nodes.generate import generate, make_engine
+from penstock.nodes.generate.sampling import mismatch
+from penstock.nodes.learn.batching import Aggregation, Term, normaliser, token_weights
+from penstock.nodes.learn.dpo import dpo_update
+from penstock.nodes.learn.logprobs import token_logprobs
 from penstock.nodes.learn.losses import (
     Bound,
     Estimator,
@@ -24,6 +35,7 @@ from penstock.nodes.learn.losses import (
     importance_weights,
     kl_estimate,
     ppo,
+    reads,
     reinforce,
     reverse_kl,
     segment_lengths,
@@ -32,6 +44,17 @@ from penstock.nodes.learn.losses import (
     segment_sum,
     tis,
 )
+from penstock.nodes.learn.update import aipo_update, policy_update, term
+from penstock.nodes.model import Llama, save_model
+from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
+from penstock.nodes.replay_buffer import open_buffer, replay
+from penstock.runtime.tensor.codec import decode, encode
+from tests.nodes.rollouts import random_rollouts
+from tests.nodes.tiny_model import CONFIG, TOKENIZER
+from tests.nodes.updating import FREE, LENGTHS, assert_same, batch, by_autograd, equal, gradients, policy, unpacked
+
+# Each loss and its gradient are the paper's formula, and not those of its well-known wrong versions; so are
+# importance weights and divergences. Tokens that are said to be clipped are those that the clip silences or bounds.
 
 
 def known(advantages: Tensor, sequence: Tensor | None = None, **given: Tensor) -> Sampled:
@@ -118,8 +141,6 @@ def test_imitation_is_cross_entropy() -> None:
 RATIOS = torch.tensor([1.0, 0.9, 1.4, 1.6, 0.5, 1.0, 0.9, 1.4, 1.6, 0.5], dtype=torch.float64)
 ADVANTAGES = torch.tensor([2.0] * 5 + [-3.0] * 5, dtype=torch.float64)
 BEHAVIOUR = torch.linspace(-4, -2, 10, dtype=torch.float64)
-
-
 OLD = known(ADVANTAGES, behaviour=BEHAVIOUR)
 
 
@@ -273,8 +294,6 @@ def test_gspo_lets_tokens_of_a_response_differ_and_none_leans_on_anothers_gradie
     torch.testing.assert_close(gradient(loss, logprobs), float64([0.0, 2.0, -0.5, -3.0, 2.0, -0.5]))
 
 
-# Which tokens count as clipped
-
 FAR = torch.tensor([0.0, 0.5, -0.5, 0.05, 0.0, 0.9, 0.9, -0.9])
 ROWS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
 SIGNS = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, -1])
@@ -325,8 +344,6 @@ def test_a_weight_above_the_cap_is_counted_beside_ppos_clip() -> None:
     apart = known(SIGNS, ROWS, behaviour=tokens.behaviour_P, proximal=logprobs)
     assert torch.equal(tis(logprobs, apart, cap=2.0)[1], FAR.exp() > 2)
 
-
-# Importance weights
 
 # the first response has ratios 2, 3, ½ and product 3; the second one ½, ½ and product ¼
 TWO_RATIOS = torch.tensor([2.0, 3.0, 0.5, 0.5, 0.5], dtype=torch.float64)
@@ -388,8 +405,6 @@ def test_effective_sample_size_knows_no_scale() -> None:
     for scale in (1e-30, 1e30):
         assert effective_sample_size(scale * weights).item() == pytest.approx(36 / 14, rel=1e-5)
 
-
-# Divergences
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([1.0, 0.2, -0.5, 0.4], dtype=torch.float64).log_softmax(-1)
@@ -488,8 +503,6 @@ def test_neither_the_plain_log_ratio_nor_a_live_weight_has_that_gradient() -> No
         assert gap.abs().max() > 0.05
 
 
-# Sums over segments
-
 VALUES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)
 SEGMENTS = torch.tensor([2, 0, 2, 0, 0])
 
@@ -518,3 +531,446 @@ def test_a_segment_sums_to_the_same_bits_wherever_its_rows_lie() -> None:
     values, segments = torch.randn(999), torch.arange(999) % 3
     end_to_end = torch.argsort(segments, stable=True)
     assert torch.equal(segment_sum(values, segments), segment_sum(values[end_to_end], segments[end_to_end]))
+
+
+# Chunks change nothing but memory.
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(13, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(11, 8, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(11, (13,))
+
+
+def test_log_probabilities_are_those_of_the_softmax() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    logprobs, entropy = token_logprobs(hidden, weight, targets)
+    expected = torch.log_softmax(hidden @ weight.T, -1)
+    torch.testing.assert_close(logprobs, expected[range(13), targets])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1).detach())
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 11, 50, 142])
+def test_chunks_give_the_same_values_and_gradients(chunk_elements: int) -> None:
+    found = []
+    for size in (1 << 20, chunk_elements):
+        hidden, weight, targets = inputs(torch.float32)
+        logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_elements=size)
+        grads = torch.autograd.grad((logprobs * torch.linspace(-1, 2, 13)).sum(), (hidden, weight))
+        found.append((logprobs.detach(), entropy, *grads))
+    for whole, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_chunked_form_keeps_no_logits_for_the_backward_pass() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_logprobs(hidden, weight, targets, chunk_elements=22)
+    assert max(kept) < 13 * 11
+
+
+def test_entropy_has_no_gradient() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    for size in (1 << 20, 22):
+        assert not token_logprobs(hidden, weight, targets, chunk_elements=size)[1].requires_grad
+
+
+def test_bfloat16_gradients_come_back_in_bfloat16() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logprobs, _ = token_logprobs(hidden, weight, targets, chunk_elements=22)
+    assert logprobs.dtype == torch.float32
+    for grad in torch.autograd.grad(logprobs.sum(), (hidden, weight)):
+        assert grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("chunk_elements", [1 << 20, 11, 50])
+def test_each_token_has_its_own_temperature(chunk_elements: int) -> None:
+    hidden, weight, targets = inputs()
+    temperature = torch.linspace(0.3, 3, 13)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk_elements=chunk_elements)
+    exact: Any = torch.distributions.Categorical(logits=hidden @ weight.T / temperature[:, None].double())
+    torch.testing.assert_close(logprobs, exact.log_prob(targets).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy, exact.entropy().detach().float(), rtol=1e-5, atol=1e-6)
+    scale = torch.linspace(-1, 2, 13)
+    grads = torch.autograd.grad((logprobs * scale).sum(), (hidden, weight))
+    needed = torch.autograd.grad((exact.log_prob(targets) * scale).sum(), (hidden, weight))
+    for found, gradient in zip(grads, needed, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
+
+
+# The three ways to weigh tokens, by hand, and over micro-batches.
+
+
+AGGREGATION_LENGTHS = torch.tensor([1, 3])
+LENGTHS_P = torch.tensor([1, 3, 3, 3])
+LOSSES = torch.tensor([6.0, 1.0, 2.0, 6.0])
+
+
+def aggregate(aggregation: Aggregation, micro_batches: list[list[int]]) -> float:
+    total = torch.tensor(0.0)
+    for rows in micro_batches:
+        total = total + (token_weights(LENGTHS_P[rows], aggregation=aggregation) * LOSSES[rows]).sum()
+    return float(total / normaliser(AGGREGATION_LENGTHS, aggregation=aggregation, max_tokens=5))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "by_hand"),
+    [("token_mean", 15 / 4), ("sequence_mean", (6 + 9 / 3) / 2), ("constant", 15 / (2 * 5))],
+)
+@pytest.mark.parametrize("micro_batches", [[[0, 1, 2, 3]], [[0], [1, 2, 3]]])
+def test_an_update_by_hand_however_it_is_cut(
+    aggregation: Aggregation, by_hand: float, micro_batches: list[list[int]]
+) -> None:
+    assert aggregate(aggregation, micro_batches) == pytest.approx(by_hand)
+
+
+def test_a_mean_of_micro_batch_means_would_be_another_number() -> None:
+    assert (LOSSES[:1].mean() + LOSSES[1:].mean()) / 2 != pytest.approx(aggregate("token_mean", [[0], [1, 2, 3]]))
+
+
+def test_a_constant_without_its_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens"):
+        normaliser(AGGREGATION_LENGTHS, aggregation="constant")
+
+
+# Several terms in one gradient, each with a weight and a normaliser; losses that see whole prompt groups.
+
+
+TERMS_ROWS = [0, 2, 3]
+"""The rows of the batch that are demonstrations."""
+
+
+def demonstrations() -> Rollouts:
+    return replace(batch()[0].take(TERMS_ROWS), logprobs_NT=None)
+
+
+def beside(weight: float = 0.25, **options: Any) -> Term:
+    made = term.fn(demonstrations(), loss=imitate, weight=weight, **options)
+    assert isinstance(made, Term)
+    return made
+
+
+@pytest.mark.parametrize("average", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("micro_tokens", [1, 20, 1000])
+def test_an_update_steps_along_the_weighted_sum_of_its_terms(average: Any, micro_tokens: int) -> None:
+    """Each with a normaliser of its own: the second has 9 tokens of 3 responses."""
+    learner, (rollouts, advantage) = policy(max_tokens=7), batch()
+    logprobs = unpacked(learner, rollouts)
+    shown = [logprobs[row].mean() if average == "sequence_mean" else logprobs[row].sum() for row in TERMS_ROWS]
+    imitated = -torch.stack(shown).sum() / {"token_mean": 9, "sequence_mean": 3, "constant": 3 * 7}[average]
+    reinforced = -sum((a * lp.sum() for a, lp in zip(advantage.values_N, logprobs, strict=True)), torch.zeros(())) / 13
+    needed = by_autograd(learner, 0.5 * reinforced + 0.25 * imitated)
+    options = {"weight": 0.5, "clip_norm": FREE, "micro_tokens": micro_tokens}
+    _, figures = policy_update.fn(
+        learner, rollouts, advantage, beside=(beside(average=average),), loss=reinforce, **options
+    )
+    assert_same(gradients(learner), needed)
+    assert figures["reinforce_loss"] == pytest.approx(reinforced.item(), rel=1e-4)
+    assert figures["imitate_loss"] == pytest.approx(imitated.item(), rel=1e-4)
+    assert figures["loss"] == pytest.approx(0.5 * reinforced.item() + 0.25 * imitated.item(), rel=1e-4)
+    assert (figures["tokens"], figures["imitate_tokens"], figures["optimizer_steps"]) == (13, 9, 1)
+    assert {"lag_mean", "ratio_mean"} < figures.keys()
+    assert not {"imitate_lag_mean", "imitate_ratio_mean", "imitate_grad_norm"} & figures.keys()
+
+
+def test_one_loss_in_two_halves_is_the_loss() -> None:
+    one, other = policy(), policy()
+    again = term.fn(*batch(), loss=aipo, weight=0.5, name="again")
+    policy_update.fn(one, *batch(), loss=aipo, clip_norm=FREE)
+    _, figures = policy_update.fn(other, *batch(), beside=(again,), loss=aipo, weight=0.5, clip_norm=FREE)
+    assert_same(gradients(other), gradients(one))
+    assert figures["again_kl"] == figures["kl"]
+    assert figures["loss"] == pytest.approx(figures["aipo_loss"])
+
+
+def test_a_term_of_nothing_changes_nothing() -> None:
+    """None of the responses was good enough, or an environment wrote them."""
+    silent = replace(demonstrations(), versions_NT=torch.full((3, 4), -1))
+    for rollouts in (demonstrations().take([]), silent):
+        one, other = policy(), policy()
+        nothing = term.fn(rollouts, loss=imitate)
+        policy_update.fn(one, *batch(), loss=aipo, epochs=2, minibatches=2)
+        _, figures = policy_update.fn(other, *batch(), beside=(nothing,), loss=aipo, epochs=2, minibatches=2)
+        assert equal(one, other)
+        assert (figures["imitate_loss"], figures["imitate_tokens"]) == (0, 0)
+
+
+def test_a_first_term_of_nothing_leaves_the_others() -> None:
+    one, other, (rollouts, advantage) = policy(), policy(), batch()
+    silent = replace(rollouts, versions_NT=torch.full((5, 4), -1))
+    _, figures = policy_update.fn(one, silent, advantage, beside=(beside(1.0),), loss=aipo, clip_norm=FREE)
+    policy_update.fn(other, demonstrations(), Advantages(torch.ones(3)), loss=imitate, clip_norm=FREE)
+    assert_same(gradients(one), gradients(other))
+    assert (figures["tokens"], figures["imitate_tokens"]) == (0, 9)
+    nothing = term.fn(silent, loss=imitate)
+    with pytest.raises(ValueError, match="2 terms, aipo and imitate, without a sampled token, needed at least one"):
+        policy_update.fn(policy(), silent, advantage, beside=(nothing,), loss=aipo)
+
+
+def test_every_term_is_in_every_step_with_minibatches_of_its_own() -> None:
+    learner = policy()
+    _, figures = policy_update.fn(learner, *batch(), beside=(beside(),), loss=aipo, epochs=2, minibatches=3)
+    assert (figures["optimizer_steps"], learner.version) == (6, 1)
+    assert (figures["tokens"], figures["imitate_tokens"]) == (13, 9)
+
+
+def test_a_term_of_fewer_groups_than_minibatches_is_in_as_many_steps() -> None:
+    """How many a term has may depend on rewards, so it ends no run."""
+    for rows, tokens in (([0, 1, 2], 9), ([1], 4)):
+        few = term.fn(demonstrations().take(rows), loss=imitate)
+        _, figures = policy_update.fn(policy(), *batch(), beside=(few,), loss=aipo, epochs=2, minibatches=4)
+        assert (figures["optimizer_steps"], figures["tokens"], figures["imitate_tokens"]) == (8, 13, tokens)
+        assert figures["imitate_loss"] > 0
+    with pytest.raises(ValueError, match="given minibatches=4 for a batch of 3 prompt groups"):
+        policy_update.fn(policy(), demonstrations(), Advantages(torch.ones(3)), loss=imitate, minibatches=4)
+
+
+def test_terms_of_one_name_are_refused() -> None:
+    both = (beside(), beside(name="imitate"))
+    with pytest.raises(ValueError, match="given terms aipo, imitate, imitate, needed names of their own"):
+        policy_update.fn(policy(), *batch(), beside=both, loss=aipo)
+
+
+def test_a_term_crosses_processes() -> None:
+    one, other, (rollouts, advantage) = policy(), policy(), batch()
+    made = term.fn(rollouts, advantage, loss=partial(aipo, rho=1.1), weight=0.5, name="again", average="sequence_mean")
+    policy_update.fn(one, *batch(), beside=(made,), loss=reinforce)
+    policy_update.fn(other, *batch(), beside=(decode(Term, *encode(made)),), loss=reinforce)
+    assert equal(one, other)
+
+
+@requires(reads("group"))
+def listwise(logprobs_P: Tensor, sampled: Sampled, *, sign: float = 1.0) -> Tensor:
+    """−A · log of the response's share among those to the same prompt; on each of its tokens, over their number."""
+    group_N, row_P = sampled.group_N, sampled.sequence_P
+    whole_N = segment_sum(logprobs_P, row_P, len(group_N))
+    share_N = whole_N - segment_sum(whole_N.exp(), group_N).log()[group_N]
+    return -sign * sampled.advantages_P * share_N[row_P] / sampled.lengths_P
+
+
+GROUPED = (7, 8, 7, 8, 7)
+
+
+@pytest.mark.parametrize("loss", [listwise, partial(listwise, sign=1.0)])
+@pytest.mark.parametrize("micro_tokens", [1, 24, 1000])
+def test_a_loss_that_reads_groups_sees_them_whole_whatever_the_packing(loss: Any, micro_tokens: int) -> None:
+    learner, (rollouts, advantage) = policy(), batch()
+    rollouts = replace(rollouts, ordinals=GROUPED)
+    wholes = torch.stack([lp.sum() for lp in unpacked(learner, rollouts)])
+    shares = [
+        wholes[row] - wholes[[r for r in range(5) if GROUPED[r] == g]].logsumexp(0) for row, g in enumerate(GROUPED)
+    ]
+    total = -(advantage.values_N * torch.stack(shares)).sum() / 5
+    needed = by_autograd(learner, total)
+    options = {"average": "sequence_mean", "clip_norm": FREE, "micro_tokens": micro_tokens}
+    _, figures = policy_update.fn(learner, rollouts, advantage, loss=mean_on_tokens(loss), **options)
+    assert_same(gradients(learner), needed)
+    assert figures["loss"] == pytest.approx(total.item(), rel=1e-4)
+
+
+def mean_on_tokens(loss: Any) -> Any:
+    return partial(spread, base=loss)
+
+
+def spread(logprobs_P: Tensor, sampled: Sampled, *, base: Any) -> Tensor:
+    """The loss of a response on each of its tokens, so that their mean is the response's."""
+    found: Tensor = base(logprobs_P, sampled) * sampled.lengths_P
+    return found
+
+
+def careless(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
+    return logprobs_P * sampled.group_P
+
+
+def test_a_loss_that_does_not_say_that_it_reads_groups_is_told() -> None:
+    with pytest.raises(ValueError, match=r'micro-batches that may cut groups, needed @requires\(reads\("group"\)\)'):
+        policy_update.fn(policy(), *batch(), loss=careless)
+
+
+def test_minibatches_are_groups_too() -> None:
+    rollouts, advantage = batch()
+    rollouts = replace(rollouts, ordinals=(3, 3, 5, 5, 5))
+    learner = policy()
+    _, figures = policy_update.fn(learner, rollouts, advantage, loss=listwise, minibatches=2, micro_tokens=1)
+    assert (figures["optimizer_steps"], figures["tokens"]) == (2, sum(length for _, length in LENGTHS))
+
+
+# The settings that rollouts were sampled with travel with them, and whoever scores their tokens applies them.
+
+
+TEMPERATURES = (0.6, 1.0, 1.7)
+SAMPLES = 4
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    folder: Path = tmp_path_factory.mktemp("model")
+    made = Llama(CONFIG)
+    made.init_weights(1)
+    save_model(made, folder)
+    TOKENIZER.save(folder)
+    return Context(node="generate", seed=3, model=str(folder), slots=16, max_tokens=8)
+
+
+def learner(context: Context) -> LanguagePolicy:
+    made = make_policy(replace(context, node="policy"))
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+def settings_sampled(context: Context, ordinal: int, **options: Any) -> Rollouts:
+    """A group of a policy's own."""
+    behaviour = Weights(0, learner(context).weights())
+    prompts = Prompts((ordinal,), (f"{ordinal}+58=",), ("0",))
+    engine = make_engine(context, samples=SAMPLES, **options)
+    return generate.fn(engine, prompts, behaviour, samples=SAMPLES, **options)[1]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def mixed(context: Context) -> Rollouts:
+    """Groups of several temperatures, joined."""
+    return Rollouts.concat([settings_sampled(context, n, temperature=t) for n, t in enumerate(TEMPERATURES)])
+
+
+def within(rollouts: Rollouts) -> torch.Tensor:
+    steps_T = torch.arange(rollouts.versions_NT.shape[1])
+    within_NT: torch.Tensor = steps_T < rollouts.response_lengths_N[:, None]
+    return within_NT
+
+
+def replayed(rollouts: Rollouts) -> Rollouts:
+    """What comes out of a buffer when nothing fresh is left."""
+    memory = open_buffer(Context(node="replay"))
+    advantage = Advantages(torch.zeros(len(rollouts)))
+    memory, _, _ = replay.fn(memory, rollouts, advantage)
+    memory = decode(type(memory), *encode(memory))
+    later = replace(rollouts.take([0]), ordinals=(9,))
+    _, (both, _), _ = replay.fn(memory, later, advantage.take([0]))
+    both = both.take(range(1, len(both)))
+    assert isinstance(both, Rollouts)
+    return both
+
+
+def sent(rollouts: Rollouts) -> Rollouts:
+    tensors, meta = encode(rollouts)
+    return decode(Rollouts, tensors, json.loads(json.dumps(meta)))
+
+
+@pytest.mark.parametrize("passed", [lambda rollouts: rollouts, sent, replayed], ids=["as it is", "sent", "replayed"])
+def test_at_equal_weights_all_ratios_are_one_whatever_the_temperatures(
+    context: Context, mixed: Rollouts, passed: Callable[[Rollouts], Rollouts]
+) -> None:
+    rollouts = passed(mixed)
+    rows = [TEMPERATURES[ordinal] for ordinal in rollouts.ordinals]
+    assert rollouts.temperature_N.tolist() == pytest.approx(rows)
+    advantage = Advantages(torch.linspace(-1, 1, len(rollouts)))
+    for update, options in ((policy_update, {"loss": ppo}), (aipo_update, {"rho": 1.001})):
+        _, figures = update.fn(learner(context), rollouts, advantage, lr=0.0, micro_tokens=40, **options)
+        assert figures["ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert figures["ratio_clipped"] == 0
+        assert figures["ess"] == pytest.approx(1, abs=1e-6)
+        assert figures["kl"] == pytest.approx(0, abs=1e-8)
+
+
+def test_a_reference_and_a_teacher_that_are_the_policy_have_no_divergence(context: Context, mixed: Rollouts) -> None:
+    twin: Any = make_reference(context)
+    for logprobs in (reference_logprobs.fn(twin, mixed), policy_logprobs.fn(learner(context), mixed)):
+        torch.testing.assert_close(logprobs.logprobs_NT, mixed.logprobs_NT * within(mixed), rtol=0, atol=1e-5)
+    reference = reference_logprobs.fn(twin, mixed)
+    rewards = Rewards(torch.arange(len(mixed)) * 1.0)
+    _, figures = dpo_update.fn(learner(context), mixed, rewards, reference, lr=0.0)
+    assert figures["pairs"] == len(TEMPERATURES)
+    assert figures["margin"] == pytest.approx(0, abs=1e-5)
+    assert distillation_advantage.fn(mixed, reference)[1]["teacher_kl"] == pytest.approx(0, abs=1e-5)
+    assert distill_update.fn(learner(context), twin, mixed, lr=0.0)[1]["teacher_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_whole_distributions_are_compared_at_the_temperature_of_the_samples(tmp_path: Path) -> None:
+    rollouts = replace(random_rollouts(), temperature_N=torch.tensor([0.5, 1.0, 2.0, 0.7, 1.0]))
+    ours, twin, guide = policy(), policy(), policy(seed=2)
+    total, count = torch.tensor(0.0), 0
+    for row, (prompt, response) in enumerate(LENGTHS):
+        tokens = rollouts.tokens_NS[row, None, : prompt + response - 1]
+        divided = (
+            m.logits(m(tokens))[0, prompt - 1 :] / rollouts.temperature_N[row] for m in (twin.model, guide.model)
+        )
+        student, teacher = (torch.distributions.Categorical(logits=logits) for logits in divided)
+        total = total + torch.distributions.kl_divergence(student, teacher).sum()
+        count += response
+    teacher_of: Any = guide
+    _, figures = distill_update.fn(ours, teacher_of, rollouts, clip_norm=FREE, micro_tokens=20)
+    assert figures["teacher_kl"] == pytest.approx(float(total.detach()) / count, rel=1e-4)
+    assert_same(gradients(ours), by_autograd(twin, total / count))
+
+
+@pytest.mark.parametrize("chunk_elements", [1 << 22, 40])
+def test_gradients_and_entropies_are_those_of_the_tempered_distribution(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle goes through each row alone, with torch's own categorical distribution."""
+    from penstock.nodes.learn import logprobs
+
+    monkeypatch.setattr(logprobs.token_logprobs, "__kwdefaults__", {"chunk_elements": chunk_elements})
+    rollouts, advantage = batch()
+    rollouts = replace(rollouts, temperature_N=torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3]))
+    ours, twin = policy(), policy()
+    losses, entropies = [], []
+    for row, (prompt, response) in enumerate(LENGTHS):
+        tokens = rollouts.tokens_NS[row, : prompt + response]
+        logits = twin.model.logits(twin.model(tokens[None, :-1]))[0, prompt - 1 :]
+        exact: Any = torch.distributions.Categorical(logits=logits / rollouts.temperature_N[row])
+        ratio = (exact.log_prob(tokens[prompt:]) - rollouts.logprobs_NT[row, :response]).exp()
+        a = advantage.values_N[row]
+        losses.append(-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a))
+        entropies.append(exact.entropy().detach())
+    mean = torch.cat(losses).mean()
+    _, figures = policy_update.fn(ours, rollouts, advantage, loss=ppo, clip_norm=FREE, micro_tokens=20)
+    assert figures["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
+    assert figures["entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-4)
+    assert_same(gradients(ours), by_autograd(twin, mean))
+
+
+def test_rollouts_that_say_nothing_of_it_were_sampled_from_the_model_as_it_is() -> None:
+    rollouts = random_rollouts()
+    assert rollouts.temperature_N.tolist() == [1.0] * len(rollouts)
+    assert rollouts.cut_N.tolist() == [False] * len(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "needed"),
+    [
+        ({"temperature": 0.0}, "4 of 8 responses sampled with temperature 0", "a temperature above 0"),
+        ({"top_k": 5}, "4 of 8 responses sampled with top_k or top_p", "samples of the whole vocabulary"),
+        ({"top_p": 0.9}, "4 of 8 responses sampled with top_k or top_p", "samples of the whole vocabulary"),
+    ],
+)
+def test_rows_that_no_policy_can_score_are_refused_wherever_they_are_joined(
+    context: Context, options: dict[str, Any], given: str, needed: str
+) -> None:
+    rollouts = Rollouts.concat([settings_sampled(context, 0), settings_sampled(context, 1, **options)])
+    ours: Policy = learner(context)
+    reference: Any = make_reference(context)
+    ones = Advantages(torch.ones(8))
+    calls: list[Callable[[], object]] = [
+        lambda: policy_update.fn(ours, rollouts, ones, loss=ppo),
+        lambda: policy_logprobs.fn(ours, rollouts),
+        lambda: reference_logprobs.fn(reference, rollouts),
+        lambda: distill_update.fn(ours, reference, rollouts),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"given {given}, needed {needed}"):
+            call()
+
+
+def test_mismatch_is_that_of_the_temperatures_of_the_rows(context: Context, mixed: Rollouts) -> None:
+    model = learner(context).model
+    assert mismatch(model, mixed) < 1e-5
+    assert mismatch(model, replace(mixed, temperature_N=torch.ones(len(mixed)))) > 0.05

@@ -1,17 +1,34 @@
-"""The decoder equals the reference implementation, its rows do not see each other, and its kernels are exact."""
+"""The decoder and its files equal the reference implementation; a policy's state is all there is."""
 
+import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 from torch import Tensor
 
-from penstock.nodes.model import Llama, ModelConfig, ModelError
+from penstock.graph import Context
+from penstock.graph.protocols import Carried
+from penstock.nodes.data import Demonstrations
+from penstock.nodes.learn.sft import sft_update
+from penstock.nodes.model import Llama, ModelConfig, ModelError, load_model, read_config, save_model
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.kernels import linear, rms_norm
+from penstock.nodes.open_model import ALPHABET, initial_model, open_model
+from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
+from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
+
+# The decoder equals the reference implementation, its rows do not see each other, and its kernels are exact.
+
 
 TINY = ModelConfig(
     vocab_size=50,
@@ -228,3 +245,502 @@ def test_the_norm_is_the_same_bits_with_gradients_and_without(dtype: torch.dtype
     without = rms_norm(x, weight_D, 1e-5)
     for given in ((x.clone().requires_grad_(), weight_D), (x, weight_D.clone().requires_grad_())):
         assert torch.equal(rms_norm(*given, 1e-5), without)
+
+
+# Model directories: what is written is read back by us and by transformers, and faults are named.
+
+
+def hf_tiny(tied: bool = True) -> Llama:
+    model = Llama(ModelConfig(300, 32, 48, 2, 4, 2, 8, 64, tie_word_embeddings=tied, eos_token_ids=(256,)))
+    model.init_weights(1)
+    return model
+
+
+def logits(model: Llama) -> Tensor:
+    with torch.no_grad():
+        return model.logits(model(torch.arange(60).view(2, 30)))
+
+
+def broken(folder: Path, name: str, tensor: Tensor | None) -> Path:
+    """The directory with one tensor changed, or taken out."""
+    save_model(hf_tiny(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 10_000])
+def test_transformers_loads_what_is_written_with_the_same_logits(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = hf_tiny(tied)
+    save_model(model, tmp_path, shard_bytes=shard_bytes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = reference(torch.arange(60).view(2, 30)).logits
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits(load_model(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_transformers_writes_is_loaded_with_the_same_logits(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_theta": 5e5, "original_max_position_embeddings": 16, **scaling},
+    )
+    reference = transformers.LlamaForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    with torch.no_grad():
+        expected = reference(torch.arange(60).view(2, 30)).logits
+    torch.testing.assert_close(logits(load_model(tmp_path)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_converted_to_the_wanted_dtype(tmp_path: Path) -> None:
+    save_model(hf_tiny(), tmp_path)
+    model = load_model(tmp_path, "bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.head_weight(), hf_tiny().head_weight().bfloat16())
+    save_model(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ModelError, match="given dtype 'int3', needed one of: float32"):
+        load_model(tmp_path, "int3")
+
+
+def test_the_tokenizer_is_copied_along(tmp_path: Path) -> None:
+    byte_tokenizer("abc").save(tmp_path / "source")
+    save_model(hf_tiny(), tmp_path / "copy", tokenizer_from=tmp_path / "source")
+    assert load_tokenizer(tmp_path / "copy").encode("cab") == [2, 0, 1]
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is missing; the model needs 20 tensors"):
+        load_model(broken(tmp_path, "model.norm.weight", None))
+
+
+def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name}: given shape \[8, 32\], needed \[16, 32\]"):
+        load_model(broken(tmp_path, name, torch.zeros(8, 32)))
+
+
+def test_a_tensor_that_would_be_ignored_is_an_error(tmp_path: Path) -> None:
+    save_model(hf_tiny(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"q_proj\.bias is not known .*; needed the \d+ tensors of"):
+        load_model(tmp_path)
+
+
+def test_a_directory_without_weights_says_what_it_holds(tmp_path: Path) -> None:
+    save_model(hf_tiny(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"given pytorch_model\.bin, needed model\.safetensors"):
+        load_model(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"given no weights, needed model\.safetensors"):
+        load_model(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    save_model(hf_tiny(), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):
+        load_model(tmp_path)
+    save_model(hf_tiny(), tmp_path, shard_bytes=10_000)
+    (tmp_path / "model-00002-of-00005.safetensors").unlink(missing_ok=True)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    (tmp_path / sorted(set(index["weight_map"].values()))[1]).unlink(missing_ok=True)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(tmp_path)
+
+
+def test_a_config_is_needed_and_must_be_of_a_supported_family(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read: No such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ModelError, match=r"config\.json: given model_type 'gpt2', needed one of: llama"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json: given something that is not JSON \(.*line 1.*needed a JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json: given JSON of a list, needed an object"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5', needed a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan, needed a number above 0"),
+        ({"max_position_embeddings": None}, "max_position_embeddings None, needed a positive whole number"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads '2', needed a positive whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True, needed a positive whole number"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta 'x', needed a number above 0"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor None, needed a number above 0"),
+        ({"rope_parameters": [1]}, r"rope_parameters \[1\], needed an object with rope_type"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes', needed true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>', needed a token's number"),
+    ],
+)
+def test_a_value_of_the_config_that_is_none_is_named_by_its_key(
+    tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    save_model(hf_tiny(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ModelError, match=rf"config\.json: given {said}"):
+        read_config(tmp_path)
+
+
+# A policy's state is all there is: restored, it goes on to the bit; exported, other tools load it.
+
+
+CONTEXT = Context(node="policy", seed=1, updates=10)
+LESSON = Demonstrations(("12+34=", "50-9="), ("046", "041"))
+
+
+def policy(context: Context = CONTEXT) -> LanguagePolicy:
+    made = make_policy(context)
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+def learn(learner: LanguagePolicy, steps: int) -> None:
+    for _ in range(steps):
+        sft_update.fn(learner, LESSON)
+
+
+def saved(learner: LanguagePolicy) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, facts = learner.state()
+    return {name: t.clone() for name, t in tensors.items()}, dict(facts)
+
+
+def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
+    (ours, our_facts), (theirs, their_facts) = a.state(), b.state()
+    return (
+        our_facts == their_facts and ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_restored_policy_goes_on_to_the_bit(dtype: str, steps: int) -> None:
+    context = replace(CONTEXT, dtype=dtype)
+    whole, resumed = policy(context), policy(replace(context, seed=2))
+    learn(whole, steps)
+    resumed.restore(*saved(whole))
+    assert same(whole, resumed)
+    learn(whole, 2)
+    learn(resumed, 2)
+    assert same(whole, resumed)
+    assert resumed.version == steps + 2
+
+
+def test_restoring_forgets_what_was_learnt_since() -> None:
+    learner = policy()
+    state = saved(learner)
+    learn(learner, 2)
+    learner.restore(*state)
+    learn(learner, 1)
+    fresh = policy()
+    learn(fresh, 1)
+    assert same(learner, fresh)
+
+
+def test_what_a_rank_has_no_elements_of_is_not_restored() -> None:
+    """As a pipeline stage is given the layers of the others, from a state of another mesh."""
+    learner, other = policy(), policy(replace(CONTEXT, seed=9))
+    tensors, facts = saved(other)
+    learner.restore({**tensors, "master.model.layers.9.mlp.up_proj.weight": torch.empty(0, 64)}, facts)
+    assert same(learner, other)
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    learner = policy()
+    tensors, facts = saved(learner)
+    with pytest.raises(ModelError, match=r"master\.lm_head\.weight.*given shape \[1\]"):
+        learner.restore({**tensors, "master.lm_head.weight": torch.zeros(1)}, facts)
+    del tensors["master.model.norm.weight"]
+    with pytest.raises(ModelError, match=r"master\.model\.norm\.weight"):
+        learner.restore(tensors, facts)
+
+
+def test_every_pool_makes_the_same_initial_model() -> None:
+    first, other = policy().weights(), policy(replace(CONTEXT, node="elsewhere")).weights()
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    different = policy(replace(CONTEXT, seed=2)).weights()
+    assert not torch.equal(first["lm_head.weight"], different["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_policy_is_what_a_run_starts_from(tmp_path: Path, dtype: str) -> None:
+    learner = policy(replace(CONTEXT, dtype=dtype))
+    learn(learner, 1)
+    learner.export(str(tmp_path))
+    loaded = policy(replace(CONTEXT, dtype=dtype, model=str(tmp_path), seed=9))
+    assert all(torch.equal(w, loaded.weights()[name]) for name, w in learner.weights().items())
+    assert loaded.tokenizer.encode("1+2=") == learner.tokenizer.encode("1+2=")
+    assert loaded.version == 0
+
+
+def test_an_exported_policy_loads_into_transformers_with_equal_logits(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    learner = policy()
+    learn(learner, 2)
+    learner.export(str(tmp_path))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.tensor([learner.tokenizer.encode("12+34=")])
+    with torch.no_grad():
+        ours = learner.model.logits(learner.model(tokens))
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    text = transformers.AutoTokenizer.from_pretrained(tmp_path)("12+34=", add_special_tokens=False)
+    assert text["input_ids"] == tokens[0].tolist()
+
+
+def test_a_reference_is_frozen_and_equal_to_the_first_policy() -> None:
+    reference = make_reference(CONTEXT)
+    assert isinstance(reference, Carried)
+    ours = policy().weights()
+    assert all(torch.equal(w, ours[name]) for name, w in reference.weights().items())
+    assert reference.state() == ({}, {})
+
+
+def test_policies_are_carried_values() -> None:
+    assert isinstance(policy(), Carried)
+
+
+# Every pool of a run opens the same model.
+
+
+BASE_CONTEXT = Context(node="policy", seed=3)
+
+
+def equal(a: Llama, b: Llama) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_without_a_directory_the_model_is_drawn_from_the_seed() -> None:
+    first, _ = open_model(BASE_CONTEXT)
+    assert equal(first, open_model(replace(BASE_CONTEXT, node="generate"))[0])
+    assert not equal(first, open_model(replace(BASE_CONTEXT, seed=4))[0])
+
+
+def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_bytes() -> None:
+    for data in ("", "arithmetic", "arithmetic:2"):
+        config, tokenizer = initial_model(data)
+        assert len(tokenizer.encode(ALPHABET)) == len(ALPHABET)
+        assert config.vocab_size == tokenizer.vocab_size < 20
+        assert config.eos_token_ids == tokenizer.stops
+    config, tokenizer = initial_model("problems.jsonl")
+    assert tokenizer.decode(tokenizer.encode("How many? é")) == "How many? é"
+    assert config.max_position_embeddings >= 1024
+
+
+def test_a_directory_is_opened_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    model, tokenizer = open_model(BASE_CONTEXT)
+    save_model(model, tmp_path)
+    tokenizer.save(tmp_path)
+    context = replace(BASE_CONTEXT, model=str(tmp_path), dtype="bfloat16", seed=99)
+    opened, same = open_model(context)
+    assert next(opened.parameters()).dtype == torch.bfloat16
+    assert equal(open_model(context, "float32")[0], model)
+    assert same.encode("12+3=") == tokenizer.encode("12+3=")
+
+
+# Bytes or a directory's own file: what is encoded comes back, and what cannot be said is an error.
+
+
+TEMPLATE = (
+    "{{ bos_token }}{%- for message in messages %}\n"
+    "[{{ message['role'] }}] {{ message.content | trim }} {{ {'a': 'é<'} | tojson }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def words_folder(folder: Path, **changes: Any) -> Path:
+    """A directory with a word-level tokenizer that begins each text with <s>."""
+    vocab = {
+        word: i for i, word in enumerate(["<s>", "</s>", "<end>", "what", "is", "two", "[", "]", "user", "assistant"])
+    }
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="two"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<end>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **changes}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_bytes_are_their_own_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    text = "37+58=\n é 数 \x00"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eos, tokenizer.pad]) == text
+    assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.pad) == (258, 256, 257)
+
+
+def test_an_alphabet_gives_a_small_vocabulary() -> None:
+    tokenizer = byte_tokenizer("0123456789+-=")
+    assert tokenizer.vocab_size == 16
+    assert tokenizer.decode(tokenizer.encode("37+58=")) == "37+58="
+    assert tokenizer.encode_prompt("0") == tokenizer.encode("0")
+
+
+def test_what_the_alphabet_lacks_is_an_error() -> None:
+    with pytest.raises(TokenizerError, match=r"given '37\*58', needed a text without '\*'"):
+        byte_tokenizer("0123456789").encode("37*58")
+
+
+def test_a_saved_tokenizer_comes_back_equal(tmp_path: Path) -> None:
+    for index, tokenizer in enumerate((byte_tokenizer(), byte_tokenizer("ab <>"))):
+        tokenizer.template, tokenizer.stops = "{{ messages[0].content }}", (tokenizer.eos, 0)
+        tokenizer.save(tmp_path / str(index))
+        again = load_tokenizer(tmp_path / str(index))
+        assert again.encode("ab <eos> ba") == tokenizer.encode("ab <eos> ba")
+        assert (again.stops, again.pad, again.template) == (tokenizer.stops, tokenizer.pad, tokenizer.template)
+        assert again.vocab_size == tokenizer.vocab_size
+
+
+def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    byte_tokenizer().save(tmp_path)
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert other.encode("12 + é") == byte_tokenizer().encode("12 + é")
+    assert (other.eos_token_id, other.pad_token_id) == (256, 257)
+
+
+def test_a_prompt_begins_as_the_model_wants_it_and_a_response_does_not(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(words_folder(tmp_path))
+    assert tokenizer.encode_prompt("what is") == [0, 3, 4]
+    assert tokenizer.encode("what is") == [3, 4]
+    assert (tokenizer.stops, tokenizer.pad) == ((1,), 1)
+
+
+def test_a_response_may_end_in_several_ways(tmp_path: Path) -> None:
+    folder = words_folder(tmp_path, pad_token={"content": "<end>"})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.stops, tokenizer.eos, tokenizer.pad) == ((1, 2), 1, 2)
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "a list", "chat_template.jinja"])
+def test_a_chat_template_gives_the_same_prompt_as_transformers(tmp_path: Path, place: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    listed = [{"name": "default", "template": TEMPLATE}, {"name": "other", "template": "x"}]
+    given: dict[str, Any] = {"tokenizer_config.json": {"chat_template": TEMPLATE}, "a list": {"chat_template": listed}}
+    folder = words_folder(tmp_path, **given.get(place, {}))
+    if place == "chat_template.jinja":
+        (folder / place).write_text(TEMPLATE)
+    tokenizer = load_tokenizer(folder)
+    message = [{"role": "user", "content": " what is "}]
+    other = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = other.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render(" what is ") == expected
+    assert tokenizer.encode_prompt("what is")[:2] == [0, 6]
+    assert tokenizer.encode_prompt("what is").count(0) == 1
+
+
+def test_a_template_can_do_no_harm(tmp_path: Path) -> None:
+    folder = words_folder(tmp_path, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(TokenizerError, match="chat template"):
+        load_tokenizer(folder).encode_prompt("what")
+    folder = words_folder(tmp_path, chat_template="{{ raise_exception('only system messages') }}")
+    with pytest.raises(TokenizerError, match="only system messages"):
+        load_tokenizer(folder).encode_prompt("what")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (b"{% for m in messages %}", "chat template: Unexpected end of template"),
+        (b"{{ foo.bar }}", "chat template: 'foo' is undefined"),
+        (b"{{ 1 + messages[0].content }}", "chat template: TypeError: unsupported operand"),
+        (b"{% for i in range(10 ** 9) %}x{% endfor %}", "chat template: OverflowError: Range too big"),
+        (b"hello", "given 'hello' for every question, needed the question in it"),
+        (b"\xff\xfe", r"chat_template\.jinja: cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_template_that_cannot_say_a_question_is_refused_with_its_directory(
+    tmp_path: Path, template: bytes, said: str
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(TokenizerError, match=rf"{re.escape(str(tmp_path))}.*{said}"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_directory_without_any_tokenizer_is_read_by_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
+    assert load_tokenizer(tmp_path).stops == (256,)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    with pytest.raises(
+        TokenizerError, match=r"no tokenizer\.json and a vocabulary of 100, needed the file, or at least 258"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_text("sentencepiece")
+    with pytest.raises(TokenizerError, match=r"given tokenizer\.model, needed tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("generation_config.json", "[3]", r"generation_config\.json: given JSON of a list, needed an object"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "given eos_token 3, needed a text"),
+        ("tokenizer_config.json", '{"eos_token": {"id": 3}}', r"given eos_token \{'id': 3\}, needed a text"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "given eos_token_id 'x', needed a token's number"),
+        ("generation_config.json", '{"eos_token_id": 99}', "given eos_token_id 99, needed one of the 5 of tokenizer"),
+        ("config.json", '{"vocab_size": 3, "eos_token_id": 0}', "given token 4, needed tokens below 3, the vocab"),
+    ],
+)
+def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str, text: str, said: str) -> None:
+    byte_tokenizer("ab").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / file).write_text(text)
+    with pytest.raises(TokenizerError, match=said):
+        load_tokenizer(tmp_path)
+
+
+def test_a_reply_is_plain_text_without_a_template() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode_reply("a<eos>", "tool", after_stop=True) == list(b"a<eos>")
+    assert tokenizer.encode("a<eos>") == [97, tokenizer.eos]
+
+
+def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path: Path) -> None:
+    """What follows the model's turn in the template: its end, the reply as its role says, and the next beginning."""
+    template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{{ '<end>' if m.role == 'assistant' else ' is ' }}{% endfor %}what"
+    )
+    tokenizer = load_tokenizer(words_folder(tmp_path, chat_template=template, eos_token="<end>"))
+    end, what, is_ = tokenizer.eos, *tokenizer.encode("what is")
+    assert tokenizer.encode_reply("what", "user", after_stop=True) == [what, is_, what]
+    assert tokenizer.encode_reply("what", "user", after_stop=False) == [end, what, is_, what]
+    assert tokenizer.encode_reply("what", "tool", after_stop=True) == [what, is_, what]
+
+
+def test_a_template_without_a_second_turn_is_an_error(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(words_folder(tmp_path, chat_template="{{ messages[0].content }}"))
+    with pytest.raises(TokenizerError, match="needed one that has a 'tool' or user"):
+        tokenizer.encode_reply("what", "tool", after_stop=True)

@@ -1,10 +1,208 @@
-"""A model over several ranks learns and samples what it does on one, within rounding, and every rank says the same."""
+"""A model over several ranks learns and samples what it does on one, within rounding."""
 
+import re
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from .ranked import spawn
+from penstock.graph import Context
+from penstock.graph.protocols import Axes
+from penstock.nodes.generate import make_engine
+from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer
+from penstock.nodes.model.tensor_parallel import (
+    check_tensor_parallel,
+    parameter_shapes,
+    part_config,
+    pipeline_stages,
+    tensor_parallel,
+)
+from penstock.nodes.parallel.mesh import Ranks, assign
+from penstock.nodes.parallel.pipeline import PipelineStage
+from penstock.runtime.tensor.layout import Mesh, Split
+from tests.nodes.ranked import spawn
+
+# A rank's place, work and part of a model follow from the mesh; what a model cannot run on is refused.
+
+
+CONFIG = ModelConfig(97, 24, 40, 5, 8, 4, 4)
+
+
+@pytest.mark.parametrize("axes", list(permutations((("dp", 2), ("fsdp", 3), ("tp", 2)))))
+def test_places_are_row_major(axes: Axes) -> None:
+    every = [Ranks(axes, rank) for rank in range(12)]
+    coordinates = Mesh(axes).coordinates()
+    for rank, ranks in enumerate(every):
+        assert [ranks.place(axis) for axis, _ in axes] == coordinates[:, rank].tolist()
+    assert sorted((ranks.share(), ranks.place("tp")) for ranks in every) == [(s, t) for s in range(6) for t in (0, 1)]
+    speakers = every[0].speakers()
+    assert [every[rank].share() for rank in speakers] == list(range(6))
+    assert all(every[rank].place("tp") == 0 for rank in speakers)
+
+
+@pytest.mark.parametrize("rank", range(12))
+def test_a_neighbour_is_one_further_along_an_axis_alone(rank: int) -> None:
+    ranks = Ranks((("dp", 2), ("pp", 3), ("tp", 2)), rank)
+    if ranks.place("pp") < 2:
+        other = ranks.neighbour("pp", 1)
+        assert ranks.place("pp", other) == ranks.place("pp") + 1
+        assert [ranks.place(axis, other) for axis in ("dp", "tp")] == [ranks.place(axis) for axis in ("dp", "tp")]
+        assert Ranks(ranks.mesh, other).neighbour("pp", -1) == rank
+    assert all(ranks.place("pp", speaker) == 2 for speaker in ranks.speakers())
+
+
+def test_tied_embeddings_and_more_stages_than_layers_are_refused() -> None:
+    ranks, tied = Ranks((("pp", 6),), 0), replace(CONFIG, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="given tied embeddings over 6 stages, needed a head of its own or one stage"):
+        PipelineStage(Llama(tied), ranks, torch.float32)
+    with pytest.raises(ValueError, match="given 6 stages, needed 1 to 5"):
+        PipelineStage(Llama(CONFIG), ranks, torch.float32)
+
+
+def test_one_rank_has_no_mesh() -> None:
+    ranks = Ranks.of(Context())
+    assert (ranks.count, ranks.shares, ranks.share(), ranks.size("tp"), ranks.speakers()) == (1, 1, 0, 1, [0])
+
+
+@pytest.mark.parametrize(
+    ("axes", "rank", "given"),
+    [
+        ((("ep", 2),), 0, "given a mesh of ep 2, needed each of the axes"),
+        ((("tp", 2), ("tp", 2)), 0, "given a mesh of tp 2 × tp 2, needed each of the axes"),
+        ((("tp", 0),), 0, "given a mesh of tp 0, needed sizes of 1 or more"),
+        ((("tp", 2),), 2, "given a mesh of tp 2 and rank 2, needed a rank of 0 to 1"),
+    ],
+)
+def test_what_means_nothing_to_a_model_is_refused(axes: Axes, rank: int, given: str) -> None:
+    with pytest.raises(ValueError, match=given):
+        Ranks(axes, rank)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_a_part_has_the_shapes_that_the_rules_say(parts: int) -> None:
+    rules = tensor_parallel(CONFIG)
+    for part in range(parts):
+        own = part_config(CONFIG, parts, part)
+        for end, whole, local in (
+            ("embed_tokens.weight", CONFIG.vocab_size, own.vocab_size),
+            ("q_proj.weight", CONFIG.num_attention_heads * 4, own.num_attention_heads * 4),
+            ("k_proj.weight", CONFIG.num_key_value_heads * 4, own.num_key_value_heads * 4),
+            ("up_proj.weight", CONFIG.intermediate_size, own.intermediate_size),
+        ):
+            rule = rules[end]
+            assert rule is not None
+            edges = Mesh((("tp", parts),)), Split("tp", 0, rule[1])
+            assert local == _length(*edges, part, whole)
+
+
+def _length(mesh: Mesh, split: Split, part: int, whole: int) -> int:
+    start, stop = split.apply(np.array([0]), np.array([whole]), np.array([part]), mesh.extent("tp"))
+    return int((stop - start)[0])
+
+
+@pytest.mark.parametrize(
+    ("parts", "shared", "given"),
+    [
+        (3, True, "given 8 attention heads, 4 key-value heads, an intermediate_size of 40, needed numbers that tp 3"),
+        (8, False, "given 4 key-value heads, needed numbers that tp 8 divides"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(parts: int, shared: bool, given: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(given)):
+        check_tensor_parallel(CONFIG, parts, shared_heads=shared)
+
+
+def test_a_vocabulary_of_which_a_rank_would_have_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match="given 5 words over tp 4, needed some for each"):
+        part_config(ModelConfig(5, 16, 16, 1, 4, 4, 4), 4, 0)
+
+
+def test_a_generator_is_cut_by_tensor_parallelism_alone() -> None:
+    with pytest.raises(ValueError, match="given a mesh of fsdp 2 × tp 2, needed the axis tp alone"):
+        make_engine(Context(mesh=(("fsdp", 2), ("tp", 2))))
+
+
+COSTS = st.lists(st.integers(1, 1000), max_size=40)
+
+
+@given(COSTS, st.integers(1, 9))
+def test_each_item_is_dealt_once_and_no_part_gets_more_than_its_rounds(costs: list[int], parts: int) -> None:
+    shares = assign(costs, parts)
+    assert len(shares) == parts
+    assert sorted(item for share in shares for item in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    assert max(map(len, shares)) == -(-len(costs) // parts)
+
+
+@given(COSTS.filter(bool), st.integers(1, 9))
+def test_no_part_has_more_than_its_fair_share_and_two_items(costs: list[int], parts: int) -> None:
+    totals = [sum(costs[item] for item in share) for share in assign(costs, parts)]
+    assert max(totals) <= sum(costs) / parts + 2 * max(costs)
+
+
+def test_the_longest_goes_first_to_who_has_least() -> None:
+    assert assign([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+    assert assign([1, 9, 2, 8], 2) == [[0, 1], [2, 3]]
+    assert assign([3], 3) == [[0], [], []]
+    assert assign([], 2) == [[], []]
+
+
+LAYERED = ModelConfig(97, 24, 40, 5, 6, 2, 4)
+TIED = ModelConfig(97, 24, 40, 5, 6, 2, 4, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("config", [LAYERED, TIED])
+def test_shapes_are_those_of_the_module_in_its_order(config: ModelConfig) -> None:
+    found = [(name, tuple(p.shape)) for name, p in Llama(config).named_parameters()]
+    assert list(parameter_shapes(config).items()) == found
+
+
+@pytest.mark.parametrize("model", [Llama(LAYERED), Scorer(LAYERED)])
+def test_every_parameter_has_a_rule_whose_units_divide_it(model: Llama | Scorer) -> None:
+    rules = tensor_parallel(LAYERED)
+    for name, parameter in model.named_parameters():
+        (*_, rule) = [rule for end, rule in sorted(rules.items(), key=lambda item: len(item[0])) if name.endswith(end)]
+        assert rule is None or rule[1] == 0 or parameter.shape[rule[0]] % rule[1] == 0
+        assert (rule is None) == (parameter.dim() == 1 or name == "score.weight")
+
+
+def test_attention_is_cut_between_heads() -> None:
+    rules = tensor_parallel(LAYERED)
+    assert rules["q_proj.weight"] == (0, 6)
+    assert rules["k_proj.weight"] == rules["v_proj.weight"] == (0, 2)
+    assert rules["o_proj.weight"] == (1, 6)
+
+
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_stages_are_runs_of_layers_with_both_ends(stages: int) -> None:
+    found = pipeline_stages(LAYERED, stages)
+    assert found.keys() == parameter_shapes(LAYERED).keys()
+    assert found["model.embed_tokens.weight"] == (0,)
+    assert found["model.norm.weight"] == found["lm_head.weight"] == (stages - 1,)
+    of_layers = [found[f"model.layers.{i}.mlp.up_proj.weight"][0] for i in range(5)]
+    assert of_layers == sorted(of_layers)
+    counts = [of_layers.count(stage) for stage in range(stages)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
+    assert pipeline_stages(TIED, 3)["model.embed_tokens.weight"] == (0, 2)
+    assert pipeline_stages(TIED, 1)["model.embed_tokens.weight"] == (0,)
+
+
+@pytest.mark.parametrize("stages", [0, 6])
+def test_more_stages_than_layers_are_refused(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"given {stages} stages, needed 1 to 5"):
+        pipeline_stages(LAYERED, stages)
+
+
+# A model over several ranks learns and samples what it does on one, within rounding, and every rank says the same.
+
 
 slow = pytest.mark.slow
 CASES, LESSONS, PARTS = "tests.nodes.rank_cases", "tests.nodes.lesson_cases", "tests.nodes.part_cases"

@@ -1,12 +1,173 @@
-"""A group is worth learning from if its rewards differ; what is too long costs, up to one."""
+"""Rewards, advantages, and what is made of them: curricula, buffers, measurements."""
+
+import json
+import math
+from copy import deepcopy
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from penstock.graph.types import Context, Rewards
-from penstock.nodes.score import mixed, penalize_overlong
+from penstock.graph import Advantages, Context, GraphError, NodeDef, Prompts, Rewards, Rollouts, Weights, load
+from penstock.graph.protocols import Carried
+from penstock.graph.types import TokenAdvantages
+from penstock.nodes.advantage import (
+    batch_normalized,
+    greedy_advantage,
+    group_advantage,
+    group_mean_advantages,
+    grpo_advantages,
+    leave_one_out_advantage,
+    plain_advantage,
+    rloo_advantages,
+    uniform_groups,
+    whiten,
+)
+from penstock.nodes.carried import carried
+from penstock.nodes.curriculum import (
+    MEMORY,
+    Candidates,
+    Varied,
+    carries,
+    choose,
+    make_varied,
+    open_candidates,
+    remember,
+)
+from penstock.nodes.data import open_prompts
+from penstock.nodes.evaluate import measure
+from penstock.nodes.learn.losses import aipo
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.open_model import open_model
+from penstock.nodes.replay_buffer import ReplayBuffer, open_buffer, replay
+from penstock.nodes.score import ScoreError, accuracy, math_answer, mixed, penalize_overlong, score
+from penstock.runtime.tensor.codec import decode, encode
+from tests.nodes.rollouts import random_rollouts
+from tests.nodes.updating import batch, policy
 
-from .updating import batch
+# Exact rewards; a reward function that raises stops the group instead of giving zero.
+
+
+def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
+    n = len(texts)
+    tokens = torch.ones(n, 3, dtype=torch.long)
+    return Rollouts(
+        ordinals=(7,) * n,
+        prompts=("1+1=",) * n,
+        answers=answers,
+        texts=texts,
+        tokens_NS=tokens,
+        prompt_lengths_N=torch.ones(n, dtype=torch.long),
+        response_lengths_N=torch.full((n,), 2),
+        logprobs_NT=torch.zeros(n, 2),
+        versions_NT=torch.zeros(n, 2, dtype=torch.long),
+        finished_N=torch.ones(n, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("933", "933"),
+        ("0933", "933"),
+        ("-7", "-7"),
+        ("3.50", "3.5"),
+        ("1,072", "1072"),
+        ("it costs $1,072.00.", "1,072"),
+        ("-$5", "$-5"),
+        ("10 - 4 = 6", "6"),
+        ("48-24", "24"),
+        ("<<48/2=24>>24\n#### 72", "48/2\n#### 72"),
+        ("#### 72 apples out of 90", "72"),
+        ("#### 1\n#### 2", "2"),
+        (".5", "0.50"),
+        ("x = -3", "-3"),
+        ("99999999999999999999999999999999999991", "99999999999999999999999999999999999991"),
+        ("1/2", "1/2"),
+        ("#### 1/2", "1/2"),
+        ("#### 18/2", "9"),
+        ("so 1 1/2 cups", "1.5"),
+        ("1.5e3", "1,500"),
+        ("1e400", "1e400"),
+        ("#### −5", "-5"),
+    ],
+)
+def test_equal_numbers_are_right_however_they_are_written(response: str, answer: str) -> None:
+    assert math_answer("", response, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("934", "933"),
+        ("", "933"),
+        ("no number", "0"),
+        ("7", "-7"),
+        ("9 33", "933"),
+        ("72 ####", "72"),
+        ("3.5", "35"),
+        ("--5", "-5"),
+        ("18/2", "18"),
+        ("18/2", "2"),
+        ("#### 18/2", "18"),
+        ("#### 1 1/2", "1"),
+        ("1/2/2024", "2024"),
+        ("400", "1e400"),
+        ("1e400", "400"),
+        ("1e999999999", "1"),
+        ("1e" + "9" * 5000, "1"),
+        ("9" * 5000, "9"),
+        ("5/0", "5"),
+        ("#### 1,2", "12"),
+        ("1.2.3", "3"),
+        ("#### −5", "5"),
+        ("99999999999999999999999999999999999991", "99999999999999999999999999999999999992"),
+    ],
+)
+def test_everything_else_is_wrong(response: str, answer: str) -> None:
+    assert math_answer("", response, answer) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["none", "3 or 4", "#### 72 of 90", "48-24", "1e999999999", "1/0", "1,2"])
+def test_a_reference_answer_must_hold_one_number(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"math_answer: given the reference answer .*number.*, needed one"):
+        math_answer("", answer, answer)
+
+
+def test_score_rewards_every_row_in_order() -> None:
+    rewards, metrics = score.fn(rollouts(("2", "3", "2"), ("2", "2", "2")))
+    assert rewards.values_N.tolist() == [1.0, 0.0, 1.0]
+    assert metrics["reward_mean"] == pytest.approx(2 / 3)
+
+
+def raises(prompt: str, response: str, answer: str) -> float:
+    return 1.0 / (len(response) - 3)
+
+
+def test_a_rule_that_raises_names_the_group_and_the_row() -> None:
+    with pytest.raises(ScoreError, match=r"raises on group 7, row 1 raised ZeroDivisionError.*'abc'") as caught:
+        score.fn(rollouts(("ok", "abc"), ("1", "1")), by=raises)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_must_be_finite(value: float) -> None:
+    with pytest.raises(ScoreError, match="needed a finite number"):
+        score.fn(rollouts(("2",), ("2",)), by=lambda *_: value)
+
+
+def test_a_reward_must_be_a_number() -> None:
+    with pytest.raises(ScoreError, match="raised TypeError"):
+        score.fn(rollouts(("2",), ("2",)), by=lambda *_: None)
+
+
+def test_accuracy_is_the_share_of_full_rewards() -> None:
+    assert accuracy.fn(Rewards(torch.tensor([1.0, 0.0, 0.5, 1.0]))) == {"accuracy": 0.5}
+
+
+# A group is worth learning from if its rewards differ; what is too long costs, up to one.
 
 
 @pytest.mark.parametrize(
@@ -43,3 +204,546 @@ def test_the_longest_length_is_the_runs_bound_on_responses() -> None:
     assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]
     with pytest.raises(ValueError, match="given no max_length outside of a run"):
         penalize_overlong.fn(rewards, rollouts, buffer=2)
+
+
+# Each baseline by hand, and each node's advantages by its paper; groups of equal rewards give exactly nothing.
+
+
+# group 0: 1, 2, 6 of mean 3, squares 14; group 1: 5, 7 of mean 6, squares 2
+REWARDS = torch.tensor([1.0, 2.0, 6.0, 5.0, 7.0], dtype=torch.float64)
+GROUPS = torch.tensor([0, 0, 0, 1, 1])
+
+
+def normalized(values: Tensor) -> Tensor:
+    """REINFORCE++, with a baseline where these are advantages already."""
+    found: Tensor = batch_normalized.fn(Advantages(values)).values_N
+    return found
+
+
+def float64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_mean_of_the_group_is_the_baseline() -> None:
+    torch.testing.assert_close(group_mean_advantages(REWARDS, GROUPS), float64([-2, -1, 3, -1, 1]))
+
+
+def test_rows_of_a_group_need_not_be_neighbours() -> None:
+    order = torch.tensor([3, 0, 4, 2, 1])
+    for advantages in (group_mean_advantages, grpo_advantages, rloo_advantages):
+        torch.testing.assert_close(advantages(REWARDS[order], GROUPS[order]), advantages(REWARDS, GROUPS)[order])
+
+
+def test_grpo_divides_by_the_population_or_the_sample_deviation() -> None:
+    population, sample = math.sqrt(14 / 3), math.sqrt(14 / 2)
+    by_hand = float64([-2 / population, -1 / population, 3 / population, -1, 1])
+    torch.testing.assert_close(grpo_advantages(REWARDS, GROUPS), by_hand)
+    by_hand = float64([-2 / sample, -1 / sample, 3 / sample, -1 / math.sqrt(2), 1 / math.sqrt(2)])
+    torch.testing.assert_close(grpo_advantages(REWARDS, GROUPS, correction=1), by_hand)
+
+
+def test_leave_one_out_is_the_mean_of_the_others() -> None:
+    torch.testing.assert_close(rloo_advantages(REWARDS, GROUPS), float64([1 - 4, 2 - 3.5, 6 - 1.5, 5 - 7, 7 - 5]))
+
+
+def test_leave_one_out_of_one_names_the_group() -> None:
+    with pytest.raises(ValueError, match="1 samples in group 1"):
+        rloo_advantages(torch.ones(3), torch.tensor([0, 1, 0]))
+
+
+def test_reinforce_plus_plus_normalises_over_the_whole_batch() -> None:
+    deviation = math.sqrt(((1 - 4.2) ** 2 + (2 - 4.2) ** 2 + (6 - 4.2) ** 2 + (5 - 4.2) ** 2 + (7 - 4.2) ** 2) / 5)
+    torch.testing.assert_close(normalized(REWARDS), (REWARDS - 4.2) / deviation)
+
+
+def test_reinforce_plus_plus_with_baseline_takes_the_group_mean_off_first() -> None:
+    by_hand = float64([-2, -1, 3, -1, 1]) / math.sqrt((14 + 2) / 5)
+    torch.testing.assert_close(normalized(group_mean_advantages(REWARDS, GROUPS)), by_hand)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, 1 / 3, 1e8, -3e-9])
+@pytest.mark.parametrize("samples", [1, 3, 7])
+def test_equal_rewards_give_exactly_zero(reward: float, samples: int) -> None:
+    rewards = torch.cat([torch.full((samples,), reward), torch.tensor([0.0, 1.0])])
+    groups = torch.cat([torch.zeros(samples, dtype=torch.long), torch.tensor([1, 1])])
+    for advantages in (
+        group_mean_advantages(rewards, groups),
+        grpo_advantages(rewards, groups),
+        grpo_advantages(rewards, groups, correction=1),
+        normalized(group_mean_advantages(rewards, groups)),
+    ):
+        assert advantages.isfinite().all()
+        assert advantages[-2] < 0 < advantages[-1]
+    assert (grpo_advantages(rewards, groups)[:samples] == 0).all()
+    assert (group_mean_advantages(rewards, groups)[:samples] == 0).all()
+    assert (normalized(rewards[:samples]) == 0).all()
+
+
+def test_groups_all_right_or_all_wrong_are_uniform() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0])
+    groups = torch.tensor([0, 1, 0, 1, 2, 2, 3])
+    assert uniform_groups(rewards, groups).tolist() == [True, True, False, True]
+    assert uniform_groups(torch.full((3,), 0.7), torch.zeros(3, dtype=torch.long)).tolist() == [True]
+
+
+def test_whitening_sees_only_what_the_mask_holds() -> None:
+    values = float64([1, 1000, 2, 6, -1000])
+    mask = torch.tensor([True, False, True, True, False])
+    deviation = math.sqrt(14 / 3)
+    white = whiten(values, mask)
+    torch.testing.assert_close(white, float64([-2 / deviation, 0, -1 / deviation, 3 / deviation, 0]))
+    torch.testing.assert_close(white[mask].square().mean().item(), 1.0)
+
+
+MARKS = Rewards(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+
+
+def test_advantages_are_rewards_less_their_mean() -> None:
+    assert group_advantage.fn(MARKS).values_N.tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_normalised_advantages_have_unit_deviation() -> None:
+    torch.testing.assert_close(group_advantage.fn(MARKS, normalize=True).values_N, torch.tensor([1.0, -1.0, -1.0, 1.0]))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_equal_rewards_give_no_advantage(normalize: bool) -> None:
+    same = Rewards(torch.full((3,), 0.7))
+    assert group_advantage.fn(same, normalize=normalize).values_N.tolist() == [0, 0, 0]
+
+
+def test_leaving_one_out_compares_with_the_others() -> None:
+    torch.testing.assert_close(
+        leave_one_out_advantage.fn(Rewards(torch.tensor([3.0, 0.0, 1.5]))).values_N,
+        torch.tensor([3 - 0.75, 0 - 2.25, 1.5 - 1.5]),
+    )
+
+
+@pytest.mark.parametrize("make", [group_advantage, leave_one_out_advantage])
+def test_one_sample_has_nobody_to_be_compared_with(make: NodeDef[..., Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{make.__name__}: given 1 sample for a prompt, needed 2 or more"):
+        make.fn(Rewards(torch.tensor([1.0])))
+
+
+def test_a_plain_advantage_is_the_reward_less_a_constant() -> None:
+    assert plain_advantage.fn(MARKS).values_N.tolist() == [1, 0, 0, 1]
+    assert plain_advantage.fn(MARKS, baseline=0.5).values_N.tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_the_greedy_response_is_the_baseline_of_its_prompt() -> None:
+    assert greedy_advantage.fn(MARKS, Rewards(torch.tensor([1.0]))).values_N.tolist() == [0, -1, -1, 0]
+    with pytest.raises(ValueError, match="given 4 greedy responses to a prompt, needed one"):
+        greedy_advantage.fn(MARKS, MARKS)
+
+
+def test_a_batch_is_normalised_as_a_whole() -> None:
+    found = batch_normalized.fn(Advantages(torch.tensor([3.0, 1.0, 1.0, -1.0]))).values_N
+    assert batch_normalized.clock == "update"
+    torch.testing.assert_close(found, torch.tensor([2.0, 0.0, 0.0, -2.0]) / 2**0.5)
+    assert batch_normalized.fn(Advantages(torch.full((4,), 0.3))).values_N.tolist() == [0, 0, 0, 0]
+
+
+def kinds(rollouts: Rollouts) -> tuple[str, ...]:
+    return rollouts.texts
+
+
+def two_names(rollouts: Rollouts) -> list[int]:
+    return [0, 1]
+
+
+KINDS = replace(random_rollouts(), texts=("a", "b", "a", "b", "a"))
+MIXED = Rewards(torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0]))
+
+
+def test_rows_are_compared_within_their_sub_group() -> None:
+    assert group_advantage(MIXED, KINDS, by=kinds).values_N.tolist() == [0, -1, -1, 1, 1]
+    assert leave_one_out_advantage(MIXED, KINDS, by=kinds).values_N.tolist() == [0, -2, -1.5, 2, 1.5]
+    normal = group_advantage(MIXED, KINDS, by=kinds, normalize=True).values_N
+    torch.testing.assert_close(normal, torch.tensor([0, -1, -(1.5**0.5), 1, 1.5**0.5]))
+    assert group_advantage(MIXED, KINDS).values_N.tolist() == group_advantage(MIXED).values_N.tolist()
+
+
+def test_a_row_alone_in_its_sub_group_has_no_advantage() -> None:
+    alone = replace(KINDS, texts=("a", "b", "a", "c", "a"))
+    assert group_advantage(MIXED, alone, by=kinds).values_N.tolist() == [0, 0, -1, 0, 1]
+    with pytest.raises(ValueError, match="given 1 samples in group 1, needed 2 or more"):
+        leave_one_out_advantage(MIXED, alone, by=kinds)
+
+
+def test_sub_groups_without_rollouts_or_with_too_few_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="needed the input `rollouts`"):
+        group_advantage(MIXED, by=kinds)
+    with pytest.raises(ValueError, match="by=two_names: given 2 names of sub-groups, needed 5, one for each row"):
+        group_advantage(MIXED, KINDS, by=two_names)
+
+
+# The curriculum takes the candidate of the kind whose rewards vary most, as far as it has seen.
+
+
+CANDIDATES = Candidates((7, 7, 7), ("111+222=", "199+1=", "508-99="), ("333", "200", "409"))
+
+
+def seen(**variances: float) -> Varied:
+    varied = Varied()
+    varied.variances = dict(variances)
+    return varied
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("123+456=", "+0"),
+        ("199+101=", "+2"),
+        ("999+999=", "+3"),
+        ("500-499=", "-2"),
+        ("987-123=", "-0"),
+        ("7+12=", "+0"),
+        ("7+93=", "+2"),
+    ],
+)
+def test_a_problem_is_known_by_its_sign_and_carries(text: str, kind: str) -> None:
+    assert carries(text) == kind
+
+
+def test_a_prompt_that_is_no_arithmetic_needs_kinds_of_its_own() -> None:
+    with pytest.raises(ValueError, match="given 'How many apples', needed a problem such as"):
+        carries("How many apples")
+
+
+def by_first(text: str) -> str:
+    return text[0]
+
+
+def test_the_most_varied_kind_is_chosen_and_what_was_never_seen_comes_first() -> None:
+    def chosen(varied: Varied) -> str:
+        prompts, _ = choose.fn(CANDIDATES, varied, by=by_first)
+        assert prompts.ordinals == (7,)
+        assert prompts.answers[0] == dict(zip(CANDIDATES.texts, CANDIDATES.answers, strict=True))[prompts.texts[0]]
+        text: str = prompts.texts[0]
+        return text
+
+    assert chosen(seen(**{"1": 0.1, "5": 0.2})) == "508-99="
+    assert chosen(seen(**{"1": 0.2, "5": 0.1})) == "111+222="
+    assert chosen(seen(**{"1": 0.2})) == "508-99="
+    assert choose.fn(CANDIDATES, seen(**{"1": 0.2}), by=by_first)[1] == {"unseen": 1.0}
+
+
+def test_what_is_remembered_is_the_variance_within_each_group() -> None:
+    prompts = Prompts((0, 1, 2), ("1", "5", "1"), ("", "", ""))
+    rewards = Rewards(torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]))
+    varied, figures = remember.fn(seen(), prompts, rewards, by=by_first)
+    assert varied.variances == pytest.approx({"1": MEMORY * 0.25, "5": 0.0})
+    assert figures == {"kinds": 2.0}
+
+
+def test_rewards_that_do_not_fit_the_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="given 3 rewards of 2 groups"):
+        remember.fn(seen(), Prompts((0, 1), ("1", "5"), ("", "")), Rewards(torch.ones(3)), by=by_first)
+
+
+def test_each_group_has_candidates_of_its_own_that_depend_on_its_ordinal_alone() -> None:
+    source = open_candidates(Context(node="c", seed=3, data="arithmetic", options={"candidates": 3}))
+    first, second = source.read(0), source.read(1)
+    assert len(set(first.texts + second.texts)) == 6
+    assert source.read(1) == second
+    with pytest.raises(ValueError, match="given 0, needed at least 1"):
+        open_candidates(Context(data="arithmetic", options={"candidates": 0}))
+
+
+def test_it_goes_on_where_it_was() -> None:
+    varied = seen(**{"+1": 0.125})
+    again = make_varied(Context())
+    again.restore(*varied.state())
+    assert again.state() == varied.state()
+
+
+# A buffer of past groups: what is drawn and forgotten, what a learner is given, and that a checkpoint keeps it.
+
+
+CONTEXT = Context(node="replay", seed=3)
+BATCH, SAMPLES = 3, 2
+
+
+def memory(seed: int = 3) -> ReplayBuffer:
+    return open_buffer(replace(CONTEXT, seed=seed))
+
+
+def replay_batch(update: int) -> tuple[Rollouts, Advantages]:
+    """`BATCH` prompt groups of `SAMPLES`, the update in every μ; responses of later updates are longer."""
+    rows = BATCH * SAMPLES
+    rollouts = random_rollouts([(2, 1 + (update + row) % 3 + update) for row in range(rows)], seed=update)
+    ordinals = tuple(update * BATCH + row // SAMPLES for row in range(rows))
+    versions = torch.full_like(rollouts.versions_NT, update)
+    return replace(rollouts, ordinals=ordinals, versions_NT=versions), Advantages(torch.arange(rows) + 10.0 * update)
+
+
+def play(
+    state: ReplayBuffer, updates: range, **options: Any
+) -> tuple[ReplayBuffer, list[tuple[Rollouts, Advantages]], list[Any]]:
+    made, figures = [], []
+    for update in updates:
+        state, out, figure = replay.fn(state, *replay_batch(update), **options)
+        made.append(out)
+        figures.append(figure)
+    return state, made, figures
+
+
+def groups(rollouts: Rollouts) -> list[int]:
+    return list(dict.fromkeys(rollouts.ordinals))
+
+
+def test_the_first_batch_is_learnt_from_as_it_is() -> None:
+    _, ((rollouts, advantage),), (figures,) = play(memory(), range(1))
+    fresh, worth = replay_batch(0)
+    assert torch.equal(rollouts.tokens_NS, fresh.tokens_NS)
+    assert rollouts.ordinals == fresh.ordinals
+    assert rollouts.replayed_N.tolist() == [False] * len(fresh)
+    assert torch.equal(advantage.values_N, worth.values_N)
+    assert figures == {"replayed": 0.0, "replayed_age": 0.0, "buffered": 3.0}
+
+
+def test_past_groups_come_whole_after_the_fresh_ones_with_all_that_belongs_to_them() -> None:
+    _, made, figures = play(memory(), range(4), take=2)
+    rollouts, advantage = made[3]
+    assert groups(rollouts)[:BATCH] == [9, 10, 11]
+    old = groups(rollouts)[BATCH:]
+    assert len(old) == 2
+    assert set(old) < set(range(9))
+    assert rollouts.replayed_N.tolist() == [False] * BATCH * SAMPLES + [True] * 2 * SAMPLES
+    assert figures[3]["replayed"] == 2.0
+    assert figures[3]["replayed_age"] == pytest.approx(sum(3 - ordinal // BATCH for ordinal in old) / 2)
+    for row in range(BATCH * SAMPLES, len(rollouts)):
+        update, place = divmod(rollouts.ordinals[row], BATCH)
+        fresh, worth = replay_batch(update)
+        there = place * SAMPLES + row % SAMPLES
+        length, width = int(fresh.response_lengths_N[there]), fresh.tokens_NS.shape[1]
+        assert torch.equal(rollouts.tokens_NS[row, :width], fresh.tokens_NS[there])
+        assert torch.equal(rollouts.logprobs_NT[row, :length], fresh.logprobs_NT[there, :length])
+        assert rollouts.versions_NT[row, 0] == update
+        assert advantage.values_N[row] == worth.values_N[there]
+
+
+@pytest.mark.parametrize("max_age", [1, 2, 3])
+def test_no_group_is_older_than_its_bound(max_age: int) -> None:
+    _, made, figures = play(memory(), range(8), take=100, max_age=max_age)
+    for update, (rollouts, _) in enumerate(made):
+        first = max(0, update - max_age) * BATCH
+        assert sorted(groups(rollouts)) == list(range(first, (update + 1) * BATCH))
+    assert figures[-1] == {"replayed": 3.0 * max_age, "replayed_age": (max_age + 1) / 2, "buffered": 3.0 * max_age}
+
+
+def test_a_full_buffer_forgets_the_oldest_groups() -> None:
+    state, made, _ = play(memory(), range(5), take=100, capacity=4, max_age=100)
+    assert groups(state.past()) == [11, 12, 13, 14]
+    assert sorted(groups(made[-1][0])) == [8, 9, 10, 11, 12, 13, 14]
+
+
+def test_draws_are_keyed() -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        return [groups(rollouts) for rollouts, _ in play(memory(seed), range(6), take=2)[1]]
+
+    assert drawn(3) == drawn(3) != drawn(4)
+
+
+def test_each_update_draws_anew() -> None:
+    """From a buffer that stays as it is, all groups come sooner or later: draws do not repeat."""
+    state, _, _ = play(memory(), range(1), max_age=100)
+    drawn = []
+    for update in range(20):
+        state = replace(state, update=1 + update)
+        _, (rollouts, _), _ = replay.fn(state, *replay_batch(30), take=1, max_age=100)
+        drawn += groups(rollouts)[BATCH:]
+    assert set(drawn) == set(range(BATCH))
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_buffer_goes_on_from_a_checkpoint_to_the_bit(before: int) -> None:
+    whole = play(memory(), range(before), take=2)[0]
+    resumed = decode(ReplayBuffer, *encode(whole))
+    assert type(resumed) is ReplayBuffer
+    ours, theirs = (play(state, range(before, before + 3), take=2)[1] for state in (whole, resumed))
+    for (rollouts, advantage), (others, other) in zip(ours, theirs, strict=True):
+        assert rollouts.ordinals == others.ordinals
+        assert rollouts.transcripts == others.transcripts
+        assert torch.equal(rollouts.tokens_NS, others.tokens_NS)
+        assert torch.equal(rollouts.logprobs_NT, others.logprobs_NT)
+        assert torch.equal(advantage.values_N, other.values_N)
+
+
+def test_an_update_counts_replayed_groups_apart_and_cuts_all_of_them_into_minibatches() -> None:
+    """Three fresh groups of lag 0, and two past ones whose lags are their ages: minibatches of three and of two."""
+    learner, state = policy(), memory()
+    for update in range(3):
+        state, (rollouts, advantage), figures = replay.fn(state, *replay_batch(update), take=2)
+        _, found = policy_update.fn(learner, rollouts, advantage, loss=aipo, minibatches=2, lr=0.0)
+        old = [ordinal for ordinal in groups(rollouts) if ordinal < update * BATCH]
+        fresh = replay_batch(update)[0].response_lengths_N.sum()
+        assert len(old) == figures["replayed"] == (2 if update else 0)
+        assert (found["lag_mean"], found["lag_max"]) == (0, 0)
+        assert found["replayed_lag_max"] == max((update - ordinal // BATCH for ordinal in old), default=0)
+        assert found["replayed_tokens"] == found["tokens"] - fresh
+        assert (found["replayed_tokens"] > 0) == (update > 0)
+
+
+def test_advantages_of_tokens_stay_of_tokens() -> None:
+    state = memory()
+    for update in range(2):
+        rollouts, _ = replay_batch(update)
+        state, (mixed, advantage), _ = replay.fn(state, rollouts, TokenAdvantages(rollouts.logprobs_NT * 2))
+    assert isinstance(advantage, TokenAdvantages)
+    assert len(mixed) == 4 * BATCH
+    assert torch.equal(advantage.values_N, mixed.logprobs_NT * 2)
+
+
+# A measurement is the greedy accuracy of one version on the held-out problems.
+
+
+MEASURE_CONTEXT = Context(node="measure", seed=1, data="arithmetic", max_tokens=8, slots=16)
+
+
+def weights(version: int) -> Weights:
+    model, _ = open_model(MEASURE_CONTEXT)
+    return Weights(version, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def ends_in_an_even_digit(prompt: str, response: str, answer: str) -> float:
+    return float(answer[-1] in "02468")
+
+
+def test_all_problems_count_once_and_the_version_is_told() -> None:
+    assert measure.init is not None
+    examiner = measure.init(MEASURE_CONTEXT, problems=24, by=ends_in_an_even_digit)
+    answers = [examiner.source.read(ordinal).answers[0] for ordinal in range(24)]
+    examiner, figures = measure.fn(examiner, weights(5), problems=24, by=ends_in_an_even_digit)
+    expected = sum(answer[-1] in "02468" for answer in answers) / 24
+    assert figures == {"accuracy": pytest.approx(expected), "accuracy_version": 5.0}
+    assert 0 < expected < 1
+    assert not examiner.busy()
+
+
+def test_the_problems_are_held_out() -> None:
+    assert measure.init is not None
+    examiner = measure.init(MEASURE_CONTEXT, problems=1, by=math_answer)
+    first = [open_prompts(replace(MEASURE_CONTEXT, split=split)).read(0) for split in ("evaluate", "train")]
+    assert examiner.source.read(0) == first[0] != first[1]
+
+
+def test_two_measurements_at_once_do_not_mix() -> None:
+    assert measure.init is not None
+    examiner = measure.init(MEASURE_CONTEXT, problems=3, by=math_answer)
+    live = weights(2)
+    for tag in ("a", "b"):
+        examiner.submit(tag, {"behaviour": live})
+    found = {}
+    while examiner.busy():
+        found.update(examiner.step())
+    assert found["a"] == found["b"]
+    examiner.submit("c", {"behaviour": live})
+    examiner.reset()
+    assert not examiner.busy()
+
+
+# `@carried`: which values it takes, and that a checkpoint's JSON gives them back as they were.
+
+
+@carried
+class Plain:
+    rate: float = 0
+    count: int = 0
+    name: str = "a"
+    on: bool = True
+    nothing: None = None
+    parts: list[Any] = field(default_factory=list)
+    pair: tuple[Any, ...] = ()
+    table: dict[str, Any] = field(default_factory=dict)
+
+
+@carried
+@dataclass(frozen=True)
+class Frozen:
+    mean: float = 0.5
+
+
+@carried
+class Started:
+    """Its first value depends on the run."""
+
+    start: float
+
+    @classmethod
+    def make(cls, context: Context) -> "Started":
+        return cls(context.options["start"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Plain(),
+        Plain(0.1, 2**70, "ä\n", False, None, [1, [2.5, None], (3,)], ((), (1, [2])), {"a": {"b": (1,)}, "": []}),
+        Plain(float("inf"), -1),
+    ],
+)
+def test_a_value_comes_back_from_a_checkpoint_as_it_was(value: Any) -> None:
+    tensors, facts = value.state()
+    again = Plain(rate=9.0, name="other")
+    again.restore(tensors, json.loads(json.dumps(facts)))  # type: ignore[attr-defined]
+    assert again == value == deepcopy(value)
+    assert [type(x) for x in vars(again).values()] == [type(x) for x in vars(value).values()]
+    assert isinstance(value, Carried)
+
+
+def test_the_first_value_is_made_of_the_defaults_or_by_the_class() -> None:
+    assert load(Plain.maker)(Context()) == Plain()  # type: ignore[attr-defined]
+    assert load(Started.maker)(Context(options={"start": 3.0})) == Started(3.0)  # type: ignore[attr-defined]
+
+
+def test_numbers_are_sent_with_dtypes_that_stay() -> None:
+    sent: dict[str, torch.Tensor] = Plain().weights()  # type: ignore[attr-defined]
+    later: dict[str, torch.Tensor] = Plain(0.5, 3).weights()  # type: ignore[attr-defined]
+    assert {name: t.dtype for name, t in sent.items()} == {name: t.dtype for name, t in later.items()}
+    assert {name: t.item() for name, t in later.items()} == {"rate": 0.5, "count": 3, "on": True}
+
+
+def test_a_frozen_dataclass_stays_frozen_and_is_restored_all_the_same() -> None:
+    value: Any = Frozen(0.25)
+    with pytest.raises(FrozenInstanceError):
+        value.mean = 1.0
+    value.restore({}, {"mean": 2.0})
+    assert value == Frozen(2.0)
+    with pytest.raises(ValueError, match="given a checkpoint with the fields avg, needed mean"):
+        value.restore({}, {"avg": 2.0})
+    with pytest.raises(TypeError, match=r"Frozen\.mean: given a torch\.Tensor"):
+        Frozen(torch.tensor(1.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [torch.tensor(1.0), {1: 2}, {"a tuple": 1}, {1, 2}, b"x", [object()], 1j])
+def test_what_is_not_plain_is_refused_with_the_field(bad: Any) -> None:
+    value = Plain()
+    with pytest.raises(TypeError, match=r"test_rewards.py:\d+: Plain.table: given a .*, needed a number, a text"):
+        value.table = bad
+    assert value.table == {}
+    value.parts.append(bad)
+    with pytest.raises(TypeError, match=r"Plain\.parts: given a"):
+        value.state()  # type: ignore[attr-defined]
+
+
+def test_a_whole_number_that_no_tensor_holds_is_kept_but_not_sent() -> None:
+    value: Any = Plain(rate=float("-inf"), count=2**70)
+    assert value.state()[1]["count"] == 2**70
+    with pytest.raises(ValueError, match=r"Plain\.count: given 1180591620717411303424, needed a whole number"):
+        value.weights()
+    value.count = -(2**63)
+    assert (value.weights()["count"].item(), value.weights()["rate"].item()) == (-(2**63), float("-inf"))
+
+
+def test_a_class_that_cannot_be_made_elsewhere_is_refused_at_its_line() -> None:
+    with pytest.raises(GraphError, match="a class inside a function") as error:
+
+        @carried
+        class Inner:
+            mean: float = 0.0
+
+    assert error.value.faults[0].where.startswith(f"{__file__}:")
+    needy = type("Needy", (), {"__annotations__": {"mean": float}, "__module__": __name__})
+    with pytest.raises(GraphError, match=r"field 'mean' \[field-without-default\]\n"):
+        carried(needy)

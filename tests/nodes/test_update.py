@@ -1,22 +1,36 @@
-"""An update is AdamW steps on the loss's gradient, however its tokens are packed and its batch is cut."""
+"""An update of the policy: AdamW steps on the gradient of a loss, learning rates, imitation, DPO."""
 
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import assert_type
+from typing import Any, assert_type
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.graph import Policy, Prompts, broadcast, check, program, trace
-from penstock.graph.types import Advantages, Logprobs, Rollouts, TokenAdvantages
+from penstock.graph import (
+    Advantages,
+    Context,
+    Logprobs,
+    Policy,
+    Prompts,
+    Rewards,
+    Rollouts,
+    broadcast,
+    check,
+    program,
+    trace,
+)
+from penstock.graph.types import LearningRate, TokenAdvantages
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.distill import reference_logprobs
+from penstock.nodes.data import Demonstrations
+from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.batching import minibatch_rows, optimizer_steps
+from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.losses import (
     Loss,
     Sampled,
@@ -24,16 +38,20 @@ from penstock.nodes.learn.losses import (
     cispo,
     decoupled_ppo,
     gspo,
+    imitate,
     importance_weighted,
     ppo,
     reinforce,
     tis,
 )
+from penstock.nodes.learn.optimizer import Schedule, cosine, linear
+from penstock.nodes.learn.sft import demonstrated, rollouts_of, sft_update
 from penstock.nodes.learn.update import aipo_update, policy_update
-from penstock.nodes.policy import make_reference
+from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
+from penstock.nodes.reward_model import best_and_worst, bradley_terry_accuracy, bradley_terry_loss, dpo_loss
 from penstock.nodes.score import math_answer, score
-
-from .updating import (
+from tests.nodes.rollouts import assert_gradients, random_rollouts
+from tests.nodes.updating import (
     CONTEXT,
     FREE,
     LENGTHS,
@@ -46,6 +64,9 @@ from .updating import (
     policy,
     unpacked,
 )
+
+# An update is AdamW steps on the loss's gradient, however its tokens are packed and its batch is cut.
+
 
 RHO = 1.1
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -202,9 +223,6 @@ def test_kl_pulls_only_a_policy_that_has_left_the_reference() -> None:
     assert any(not torch.allclose(g, gradients(plain)[name], rtol=1e-2) for name, g in gradients(far).items())
 
 
-# Several steps ------------------------------------------------------------------------------------------------
-
-
 def test_equal_rollouts_make_equal_weights_to_the_bit() -> None:
     learners = [policy(), policy()]
     for learner in learners:
@@ -287,9 +305,6 @@ def test_no_epoch_is_refused() -> None:
         policy_update.fn(policy(), *batch(), loss=aipo, epochs=0)
 
 
-# Steps --------------------------------------------------------------------------------------------------------
-
-
 def test_the_gradient_is_clipped_and_its_norm_reported_as_it_was() -> None:
     free, tight = policy(), policy()
     _, before = aipo_update.fn(free, *batch(), clip_norm=FREE)
@@ -319,9 +334,6 @@ def test_a_gradient_that_is_not_finite_stops_the_update_before_the_weights_chang
     with pytest.raises(FloatingPointError, match="update of version 0: given a gradient of norm"):
         aipo_update.fn(learner, rollouts, advantage)
     assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
-
-
-# Figures ------------------------------------------------------------------------------------------------------
 
 
 def test_the_figures_are_those_of_the_sampled_tokens() -> None:
@@ -355,9 +367,6 @@ def test_kl_is_the_last_epochs() -> None:
     assert both["kl"] == second["kl"] != one["kl"]
     assert both["ratio_mean"] == pytest.approx((one["ratio_mean"] + second["ratio_mean"]) / 2)
     assert both["grad_norm"] == pytest.approx((one["grad_norm"] + second["grad_norm"]) / 2)
-
-
-# What does not fit --------------------------------------------------------------------------------------------
 
 
 def test_another_policy_is_refused() -> None:
@@ -429,9 +438,6 @@ def test_a_loss_that_sums_over_tokens_is_refused_by_name() -> None:
         policy_update.fn(policy(), *batch(), loss=summed)
 
 
-# A policy of one's own type -----------------------------------------------------------------------------------
-
-
 class Proposer(Policy):
     """One of two policies of a program."""
 
@@ -468,3 +474,282 @@ def test_one_policy_is_not_taken_for_the_other() -> None:
         ("the next 'proposer'", "Proposer"),
         ("the next 'solver'", "Solver"),
     }
+
+
+# Learning rates that change: by hand, by schedule, and as another node has computed them.
+
+
+UPDATES = 10
+"""Of the run that `policy` is made for."""
+
+
+def rates(schedule: Schedule) -> list[float]:
+    return [schedule(update, UPDATES) for update in range(UPDATES + 2)]
+
+
+def test_a_line_up_then_a_line_down() -> None:
+    falling = [2.0 * (1 - 0.1 * update) for update in range(UPDATES)] + [0.0, 0.0]
+    assert rates(partial(linear, peak=2.0)) == pytest.approx(falling)
+    rising = [0.25, 0.5, 0.75, *[1.0] * 9]
+    assert rates(partial(linear, peak=1.0, warmup=3, final=1.0)) == pytest.approx(rising)
+    assert rates(partial(linear, peak=1.0, warmup=3, final=0.5))[:4] == pytest.approx([0.25, 0.475, 0.675, 0.85])
+
+
+def test_half_a_cosine_from_the_peak_to_its_final_share() -> None:
+    found = rates(partial(cosine, peak=4.0, final=0.5))
+    assert (found[0], found[5], found[10], found[11]) == pytest.approx((4.0, 3.0, 2.0, 2.0))
+    assert found == sorted(found, reverse=True)
+    assert rates(partial(cosine, peak=4.0, warmup=1, final=0.5))[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_update_by_a_schedule_is_the_update_with_that_number_to_the_bit(epochs: int) -> None:
+    schedule = partial(linear, peak=1e-2, warmup=2)
+    one, other = policy(updates=UPDATES), policy(updates=UPDATES)
+    for rate in rates(schedule)[:3]:
+        _, figures = policy_update.fn(one, *batch(), loss=aipo, lr=schedule, epochs=epochs)
+        policy_update.fn(other, *batch(), loss=aipo, lr=rate, epochs=epochs)
+        assert figures["lr"] == rate
+    assert equal(one, other)
+
+
+def test_a_rate_that_a_node_has_computed_takes_the_place_of_the_number() -> None:
+    one, other = policy(), policy()
+    _, figures = policy_update.fn(one, *batch(), rate=LearningRate(3e-3), loss=aipo)
+    policy_update.fn(other, *batch(), loss=aipo, lr=3e-3)
+    assert equal(one, other)
+    assert figures["lr"] == 3e-3
+
+
+def test_other_updates_take_schedules_too() -> None:
+    (rollouts, advantage), learners = batch(), [policy(), policy()]
+    rollouts.ordinals = (0,) * 5
+    reference = policy_logprobs.fn(learners[0], rollouts)
+    for learner, lr in zip(learners, (partial(cosine, peak=1e-3, warmup=3), 2.5e-4), strict=True):
+        dpo_update.fn(learner, rollouts, advantage, reference, lr=lr)
+    assert equal(*learners)
+
+
+@pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
+def test_a_rate_that_is_none_is_refused_before_the_weights_change(rate: float) -> None:
+    learner = policy()
+    with pytest.raises(ValueError, match=r"update 0 of 10: given a learning rate of .*, needed a finite number of at"):
+        policy_update.fn(learner, *batch(), rate=LearningRate(rate), loss=aipo)
+    assert equal(learner, policy())
+    assert torch.isfinite(learner.weights()["model.norm.weight"]).all()
+
+
+# Imitation learns demonstrations, end tokens included.
+
+
+def test_sft_learns_the_demonstrations_and_ends_each_with_the_end_token() -> None:
+    learner = policy(updates=30)
+    demonstrations = Demonstrations(("1+1=", "10-3="), ("2", "7"))
+    losses = [sft_update.fn(learner, demonstrations, lr=3e-3, warmup=2, final=0.1)[1] for _ in range(30)]
+    assert losses[0]["tokens"] == 4
+    assert losses[-1]["loss"] < 0.1 * losses[0]["loss"]
+    assert losses[0]["lr"] < losses[2]["lr"] == pytest.approx(3e-3, rel=0.02)
+    assert losses[-1]["lr"] == pytest.approx(3e-4, rel=0.1)
+
+
+def test_a_demonstration_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="given 37 tokens, needed at most 32"):
+        sft_update.fn(policy(), Demonstrations(("1+1=",), ("2" * 32,)))
+
+
+def test_demonstrations_as_rollouts_are_learnt_from_as_they_are() -> None:
+    """One step on their cross-entropy, by `sft_update` and by `policy_update`."""
+    shown = Demonstrations(("1+1=", "20+3="), ("2", "23"))
+    one, other = policy(), policy()
+    _, figures = sft_update.fn(one, shown, lr=1e-3, warmup=0, weight_decay=0.0)
+    rollouts = demonstrated.fn(other, shown)
+    _, found = policy_update.fn(other, rollouts, Advantages(torch.ones(2)), loss=imitate, lr=figures["lr"])
+    assert equal(one, other)
+    assert (found["tokens"], found["loss"]) == (figures["tokens"], pytest.approx(figures["loss"]))
+    assert not {"lag_mean", "ratio_mean", "kl"} & found.keys()
+    assert rollouts.finished_N.all()
+    assert (rollouts.ordinals, rollouts.texts, rollouts.logprobs_NT) == ((0, 1), ("2", "23"), None)
+    with pytest.raises(ValueError, match="given no behaviour_P"):
+        policy_update.fn(other, rollouts, Advantages(torch.ones(2)), loss=aipo)
+
+
+def test_texts_become_rollouts_in_groups_and_within_a_limit() -> None:
+    with pytest.raises(ValueError, match=r"demonstration '1\+1=': given 45 tokens, needed at most 32"):
+        demonstrated.fn(policy(), Demonstrations(("1+1=",), ("2" * 40,)))
+    tokenizer = policy().tokenizer
+    made = rollouts_of(tokenizer, ["1+1="] * 2, ["2", "3"], ordinals=[7, 7], answers=["2", "2"])
+    assert (made.ordinals, made.answers) == ((7, 7), ("2", "2"))
+    assert len(rollouts_of(tokenizer, [], [])) == 0
+    with pytest.raises(ValueError, match="given 1 answers, needed 2, one for each text"):
+        rollouts_of(tokenizer, ["1+1="] * 2, ["2", "3"], answers=["2"])
+
+
+def test_rows_are_taken_by_numbers_or_by_marks() -> None:
+    made = rollouts_of(policy().tokenizer, ["1+1=", "1+2=", "2+2="], ["2", "3", "4"])
+    scores_N = torch.tensor([1.0, 0.0, 1.0])
+    marks: list[Any] = [[True, False, True], scores_N > 0, [score > 0 for score in scores_N], (scores_N > 0).numpy()]
+    numbers: list[Any] = [[0, 2], range(0, 3, 2), torch.tensor([0, 2]), list(torch.tensor([0, 2]).numpy())]
+    for rows in (*marks, *numbers):
+        assert made.take(rows).texts == ("2", "4")
+        assert torch.equal(made.take(rows).tokens_NS, made.tokens_NS[[0, 2]])
+    for wrong, told in ((scores_N, "given row 1.0"), ([3], "given row 3"), ([-1], "given row -1")):
+        with pytest.raises(ValueError, match=told):
+            made.take(wrong)
+    assert len(made.take(scores_N > 2)) == 0
+
+
+# A DPO update by hand: the gradient of equation 7 on each prompt's best and worst response.
+
+
+DPO_FREE = float("inf")
+BETA = 0.3
+DPO_LENGTHS = [(2, 3), (2, 1), (2, 4), (1, 2), (1, 3), (1, 1), (3, 2), (3, 2)]
+REWARDS = Rewards(torch.tensor([0.0, 2.0, 1.0, 0.5, -1.0, 0.0, 1.0, 1.0]))
+PAIRS = [(1, 0), (3, 4)]
+"""(best, worst) of the first two prompts; those of the third are equal."""
+
+
+def dpo_batch() -> tuple[Rollouts, Logprobs]:
+    """Three prompts; an environment's token in the first response. The reference is someone else."""
+    rollouts = replace(random_rollouts(DPO_LENGTHS, unsampled=[(0, 1)]), ordinals=(4, 4, 4, 9, 9, 9, 7, 7))
+    generator = torch.Generator().manual_seed(5)
+    return rollouts, Logprobs(torch.randn(8, 4, generator=generator) * 0.3 - 2.7)
+
+
+def dpo_policy(**changes: Any) -> LanguagePolicy:
+    made = make_policy(replace(Context(node="policy", seed=1), **changes))
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("micro_tokens", [1, 1000])
+def test_an_update_steps_along_equation_7(micro_tokens: int, silent: bool) -> None:
+    """`silent`: in the best response to the first prompt there is no token that the policy sampled."""
+    learner, twin, (rollouts, reference) = dpo_policy(), dpo_policy(), dpo_batch()
+    if silent:
+        rollouts.versions_NT[1] = -1
+    options = {"beta": BETA, "clip_norm": DPO_FREE, "micro_tokens": micro_tokens}
+    _, figures = dpo_update.fn(learner, rollouts, REWARDS, reference, **options)
+
+    def against_reference(row: int) -> torch.Tensor:
+        """log π / π_ref of the sampled tokens of a response."""
+        prompt, length = DPO_LENGTHS[row]
+        tokens = rollouts.tokens_NS[row, : prompt + length]
+        logprobs = twin.model.logits(twin.model(tokens[None, :-1]))[0].log_softmax(-1)
+        own = logprobs[range(prompt + length - 1), tokens[1:]][prompt - 1 :]
+        gaps: torch.Tensor = own - reference.logprobs_NT[row, :length]
+        return gaps[rollouts.versions_NT[row, :length] >= 0].sum()
+
+    margins = torch.stack([against_reference(best) - against_reference(worst) for best, worst in PAIRS])
+    loss = -torch.log(1 / (1 + torch.exp(-BETA * margins))).mean()
+    assert_gradients(learner, loss, twin.masters)
+    assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert figures["margin"] == pytest.approx(float(margins.detach().mean()), rel=1e-3)
+    assert (figures["pairs"], figures["tokens"]) == (2.0, (not silent) + 2 + 2 + 3)
+    assert figures["preferred"] == float((margins > 0).float().mean())
+
+
+def test_without_a_preference_no_weight_moves_and_the_version_goes_on() -> None:
+    learner, (rollouts, reference) = dpo_policy(), dpo_batch()
+    before = {name: w.clone() for name, w in learner.weights().items()}
+    _, figures = dpo_update.fn(learner, rollouts, Rewards(torch.ones(8)), reference)
+    assert (figures["pairs"], figures["grad_norm"], learner.version) == (0.0, 0.0, 1)
+    assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
+
+
+def test_the_chosen_becomes_likelier_against_the_rejected() -> None:
+    learner, (rollouts, _) = dpo_policy(), dpo_batch()
+    reference = policy_logprobs.fn(learner, rollouts)
+    figures = [dpo_update.fn(learner, rollouts, REWARDS, reference, lr=1e-3)[1] for _ in range(10)]
+    assert figures[0]["margin"] == 0.0
+    assert figures[-1]["margin"] > 1.0
+    assert figures[-1]["preferred"] == 1.0
+
+
+# DPO and Bradley-Terry by hand; the best and the worst of a group, ties included.
+
+
+CHOSEN = torch.tensor([-10.0, -12.0], dtype=torch.float64)
+REJECTED = torch.tensor([-11.0, -9.0], dtype=torch.float64)
+REFERENCE_CHOSEN = torch.tensor([-12.0, -12.0], dtype=torch.float64)
+REFERENCE_REJECTED = torch.tensor([-10.0, -12.0], dtype=torch.float64)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_dpo_and_its_gradient_by_hand() -> None:
+    """Margins (2 + 1) and (0 − 3), β = ½; the gradient is ∓ β · σ(−β · margin)."""
+    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
+    loss = dpo_loss(chosen, rejected, REFERENCE_CHOSEN, REFERENCE_REJECTED, beta=0.5)
+    by_hand = [-math.log(sigmoid(1.5)), -math.log(sigmoid(-1.5))]
+    torch.testing.assert_close(loss, torch.tensor(by_hand, dtype=torch.float64))
+    slope = torch.tensor([0.5 * sigmoid(-1.5), 0.5 * sigmoid(1.5)], dtype=torch.float64)
+    grads = torch.autograd.grad(loss.sum(), (chosen, rejected))
+    torch.testing.assert_close(grads, (-slope, slope))
+
+
+def test_dpo_gradient_is_that_of_the_loss() -> None:
+    inputs = [x.clone().requires_grad_() for x in (CHOSEN, REJECTED)]
+    assert torch.autograd.gradcheck(
+        lambda chosen, rejected: dpo_loss(chosen, rejected, REFERENCE_CHOSEN, REFERENCE_REJECTED, beta=0.1), inputs
+    )
+
+
+def test_dpo_at_the_reference_is_log_two() -> None:
+    loss = dpo_loss(CHOSEN, REJECTED, CHOSEN, REJECTED, beta=0.1)
+    torch.testing.assert_close(loss, torch.full((2,), math.log(2), dtype=torch.float64))
+
+
+def test_a_hopeless_pair_has_a_finite_loss() -> None:
+    far = torch.tensor([2000.0])
+    assert dpo_loss(-far, far, torch.zeros(1), torch.zeros(1), beta=1.0).tolist() == [4000.0]
+
+
+def test_best_and_worst_of_each_group() -> None:
+    rewards = torch.tensor([3.0, 0.5, 1.0, 0.1, 2.0, 0.9])
+    groups = torch.tensor([0, 1, 0, 1, 0, 1])
+    best, worst, weight = best_and_worst(rewards, groups)
+    assert (best.tolist(), worst.tolist(), weight.tolist()) == ([0, 5], [2, 3], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("shift", [0.0, -2.0, -10.0])
+def test_the_worst_is_the_lowest_whatever_the_sign(shift: float) -> None:
+    rewards = torch.tensor([3.0, -0.5, 1.0, -0.1, 2.0, -4.0]) + shift
+    best, worst, _ = best_and_worst(rewards, torch.tensor([0, 1, 0, 1, 0, 1]))
+    assert (best.tolist(), worst.tolist()) == ([0, 3], [2, 5])
+
+
+def test_among_equals_the_first_row_is_taken_and_a_tie_of_all_weighs_nothing() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.7, 0.7, 0.7, 5.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
+    best, worst, weight = best_and_worst(rewards, groups)
+    assert best.tolist() == [0, 4, 7]
+    assert worst.tolist() == [1, 4, 7]
+    assert weight.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_tied_pair_gives_no_gradient() -> None:
+    logprobs = torch.tensor([-3.0, -4.0, -5.0, -6.0], requires_grad=True)
+    best, worst, weight = best_and_worst(torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    reference = logprobs.detach()
+    loss = weight * dpo_loss(logprobs[best], logprobs[worst], reference[best], reference[worst], beta=1.0)
+    assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == [0.0, 0.0, 0.5, -0.5]
+
+
+def test_bradley_terry_and_its_gradient_by_hand() -> None:
+    chosen = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    loss = bradley_terry_loss(chosen, rejected)
+    by_hand = [math.log(1 + math.exp(-1.5)), math.log(1 + math.exp(2.0))]
+    torch.testing.assert_close(loss, torch.tensor(by_hand, dtype=torch.float64))
+    slope = torch.tensor([sigmoid(-1.5), sigmoid(2.0)], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), (chosen, rejected)), (-slope, slope))
+    assert torch.autograd.gradcheck(bradley_terry_loss, (chosen, rejected))
+
+
+@pytest.mark.parametrize(("chosen", "accuracy"), [(2.0, 1.0), (0.5, 0.5), (-3.0, 0.0)])
+def test_a_model_that_cannot_tell_is_right_half_the_time(chosen: float, accuracy: float) -> None:
+    assert bradley_terry_accuracy(torch.tensor([chosen]), torch.tensor([0.5])).tolist() == [accuracy]

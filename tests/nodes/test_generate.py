@@ -8,16 +8,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
+from penstock.graph import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.protocols import Carried, Stream
+from penstock.graph.types import Replies
+from penstock.nodes import fake
+from penstock.nodes.fake import (
+    FakeEngine,
+    FakeError,
+    FakePolicy,
+    fake_environment,
+    fake_generate,
+    fake_score,
+    fake_update,
+)
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.engine import Engine, EngineSlots
+from penstock.nodes.generate.kv_cache import Cache, MemoryPlan, Prefix, available_bytes, block_bounds
+from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.model import Llama, ModelError, save_model
+from penstock.nodes.model import Llama, ModelConfig, ModelError, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy
+from tests.nodes.tiny_model import CONFIG, TOKENIZER
 
-from .tiny_model import CONFIG, TOKENIZER
+# Responses are a function of weights, key and slots alone: not of neighbours, slots, order or timing.
+
 
 TEXTS = ("1+2=", "37+58=", "abc" * 5, "9", "0123456789+-=abc0", "12-7=" * 9, "4+4=", "77-")
 
@@ -461,3 +478,393 @@ def test_a_probability_that_is_no_number_is_an_error_in_a_held_slot_alone() -> N
     slots.record(np.array([1, 1]), nan, 3)
     with pytest.raises(FloatingPointError, match="weights of version 3"):
         slots.record(np.array([1, 1]), nan[::-1], 3)
+
+
+# The cache attends in blocks whose number changes no row; what it takes is known before any of it is taken.
+
+
+CACHE_CONFIG = ModelConfig(40, 32, 40, 2, 4, 2, 8, 64, initializer_range=0.2)
+SLOTS = 16
+
+
+def filled(length: int) -> tuple[Cache, Tensor, Tensor, Tensor]:
+    """A cache of random entries, and one step's queries, keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    cache = Cache(CACHE_CONFIG, SLOTS, length, torch.float32, "cpu")
+    for keys_XBK, values_XBK in cache.blocks(1):
+        keys_XBK.normal_(generator=generator)
+        values_XBK.normal_(generator=generator)
+    q, k, v = (torch.randn(SLOTS, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
+    return cache, q, k, v
+
+
+def held(cache: Cache, row: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a slot in layer 1, [G, C, K]."""
+    blocks = [(keys.view(SLOTS, 2, -1, 8)[row], values.view(SLOTS, 2, -1, 8)[row]) for keys, values in cache.blocks(1)]
+    return torch.cat([keys for keys, _ in blocks], 1), torch.cat([values for _, values in blocks], 1)
+
+
+def test_blocks_cover_a_cache_and_do_not_depend_on_its_length() -> None:
+    assert block_bounds(20) == [(0, 16), (16, 20)]
+    assert block_bounds(1000)[:5] == [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
+    assert [end for _, end in block_bounds(1000)][4:] == [256, 512, 768, 1000]
+
+
+def test_blocks_beyond_a_row_do_not_change_its_bits() -> None:
+    cache, q_S1HK, k_S1GK, v_S1GK = filled(600)
+    outs = []
+    for reach in (41, 600):
+        cache.begin(torch.arange(25, 41), reach)
+        outs.append(cache.attend(1, q_S1HK, k_S1GK, v_S1GK))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_attention_by_blocks_is_attention() -> None:
+    cache, q_S1HK, k_S1GK, v_S1GK = filled(600)
+    positions_S = torch.arange(SLOTS) * 39 + 3
+    cache.begin(positions_S, 600)
+    out_S1HK = cache.attend(1, q_S1HK, k_S1GK, v_S1GK)
+    for row, position in enumerate(positions_S.tolist()):
+        keys_HCK, values_HCK = (x[:, : position + 1].repeat_interleave(2, 0) for x in held(cache, row))
+        expected_H1K = F.scaled_dot_product_attention(q_S1HK[row].transpose(0, 1), keys_HCK, values_HCK)
+        torch.testing.assert_close(out_S1HK[row].transpose(0, 1), expected_H1K)
+        assert torch.equal(keys_HCK[0, position], k_S1GK[row, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_on_a_cache_equals_the_whole_forward(dtype: torch.dtype) -> None:
+    model = Llama(CACHE_CONFIG, dtype)
+    model.init_weights(0)
+    tokens_SC = torch.randint(0, 40, (SLOTS, 30), generator=torch.Generator().manual_seed(1))
+    cache, prefix = Cache(CACHE_CONFIG, SLOTS, 64, dtype, "cpu"), Prefix()
+    with torch.no_grad():
+        whole_SCD = model(tokens_SC)
+        model(tokens_SC[:, :10], None, prefix.attend)
+        order = torch.randperm(SLOTS)
+        cache.place(prefix, order, order)
+        for position in range(10, 30):
+            positions_S = torch.full((SLOTS,), position)
+            cache.begin(positions_S, position + 1)
+            step_S1D = model(tokens_SC[:, position, None], positions_S[:, None], cache.attend)
+            error_SD = (step_S1D[:, 0] - whole_SCD[:, position]).float().abs()
+            assert error_SD.max() < (1e-4 if dtype == torch.float32 else 0.15)
+            assert error_SD.mean() < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+SMALL = ModelConfig(40, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+
+
+def room(slots: int, dtype: torch.dtype = torch.float32) -> MemoryPlan:
+    return MemoryPlan(SMALL, slots, length=72, max_tokens=8, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_the_cache_is_known_ahead(dtype: torch.dtype) -> None:
+    cache = room(16, dtype).take().cache
+    tensors = [tensor for layer in range(3) for pair in cache.blocks(layer) for tensor in pair]
+    assert room(16, dtype).cache_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_memory_is_taken_as_zeros() -> None:
+    memory = room(16).take()
+    assert not any(x.any() for x in (memory.tokens_S, memory.logits_SV, memory.uniform_TS))
+    assert not any(x.any() for pair in memory.cache.blocks(2) for x in pair)
+
+
+def test_a_cache_that_does_not_fit_is_an_error_that_says_what_to_give() -> None:
+    slots, entries = 10**10, 3 * 2 * 8  # keys or values of a position: layers, heads, width of a head
+    needed = 2 * entries * 72 * slots * 4
+    flags = r"fewer --slots or fewer --max-tokens, or the program an option max_prompt .* below 64"
+    for use in (room(slots).check, room(slots).take):
+        with pytest.raises(
+            ValueError, match=rf"{slots} slots of 72 positions.* {needed} bytes .* at most the \d+ bytes .*{flags}"
+        ):
+            use()
+
+
+def test_what_is_available_is_some_memory() -> None:
+    assert 0 < available_bytes("cpu") < 1 << 60
+
+
+# Draws are keyed, follow the distribution, and the recorded log-probability is that of the distribution used.
+
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(seed: int, index: int) -> int:
+    """The generator as published, in exact integers."""
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+def logits(rows: int, vocab: int, scale: float = 2.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)) * scale
+
+
+def test_uniforms_are_those_of_splitmix64() -> None:
+    keys = torch.tensor([0, 1, 2**62 + 12345, 2**63 - 1])
+    positions = torch.tensor([0, 7, 100_000, 3])
+    expected = [(splitmix64(k, p) >> 12) * 2.0**-52 for k, p in zip(keys.tolist(), positions.tolist(), strict=True)]
+    assert keyed_uniform(keys, positions).tolist() == expected
+
+
+def test_uniforms_are_uniform_over_keys_and_over_positions() -> None:
+    many = torch.arange(100_000)
+    for values in (keyed_uniform(torch.tensor(17), many), keyed_uniform(many, torch.tensor(3))):
+        assert float(values.min()) >= 0
+        assert float(values.max()) < 1
+        counts = torch.histc(values.float(), 20, 0, 1)
+        assert ((counts - 5000).abs() < 5 * 5000**0.5).all()
+
+
+def test_draws_follow_the_distribution() -> None:
+    num_draws, sampler = 40_000, Sampler()
+    row_V = logits(1, 7)
+    tokens, _ = sampler(row_V.expand(num_draws, -1), keyed_uniform(torch.tensor(1), torch.arange(num_draws)))
+    expected_V = row_V[0].softmax(0) * num_draws
+    counts_V = torch.bincount(tokens, minlength=7)
+    assert ((counts_V - expected_V).abs() < 5 * expected_V.sqrt()).all()
+
+
+def test_the_whole_range_of_uniforms_gives_tokens_of_positive_probability() -> None:
+    logits_SV = torch.full((2, 6), -torch.inf)
+    logits_SV[:, 2], logits_SV[:, 4] = 0.0, 1.0
+    tokens, logprobs = Sampler()(logits_SV, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
+    assert tokens.tolist() == [2, 4]
+    assert torch.allclose(logprobs.exp().sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.5), Sampler(1.5, 3), Sampler(1.0, 0, 0.6)])
+def test_the_recorded_logprob_is_that_of_the_distribution_used(sampler: Sampler) -> None:
+    logits_SV = logits(64, 11)
+    tokens, logprobs = sampler(logits_SV, keyed_uniform(torch.arange(64), torch.tensor(0)))
+    allowed = sampler.logprobs(logits_SV)
+    torch.testing.assert_close(allowed.exp().sum(-1), torch.ones(64))
+    assert torch.equal(logprobs, allowed.gather(1, tokens[:, None]).squeeze(1))
+    kept = (allowed > -torch.inf).sum(-1)
+    if sampler.top_k:
+        assert set(kept.tolist()) == {sampler.top_k}
+    uncut = Sampler(sampler.temperature).logprobs(logits_SV)
+    torch.testing.assert_close(uncut, torch.log_softmax(logits_SV / sampler.temperature, -1))
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
+    logits_SV = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
+    for top_p, kept in ((0.4, [0]), (0.5, [0]), (0.51, [0, 2]), (0.85, [0, 1, 2]), (1.0, [0, 1, 2, 3])):
+        allowed = Sampler(top_p=top_p).logprobs(logits_SV)[0]
+        assert (allowed > -torch.inf).nonzero().flatten().tolist() == kept
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4), (0.2499999, 1), (1.0, 4)])
+def test_a_token_with_which_top_p_is_reached_exactly_is_the_last_one(top_p: float, kept: int) -> None:
+    """Four equal tokens: their probabilities and the sums of them are exact."""
+    allowed = Sampler(top_p=top_p).logprobs(torch.zeros(1, 4))[0]
+    assert (allowed > -torch.inf).tolist() == [True] * kept + [False] * (4 - kept)
+    torch.testing.assert_close(allowed[:kept].exp(), torch.full((kept,), 1 / kept))
+
+
+def test_temperature_zero_takes_the_likeliest_with_probability_one() -> None:
+    logits_SV = logits(5, 9)
+    tokens, logprobs = Sampler(0.0)(logits_SV, torch.rand(5, dtype=torch.float64))
+    assert torch.equal(tokens, logits_SV.argmax(-1))
+    assert logprobs.tolist() == [0.0] * 5
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits_SV, uniform_S = logits(64, 23), keyed_uniform(torch.arange(64), torch.tensor(9))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for sampler in (Sampler(), Sampler(0.7, 5, 0.9)):
+        tokens, logprobs = sampler(logits_SV, uniform_S)
+        other_tokens, other_logprobs = sampler(logits_SV[order], uniform_S[order])
+        assert torch.equal(tokens[order], other_tokens)
+        assert torch.equal(logprobs[order], other_logprobs)
+
+
+# Fake nodes are deterministic in all but time, and break where they are told to.
+
+
+CONTEXT = Context(node="policy")
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's: between two of its steps no more than one token is due, however slow the machine is."""
+    monkeypatch.setattr("penstock.nodes.fake.time", Clock())
+
+
+def policy() -> FakePolicy:
+    made = fake.make_policy(CONTEXT)
+    assert isinstance(made, FakePolicy)
+    return made
+
+
+def prompt(ordinal: int) -> Prompts:
+    read: Prompts = fake.open_prompts(CONTEXT).read(ordinal)
+    return read
+
+
+def generate_of_fake(ordinal: int, behaviour: Weights, **options: Any) -> Rollouts:
+    made: Rollouts = fake_generate.fn(FakeEngine(4, 0.0), prompt(ordinal), behaviour, **options)[1]
+    return made
+
+
+def fake_weights(learner: FakePolicy) -> Weights:
+    return Weights(learner.version, {"values": learner.weights()["values"].clone()})
+
+
+def train(updates: int, *, lag: int = 0, jitter_ms: float = 0.0, order: tuple[int, ...] = (0, 1)) -> FakePolicy:
+    """A plain loop of two groups per update."""
+    learner, versions = policy(), []
+    for update in range(updates):
+        versions.append(fake_weights(learner))
+        behaviour = versions[max(0, update - lag)]
+        parts = [generate_of_fake(2 * update + i, behaviour) for i in order]
+        rewards = [fake_score.fn(part, jitter_ms=jitter_ms)[0] for part in parts]
+        fake_update.fn(learner, Rollouts.concat(parts), Rewards.concat(rewards), jitter_ms=jitter_ms)
+    return learner
+
+
+def test_a_run_depends_on_lag_and_order_but_not_on_time() -> None:
+    values = train(3).values_W
+    assert torch.equal(values, train(3, jitter_ms=2.0).values_W)
+    assert not torch.equal(values, train(3, lag=1).values_W)
+    assert not torch.equal(values, train(3, order=(1, 0)).values_W)
+    assert not torch.equal(values, policy().values_W)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_token_keeps_the_version_that_made_it() -> None:
+    engine, behaviour = FakeEngine(samples=2, ms=40.0), fake_weights(policy())
+    engine.submit("a", {"prompts": prompt(0), "behaviour": behaviour})
+    assert engine.busy()
+    while not engine.groups["a"].tokens:
+        engine.step()
+    behaviour.version = 1
+    behaviour.tensors = {"values": behaviour.tensors["values"] + 1}
+    finished: list[Any] = []
+    while engine.busy():
+        finished += engine.step()
+    ((tag, rollouts),) = finished
+    assert tag == "a"
+    versions = rollouts.versions_NT[0].tolist()
+    assert (versions[0], versions[-1]) == (0, 1)
+    old = generate_of_fake(0, fake_weights(policy())).logprobs_NT
+    assert torch.equal(rollouts.logprobs_NT[:, 0], old[:2, 0])
+    assert not torch.equal(rollouts.logprobs_NT[:, -1], old[:2, -1])
+
+
+def test_several_groups_are_in_work_at_once_and_come_out_as_if_alone() -> None:
+    engine, behaviour = FakeEngine(samples=4, ms=1.0, jitter_ms=3.0), fake_weights(policy())
+    assert isinstance(engine, Stream)
+    for ordinal in range(5):
+        engine.submit(ordinal, {"prompts": prompt(ordinal), "behaviour": behaviour})
+    finished: dict[int, Rollouts] = {}
+    while engine.busy():
+        finished.update(engine.step())
+    for ordinal, rollouts in finished.items():
+        alone = generate_of_fake(ordinal, behaviour)
+        assert rollouts.ordinals == (ordinal,) * 4
+        assert torch.equal(rollouts.tokens_NS, alone.tokens_NS)
+        assert rollouts.texts == alone.texts
+    assert set(finished) == set(range(5))
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_reset_engine_has_forgotten_its_groups() -> None:
+    engine, behaviour = FakeEngine(samples=4, ms=1.0), fake_weights(policy())
+    engine.submit("lost", {"prompts": prompt(0), "behaviour": behaviour})
+    engine.step()
+    assert engine.busy()
+    engine.reset()
+    assert not engine.busy()
+    engine.submit("kept", {"prompts": prompt(0), "behaviour": behaviour})
+    finished: list[Any] = []
+    while engine.busy():
+        finished += engine.step()
+    ((tag, rollouts),) = finished
+    assert tag == "kept"
+    assert torch.equal(rollouts.tokens_NS, generate_of_fake(0, behaviour).tokens_NS)
+
+
+def test_metrics_report_the_lag() -> None:
+    learner = policy()
+    rollouts = generate_of_fake(0, fake_weights(learner))
+    learner.version = 3
+    _, metrics = fake_update.fn(learner, rollouts, fake_score.fn(rollouts)[0])
+    assert (metrics["lag_mean"], metrics["lag_max"], learner.version) == (3.0, 3.0, 4)
+
+
+def test_a_firing_raises_where_it_is_told_to() -> None:
+    learner = policy()
+    behaviour = fake_weights(learner)
+    rollouts = generate_of_fake(5, behaviour)
+    rewards, _ = fake_score.fn(rollouts, raise_at=4)
+    with pytest.raises(FakeError, match=r"fake_generate\[5\] was told to raise"):
+        fake_generate.fn(FakeEngine(4, 0.0, raise_at=5), prompt(5), behaviour)
+    with pytest.raises(FakeError, match=r"fake_score\[5\] was told to raise"):
+        fake_score.fn(rollouts, raise_at=5)
+    with pytest.raises(FakeError, match=r"fake_update\[0\] was told to raise"):
+        fake_update.fn(learner, rollouts, rewards, raise_at=0)
+
+
+def test_a_firing_hangs_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    rollouts = generate_of_fake(5, fake_weights(policy()))
+    fake_score.fn(rollouts, hang_at=4)
+    assert fake.HANG_S not in slept
+    fake_score.fn(rollouts, hang_at=5)
+    assert fake.HANG_S in slept
+
+
+def test_the_options_of_the_program_delay_the_publishing_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    fake.make_policy(replace(CONTEXT, options={"sync_ms": 5.0})).weights()
+    assert slept == [0.005]
+
+
+def test_a_restored_fake_policy_goes_on_to_the_bit() -> None:
+    whole, resumed = train(2), policy()
+    assert isinstance(resumed, Carried)
+    resumed.restore(*whole.state())
+    for learner in (whole, resumed):
+        rollouts = generate_of_fake(9, fake_weights(learner))
+        fake_update.fn(learner, rollouts, fake_score.fn(rollouts)[0])
+    assert torch.equal(whole.values_W, resumed.values_W)
+    assert whole.version == resumed.version == 3
+
+
+def test_a_fake_conversation_goes_on_in_the_rows_that_are_not_done() -> None:
+    behaviour = fake_weights(policy())
+    engine = FakeEngine(8, 0.0)
+    _, rollouts = fake_generate.fn(engine, prompt(5), behaviour, samples=8)
+    for _ in range(2):
+        replies = fake_environment.fn(rollouts)
+        assert not replies.done
+        _, after = fake_generate.fn(engine, prompt(5), behaviour, rollouts, replies, samples=8)
+        for row, done in enumerate(replies.done_N.tolist()):
+            assert after.turns()[row] == rollouts.turns()[row] + (not done)
+            old = int(rollouts.response_lengths_N[row])
+            assert torch.equal(after.tokens_NS[row, : 1 + old], rollouts.tokens_NS[row, : 1 + old])
+            if not done:
+                assert after.versions_NT[row, old:].tolist() == [-1] + [behaviour.version] * 4
+                assert after.tokens_NS[row, 1 + old] == int(replies.texts[row])
+        rollouts = after
+    assert fake_environment.fn(rollouts).done
+    assert sorted(set(rollouts.turns())) == [1, 2, 3]

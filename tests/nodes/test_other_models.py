@@ -1,0 +1,718 @@
+"""Models beside the policy: critic, reward model, teacher, reference, moving average."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.graph import Context, Logprobs, Rewards
+from penstock.graph.protocols import Carried
+from penstock.graph.types import Average, Critic, PreferenceModel, Reference, Returns, RewardModel, Teacher, Values
+from penstock.nodes.critic import (
+    LanguageCritic,
+    critic_update,
+    critic_values,
+    discounted_sums,
+    gae,
+    generalized_advantages,
+    last_tokens,
+    make_critic,
+    terminal_rewards,
+    value_loss,
+)
+from penstock.nodes.data import Pairs
+from penstock.nodes.distill import (
+    distill_update,
+    distillation_advantage,
+    open_teacher,
+    policy_logprobs,
+    reference_logprobs,
+)
+from penstock.nodes.ema import FollowingPolicy, ema, make_average, refresh
+from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer, grow_scorer, load_scorer, save_model
+from penstock.nodes.policy import FrozenPolicy, LanguageModel, LanguagePolicy, make_policy, make_reference
+from penstock.nodes.reward_model import (
+    FrozenRewardModel,
+    LearningRewardModel,
+    make_preference_model,
+    open_reward_model,
+    preference_update,
+    reward_scores,
+)
+from tests.nodes.rollouts import assert_gradients, first_gradients, numbers_of_row, random_rollouts
+from tests.nodes.updating import CONTEXT, batch, conversation, policy, unpacked
+
+# The critic by hand: its values, what GAE makes of them, the gradient of its loss, and its state.
+
+
+CRITIC_CONTEXT = Context(node="critic", seed=1, updates=10)
+FREE = float("inf")
+REWARDS = Rewards(torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0]))
+CLIP = 0.05
+
+
+def critic(head: float = 0.0, **changes: Any) -> LanguageCritic:
+    """A critic whose head has weights of about `head`."""
+    made = make_critic(replace(CRITIC_CONTEXT, **changes))
+    assert isinstance(made, LanguageCritic)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(7)
+        made.masters["score.weight"].copy_(torch.randn(1, 128, generator=generator) * head)
+    return made
+
+
+def lesson(learner: LanguageCritic, **options: Any) -> None:
+    """One update from its own values and the rewards."""
+    rollouts = random_rollouts()
+    values = critic_values.fn(learner, rollouts)
+    _, returns, _ = gae.fn(REWARDS, values, rollouts)
+    critic_update.fn(learner, rollouts, values, returns, **options)
+
+
+def test_a_new_critic_expects_nothing_and_has_the_policys_decoder() -> None:
+    made, policy = critic(), make_policy(CRITIC_CONTEXT)
+    assert isinstance(made, Carried)
+    assert isinstance(made, Critic)
+    assert critic_values.fn(made, random_rollouts()).values_NT.abs().max() == 0
+    ours, theirs = made.weights(), policy.weights()
+    assert ours.keys() ^ theirs.keys() == {"score.weight", "lm_head.weight"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+
+
+def test_a_critic_of_a_directory_has_its_decoder_and_a_head_of_zero(tmp_path: Path) -> None:
+    policy = make_policy(replace(CRITIC_CONTEXT, seed=5))
+    policy.export(str(tmp_path))
+    made = critic(model=str(tmp_path))
+    assert all(torch.equal(w, policy.weights()[n]) for n, w in made.weights().items() if n != "score.weight")
+    assert made.weights()["score.weight"].abs().max() == 0
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 20, 1000])
+def test_values_are_the_numbers_before_each_token_whatever_the_packing(micro_tokens: int) -> None:
+    made, rollouts = critic(0.3), random_rollouts()
+    values = critic_values.fn(made, rollouts, micro_tokens=micro_tokens).values_NT
+    for row in range(len(rollouts)):
+        first, length = int(rollouts.prompt_lengths_N[row]) - 1, int(rollouts.response_lengths_N[row])
+        needed = numbers_of_row(made.model, rollouts, row)[first : first + length]
+        torch.testing.assert_close(values[row, :length], needed.detach(), rtol=1e-4, atol=1e-5)
+        assert values[row, length:].abs().sum() == 0
+
+
+def test_gae_of_one_response_by_hand() -> None:
+    """γ = ½, λ = ½, three tokens: δ = ½ · V_2 − V_1, ½ · V_3 − V_2, r − V_3."""
+    rollouts = random_rollouts([(2, 3)])
+    values = Values(torch.tensor([[0.5, 0.25, 1.0]]))
+    found, returns, figures = gae.fn(Rewards(torch.tensor([2.0])), values, rollouts, gamma=0.5, lam=0.5, whitened=False)
+    by_hand = torch.tensor([[-0.375 + 0.25 * 0.25 + 0.0625 * 1.0, 0.25 + 0.25 * 1.0, 1.0]])
+    torch.testing.assert_close(found.values_N, by_hand)
+    torch.testing.assert_close(returns.returns_NT, by_hand + values.values_NT)
+    assert figures["return_mean"] == pytest.approx(float(returns.returns_NT.mean()))
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_sampled_tokens() -> None:
+    rollouts = random_rollouts(unsampled=[(2, 1)])
+    advantages, _, _ = gae.fn(REWARDS, critic_values.fn(critic(0.3), rollouts), rollouts)
+    within = torch.arange(4) < rollouts.response_lengths_N[:, None]
+    within[2, 1] = False
+    assert float(advantages.values_N[within].mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(advantages.values_N[within].std(correction=0)) == pytest.approx(1.0, abs=1e-5)
+    assert advantages.values_N[~within].abs().max() == 0
+
+
+def test_an_environments_token_is_no_action() -> None:
+    """With γ = λ = 1 and V = 0 every sampled token's advantage is the reward, and the environment's has none."""
+    rollouts = random_rollouts([(2, 4)], unsampled=[(0, 1), (0, 3)])
+    found, returns, _ = gae.fn(
+        Rewards(torch.tensor([3.0])), Values(torch.zeros(1, 4)), rollouts, lam=1.0, whitened=False
+    )
+    assert found.values_N.tolist() == returns.returns_NT.tolist() == [[3.0, 0.0, 3.0, 0.0]]
+
+
+def test_each_token_pays_for_leaving_the_reference() -> None:
+    rollouts = random_rollouts([(2, 2)])
+    reference = Logprobs(rollouts.logprobs_NT - torch.tensor([[0.5, 0.25]]))
+    found, _, _ = gae.fn(
+        Rewards(torch.tensor([1.0])), Values(torch.zeros(1, 2)), rollouts, reference, lam=1.0, kl=0.1, whitened=False
+    )
+    torch.testing.assert_close(found.values_N, torch.tensor([[1 - 0.05 - 0.025, 1 - 0.025]]))
+
+
+def test_the_price_of_leaving_a_reference_needs_mu_and_the_rest_does_not() -> None:
+    rollouts = replace(random_rollouts([(2, 2)]), logprobs_NT=None)
+    values, rewards = Values(torch.zeros(1, 2)), Rewards(torch.tensor([1.0]))
+    gae.fn(rewards, values, rollouts)
+    with pytest.raises(
+        ValueError, match=r"gae, with a reference: given rollouts without log μ .*needed rollouts whose"
+    ):
+        gae.fn(rewards, values, rollouts, Logprobs(torch.zeros(1, 2)), kl=0.1)
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gae: given values of shape \[5, 3\], needed \[5, 4\]"):
+        gae.fn(REWARDS, Values(torch.zeros(5, 3)), random_rollouts())
+    learner, rollouts = critic(), random_rollouts()
+    values = critic_values.fn(learner, rollouts)
+    with pytest.raises(
+        ValueError, match=r"critic_update: given returns of shape \[5\], needed \[5, 4\], one for each token"
+    ):
+        critic_update.fn(learner, rollouts, values, Returns(torch.zeros(5)))
+    with pytest.raises(ValueError, match=r"gae: given rewards of shape \[4\], needed \[5\], one for each response"):
+        gae.fn(Rewards(REWARDS.values_N[:4]), values, rollouts)
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+@pytest.mark.parametrize("micro_tokens", [1, 1000])
+def test_an_update_steps_along_the_clipped_value_loss(clip: float | None, micro_tokens: int) -> None:
+    """An environment's token is left out, and old values that lie beyond the clip take the larger of the two errors."""
+    rollouts = random_rollouts(unsampled=[(2, 1)])
+    learner, twin = critic(0.3), critic(0.3)
+    generator = torch.Generator().manual_seed(3)
+    old, returns = (torch.randn(5, 4, generator=generator) for _ in range(2))
+    critic_update.fn(
+        learner, rollouts, Values(old), Returns(returns), clip=clip, clip_norm=FREE, micro_tokens=micro_tokens
+    )
+    losses: list[Tensor] = []
+    for row in range(5):
+        numbers = numbers_of_row(twin.model, rollouts, row)[int(rollouts.prompt_lengths_N[row]) - 1 :]
+        for step in range(int(rollouts.response_lengths_N[row])):
+            if (row, step) == (2, 1):
+                continue
+            error = (numbers[step] - returns[row, step]) ** 2
+            if clip is not None:
+                near = torch.clamp(numbers[step], old[row, step] - clip, old[row, step] + clip)
+                error = torch.maximum(error, (near - returns[row, step]) ** 2)
+            losses.append(error / 2)
+    assert len(losses) == 12
+    assert_gradients(learner, torch.stack(losses).sum() / 12, twin.masters)
+
+
+def test_epochs_and_minibatches_are_steps_of_one_version() -> None:
+    learner = critic()
+    lesson(learner, epochs=2, minibatches=5)
+    assert learner.state()[1] == {"version": 1, "steps": 10}
+
+
+def test_a_response_without_an_action_teaches_nothing_whatever_the_packing() -> None:
+    """The second response is an environment's alone."""
+    rollouts, learners = random_rollouts(unsampled=[(1, 0)]), [critic(0.1), critic(0.1)]
+    for learner, micro_tokens in zip(learners, (1, 1000), strict=True):
+        values = critic_values.fn(learner, rollouts, micro_tokens=micro_tokens)
+        _, returns, _ = gae.fn(REWARDS, values, rollouts)
+        _, figures = critic_update.fn(learner, rollouts, values, returns, clip_norm=FREE, micro_tokens=micro_tokens)
+        assert figures["critic_grad_norm"] > 0
+    for name, ours in first_gradients(learners[0]).items():
+        torch.testing.assert_close(ours, first_gradients(learners[1])[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_critic_learns_what_follows() -> None:
+    learner, rollouts = critic(), random_rollouts()
+    for _ in range(30):
+        values = critic_values.fn(learner, rollouts)
+        _, returns, figures = gae.fn(REWARDS, values, rollouts, lam=1.0)
+        critic_update.fn(learner, rollouts, values, returns, clip=None, lr=1e-2)
+    assert figures["explained_variance"] > 0.9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_restored_critic_goes_on_to_the_bit(dtype: str, steps: int) -> None:
+    whole, resumed = critic(dtype=dtype), critic(dtype=dtype, seed=2)
+    for _ in range(steps):
+        lesson(whole, minibatches=5)
+    tensors, facts = whole.state()
+    resumed.restore({name: t.clone() for name, t in tensors.items()}, dict(facts))
+    for learner in (whole, resumed):
+        resumed.context = whole.context  # keys follow the run's seed, which a resumed run shares
+        lesson(learner, minibatches=5)
+    (ours, our_facts), (theirs, their_facts) = whole.state(), resumed.state()
+    assert our_facts == their_facts == {"version": steps + 1, "steps": 5 * (steps + 1)}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_critic_of_the_wrong_shape_is_refused() -> None:
+    tensors, facts = critic().state()
+    broken = {**tensors, "master.score.weight": torch.zeros(2, 128)}
+    with pytest.raises(ModelError, match=r"state of the critic: master\.score\.weight: given shape \[2, 128\]"):
+        critic().restore(broken, facts)
+    with pytest.raises(TypeError, match="critic: given a Critic, needed a LanguageCritic"):
+        critic_values.fn(Critic(), random_rollouts())
+
+
+def test_an_exported_critic_is_a_directory_with_a_head(tmp_path: Path) -> None:
+    learner = critic(0.3)
+    learner.export(str(tmp_path))
+    loaded = dict(load_scorer(tmp_path).named_parameters())
+    assert all(torch.equal(w, loaded[name]) for name, w in learner.weights().items())
+
+
+# GAE by hand and against the recursion, response by response; the critic's clipped loss.
+
+
+SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2])
+VALUES = torch.tensor([0.5, 0.25, 1.0, 0.75, -1.0, 2.0], dtype=torch.float64)
+GAE_REWARDS = torch.tensor([0.0, 0.0, 1.0, 0.5, 0.0, -1.0], dtype=torch.float64)
+
+
+def recursion(rewards: Tensor, values: Tensor, sequence: Tensor, gamma: float, lam: float) -> Tensor:
+    """A_t = δ_t + γλ · A_{t+1} from each response's end, token by token."""
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(len(values))):
+        goes_on = t + 1 < len(values) and sequence[t + 1] == sequence[t]
+        next_value = float(values[t + 1]) if goes_on else 0.0
+        next_advantage = float(advantages[t + 1]) if goes_on else 0.0
+        advantages[t] = rewards[t] + gamma * next_value - values[t] + gamma * lam * next_advantage
+    return advantages
+
+
+def test_the_reward_comes_at_the_last_token() -> None:
+    assert last_tokens(SEQUENCE).tolist() == [False, False, True, True, False, True]
+    rewards = terminal_rewards(torch.tensor([1.0, 0.5, -1.0]).double(), SEQUENCE)
+    assert torch.equal(rewards, GAE_REWARDS)
+
+
+def test_discounted_sums_by_hand_stay_within_a_response() -> None:
+    sums = discounted_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), SEQUENCE, discount=0.5)
+    assert sums.tolist() == [1 + 1 + 1, 2 + 2, 4.0, 8.0, 16 + 16, 32.0]
+
+
+def test_advantages_by_hand() -> None:
+    """γ = ½, λ = ½: δ of the first response is ½·¼ − ½, ½·1 − ¼, 1 − 1."""
+    advantages, returns = generalized_advantages(GAE_REWARDS, VALUES, SEQUENCE, gamma=0.5, lam=0.5)
+    by_hand = [-0.375 + 0.25 * 0.25, 0.25, 0.0, 0.5 - 0.75, (0.5 * 2 + 1) + 0.25 * -3, -1.0 - 2.0]
+    assert advantages.tolist() == by_hand
+    torch.testing.assert_close(returns, advantages + VALUES)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 1], [7, 1, 8, 9, 16, 3], [33, 64, 1]])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
+def test_advantages_are_the_recursion_for_any_lengths(lengths: list[int], gamma: float, lam: float) -> None:
+    torch.manual_seed(0)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    rewards, values = torch.randn(2, len(sequence), dtype=torch.float64)
+    advantages, _ = generalized_advantages(rewards, values, sequence, gamma=gamma, lam=lam)
+    torch.testing.assert_close(advantages, recursion(rewards, values, sequence, gamma, lam))
+
+
+def test_undiscounted_returns_are_the_reward_and_advantages_what_the_critic_missed() -> None:
+    rewards = terminal_rewards(torch.tensor([1.0, 0.5, -1.0]).double(), SEQUENCE)
+    advantages, returns = generalized_advantages(rewards, VALUES, SEQUENCE, gamma=1.0, lam=1.0)
+    final = torch.tensor([1.0, 1.0, 1.0, 0.5, -1.0, -1.0], dtype=torch.float64)
+    torch.testing.assert_close(returns, final)
+    torch.testing.assert_close(advantages, final - VALUES)
+
+
+def test_the_critic_gets_no_gradient_through_its_targets() -> None:
+    advantages, returns = generalized_advantages(
+        GAE_REWARDS, VALUES.clone().requires_grad_(), SEQUENCE, gamma=1.0, lam=0.9
+    )
+    assert not advantages.requires_grad
+    assert not returns.requires_grad
+
+
+def test_value_loss_is_half_the_square() -> None:
+    values = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([4.0, -1.0], dtype=torch.float64)
+    loss = value_loss(values, values.detach(), returns)
+    assert loss.tolist() == [4.5, 0.5]
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [-3.0, -1.0]
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, torch.zeros(2), returns), (values,))
+
+
+def test_clipped_value_loss_takes_the_larger_error_and_stops_only_where_the_clip_is_worse() -> None:
+    """V_old = 1, ε = ½: inside; moved towards R beyond the clip; moved past R; moved away from R."""
+    values = torch.tensor([1.25, 2.5, 4.0, 0.0], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.ones(4, dtype=torch.float64), torch.full((4,), 3.0, dtype=torch.float64)
+    loss = value_loss(values, old, returns, clip=0.5)
+    assert loss.tolist() == [1.75**2 / 2, 1.5**2 / 2, 1.5**2 / 2, 3.0**2 / 2]
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [-1.75, 0.0, 0.0, -3.0]
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, returns, clip=0.5), (values,))
+
+
+# The reward model by hand: a response's score is the number at its last token, and pairs teach it their order.
+
+
+SCORES_CONTEXT = Context(node="reward_model", seed=1, updates=10)
+PAIRS = Pairs(("12+34=", "50-9=", "7+8="), ("046", "041", "15"), ("45", "1:041", "16"))
+
+
+def learning(head: float = 0.3, **changes: Any) -> LearningRewardModel:
+    """A reward model whose head has weights of about `head`."""
+    made = make_preference_model(replace(SCORES_CONTEXT, **changes))
+    assert isinstance(made, LearningRewardModel)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(7)
+        made.masters["score.weight"].copy_(torch.randn(1, 128, generator=generator) * head)
+    return made
+
+
+def frozen(folder: Path, **changes: Any) -> FrozenRewardModel:
+    made = open_reward_model(replace(SCORES_CONTEXT, options={"reward_model": str(folder)}, **changes))
+    assert isinstance(made, FrozenRewardModel)
+    return made
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 20, 1000])
+def test_a_score_is_the_number_at_the_last_token_whatever_the_packing(tmp_path: Path, micro_tokens: int) -> None:
+    learning().export(str(tmp_path))
+    model, rollouts = frozen(tmp_path), random_rollouts(unsampled=[(2, 3)])
+    rewards, figures = reward_scores.fn(model, rollouts, micro_tokens=micro_tokens)
+    needed = torch.stack([numbers_of_row(model.model, rollouts, row)[-1] for row in range(len(rollouts))])
+    torch.testing.assert_close(rewards.values_N, needed, rtol=1e-4, atol=1e-5)
+    assert figures["learned_reward"] == pytest.approx(float(needed.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 1000])
+def test_an_update_steps_along_the_bradley_terry_loss(micro_tokens: int) -> None:
+    """The mean of −log σ(r(chosen) − r(rejected)), each score the number at the end token."""
+    learner, twin = learning(), learning()
+    _, figures = preference_update.fn(learner, PAIRS, clip_norm=FREE, micro_tokens=micro_tokens)
+    losses = []
+    for text, chosen, rejected in zip(PAIRS.texts, PAIRS.chosen, PAIRS.rejected, strict=True):
+        scores = []
+        for response in (chosen, rejected):
+            words = twin.tokenizer
+            tokens = torch.tensor([[*words.encode(text), *words.encode(response), words.eos]])
+            scores.append((twin.model(tokens)[0, -1] @ twin.model.score.weight[0]).double())
+        losses.append(-torch.log(1 / (1 + torch.exp(scores[1] - scores[0]))))
+    loss = torch.stack(losses).mean()
+    assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert_gradients(learner, loss, twin.masters)
+
+
+def test_a_new_reward_model_has_no_preference_and_soon_has_one() -> None:
+    learner = learning(head=0.0)
+    figures = [preference_update.fn(learner, PAIRS, lr=3e-3)[1] for _ in range(15)]
+    assert (figures[0]["accuracy"], figures[0]["margin"]) == (0.5, 0.0)
+    assert figures[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert figures[-1]["accuracy"] == 1.0
+    assert figures[-1]["loss"] < 0.2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_reward_model_goes_on_to_the_bit(dtype: str) -> None:
+    whole, resumed = learning(dtype=dtype), learning(dtype=dtype, seed=2)
+    preference_update.fn(whole, PAIRS)
+    tensors, facts = whole.state()
+    resumed.restore({name: t.clone() for name, t in tensors.items()}, dict(facts))
+    for learner in (whole, resumed):
+        preference_update.fn(learner, PAIRS)
+    (ours, our_facts), (theirs, their_facts) = whole.state(), resumed.state()
+    assert our_facts == their_facts
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_checkpoint_exports_is_what_rlhf_reads(tmp_path: Path, dtype: str) -> None:
+    learner = learning(dtype=dtype)
+    preference_update.fn(learner, PAIRS)
+    learner.export(str(tmp_path))
+    model = frozen(tmp_path, dtype=dtype)
+    assert all(torch.equal(w, model.weights()[name]) for name, w in learner.weights().items())
+    assert model.tokenizer.encode("1+2=") == learner.tokenizer.encode("1+2=")
+    assert isinstance(model, Carried)
+    assert model.state() == ({}, {})
+
+
+def test_a_reward_model_without_a_directory_or_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="reward_model: given no directory, needed a directory that a run of"):
+        open_reward_model(SCORES_CONTEXT)
+    make_policy(SCORES_CONTEXT).export(str(tmp_path))
+    with pytest.raises(ModelError, match=r"given a reward model without a head, needed score\.weight"):
+        frozen(tmp_path)
+
+
+def test_a_model_of_another_maker_is_refused() -> None:
+    with pytest.raises(TypeError, match="reward_scores: given a RewardModel, needed a FrozenRewardModel"):
+        reward_scores.fn(RewardModel(), random_rollouts())
+    with pytest.raises(TypeError, match="preference_update: given a PreferenceModel, needed a LearningRewardModel"):
+        preference_update.fn(PreferenceModel(), PAIRS)
+
+
+def test_a_pair_longer_than_the_models_context_is_named() -> None:
+    with pytest.raises(ValueError, match=r"demonstration '1\+1=': given 46 tokens, needed at most 32"):
+        preference_update.fn(learning(), Pairs(("1+1=",), ("2",), ("3" * 41,)))
+
+
+# A scorer is a LlamaForSequenceClassification with one label: transformers reads ours, and we read theirs.
+
+
+TOKENS = torch.arange(1, 61).view(2, 30)
+PAD = 0
+
+
+def config(tied: bool = False) -> ModelConfig:
+    return ModelConfig(300, 32, 48, 2, 4, 2, 8, 64, tie_word_embeddings=tied, eos_token_ids=(256,), pad_token_id=PAD)
+
+
+def scorer() -> Scorer:
+    model = Scorer(config())
+    model.init_weights(1)
+    return model
+
+
+def numbers(model: Scorer) -> Tensor:
+    with torch.no_grad():
+        return model.values(model(TOKENS))
+
+
+def test_transformers_reads_what_is_written_with_the_same_numbers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    save_model(scorer(), tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == "LlamaForSequenceClassification"
+    assert theirs.num_labels == 1
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    torch.testing.assert_close(numbers(scorer())[:, -1:], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(numbers(load_scorer(tmp_path)), numbers(scorer()))
+
+
+def test_what_transformers_writes_is_read_with_the_same_numbers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    theirs = transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**shape, **heads, num_labels=1, pad_token_id=PAD)
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    torch.testing.assert_close(numbers(load_scorer(tmp_path))[:, -1:], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_directory_without_a_head_is_no_reward_model(tmp_path: Path) -> None:
+    model = Llama(config())
+    model.init_weights(1)
+    save_model(model, tmp_path)
+    with pytest.raises(
+        ModelError, match=r"given a reward model without a head, needed score\.weight \[1, hidden_size\]"
+    ):
+        load_scorer(tmp_path)
+
+
+def test_a_head_of_another_shape_is_named(tmp_path: Path) -> None:
+    save_model(scorer(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "score.weight": torch.zeros(2, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors: score\.weight: given shape \[2, 32\], needed \[1, 32\]"):
+        load_scorer(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_scorer_grows_on_any_decoder_with_a_head_of_zero(tmp_path: Path, tied: bool) -> None:
+    model = Llama(config(tied))
+    model.init_weights(1)
+    save_model(model, tmp_path / "language")
+    save_model(scorer(), tmp_path / "reward")
+    for folder in ("language", "reward"):
+        grown = grow_scorer(tmp_path / folder)
+        assert grown.score.weight.abs().max() == 0
+        with torch.no_grad():
+            assert torch.equal(grown(TOKENS), model(TOKENS))
+
+
+def test_a_decoder_lacks_nothing_but_its_head(tmp_path: Path) -> None:
+    model = Llama(config())
+    model.init_weights(1)
+    save_model(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is missing"):
+        grow_scorer(tmp_path)
+
+
+# Distillation by hand: what the teacher thinks of tokens, the gradient of the whole divergence, the teacher.
+
+
+TEACHER_CONTEXT = Context(node="policy", seed=1)
+
+
+def teacher_policy(**changes: Any) -> LanguagePolicy:
+    made = make_policy(replace(TEACHER_CONTEXT, **changes))
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+def teacher(folder: Path) -> Teacher:
+    """Another model than the policy's."""
+    teacher_policy(seed=2).export(str(folder))
+    made = open_teacher(replace(TEACHER_CONTEXT, options={"teacher_model": str(folder)}))
+    assert isinstance(made, Teacher)
+    assert isinstance(made, Carried)
+    return made
+
+
+def test_the_advantage_is_what_the_teacher_thinks_of_a_sampled_token() -> None:
+    rollouts = random_rollouts([(2, 3), (1, 1)], unsampled=[(0, 1)])
+    opinions = Logprobs(rollouts.logprobs_NT + torch.tensor([[0.5, 9.0, -0.25], [1.0, 9.0, 9.0]]))
+    advantage, figures = distillation_advantage.fn(rollouts, opinions)
+    torch.testing.assert_close(advantage.values_N, torch.tensor([[0.5, 0.0, -0.25], [1.0, 0.0, 0.0]]))
+    assert figures["teacher_kl"] == pytest.approx(-(0.5 - 0.25 + 1.0) / 3)
+
+
+def test_what_the_teacher_thinks_is_compared_with_mu() -> None:
+    rollouts = random_rollouts()
+    bare = replace(rollouts, logprobs_NT=None)
+    needed = "distillation_advantage: given rollouts without log μ .*, needed rollouts whose logprobs_NT were recorded"
+    with pytest.raises(ValueError, match=needed):
+        distillation_advantage.fn(bare, Logprobs(rollouts.logprobs_NT))
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 1000])
+def test_an_update_steps_along_the_reverse_kl(tmp_path: Path, micro_tokens: int) -> None:
+    """An environment wrote the second token of the third response, and all of the second."""
+    learner, twin, guide = teacher_policy(), teacher_policy(), teacher(tmp_path)
+    rollouts = random_rollouts(unsampled=[(2, 1), (1, 0)])
+    _, figures = distill_update.fn(learner, guide, rollouts, clip_norm=float("inf"), micro_tokens=micro_tokens)
+    assert isinstance(guide, LanguageModel)
+    divergences = []
+    for row in range(len(rollouts)):
+        prompt, length = int(rollouts.prompt_lengths_N[row]), int(rollouts.response_lengths_N[row])
+        tokens = rollouts.tokens_NS[row, None, : prompt + length - 1]
+        ours, theirs = (m.logits(m(tokens))[0, prompt - 1 :].log_softmax(-1) for m in (twin.model, guide.model))
+        kl = (ours.exp() * (ours - theirs)).sum(-1)
+        divergences += [kl[step] for step in range(length) if (row, step) not in ((2, 1), (1, 0))]
+    loss = torch.stack(divergences).sum() / 11
+    assert figures["teacher_kl"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert_gradients(learner, loss, twin.masters)
+
+
+def test_a_student_that_has_written_nothing_learns_nothing(tmp_path: Path) -> None:
+    rollouts = random_rollouts([(2, 1), (1, 1)], unsampled=[(0, 0), (1, 0)])
+    with pytest.raises(ValueError, match=r"given 2 responses without a sampled token .* needed at least one"):
+        distill_update.fn(teacher_policy(), teacher(tmp_path), rollouts)
+
+
+def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
+    learner, guide, rollouts = teacher_policy(), teacher(tmp_path), random_rollouts()
+    figures = [distill_update.fn(learner, guide, rollouts, lr=3e-3)[1] for _ in range(10)]
+    assert figures[-1]["teacher_kl"] < figures[0]["teacher_kl"] / 2
+
+
+def test_a_teacher_reads_tokens_as_a_reference_does(tmp_path: Path) -> None:
+    logprobs = reference_logprobs.fn(teacher(tmp_path), random_rollouts()).logprobs_NT
+    other = reference_logprobs.fn(teacher_policy(seed=2), random_rollouts()).logprobs_NT
+    assert torch.equal(logprobs, other)
+
+
+def test_a_teacher_without_a_directory_or_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="teacher_model: given no directory, needed a model directory"):
+        open_teacher(TEACHER_CONTEXT)
+    teacher_policy(data="other").export(str(tmp_path))
+    with pytest.raises(
+        ModelError, match=r"given a tokenizer of 258 tokens, needed the policy's own tokenizer, which has"
+    ):
+        open_teacher(replace(TEACHER_CONTEXT, options={"teacher_model": str(tmp_path)}))
+
+
+# Log-probabilities under another policy are those of its model, at each sampled token.
+
+
+def test_reference_logprobs_are_those_of_the_frozen_model_and_zero_past_the_end() -> None:
+    rollouts, _ = batch()
+    reference = make_reference(CONTEXT)
+    assert isinstance(reference, FrozenPolicy)
+    for micro_tokens in (20, 1000):
+        found = reference_logprobs.fn(reference, rollouts, micro_tokens=micro_tokens).logprobs_NT
+        for row, logprobs in enumerate(unpacked(policy(), rollouts)):
+            torch.testing.assert_close(found[row, : len(logprobs)], logprobs.detach(), rtol=1e-4, atol=1e-5)
+            assert (found[row, len(logprobs) :] == 0).all()
+
+
+def test_the_policys_own_are_those_it_has_now_and_need_no_behaviour() -> None:
+    rollouts, _ = conversation()
+    rollouts.logprobs_NT = None
+    found = policy_logprobs.fn(policy(), rollouts).logprobs_NT
+    needed = unpacked(policy(), rollouts)
+    torch.testing.assert_close(found[0, :3], needed[0].detach(), rtol=1e-4, atol=1e-5)
+    assert (found[1] == 0).all()
+    assert (found[2] != 0).tolist() == [True, False, False, True]
+
+
+def test_they_have_no_gradient() -> None:
+    assert not policy_logprobs.fn(policy(), batch()[0]).logprobs_NT.requires_grad
+
+
+# What follows the policy: its moving average by hand, snapshots, and their state.
+
+
+AVERAGE_CONTEXT = Context(node="policy", seed=1)
+
+
+def average(**changes: Any) -> FollowingPolicy:
+    made = make_average(replace(AVERAGE_CONTEXT, node="average", **changes))
+    assert isinstance(made, FollowingPolicy)
+    return made
+
+
+def average_policy(**changes: Any) -> LanguagePolicy:
+    made = make_policy(replace(AVERAGE_CONTEXT, **changes))
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+def test_an_average_starts_where_the_policy_does() -> None:
+    made, first = average(), average_policy()
+    assert isinstance(made, Carried)
+    assert isinstance(made, Average)
+    assert isinstance(made, Reference)
+    assert all(torch.equal(w, first.weights()[name]) for name, w in made.weights().items())
+
+
+def test_the_average_is_the_formula() -> None:
+    """After two steps towards policies p and q: d² · a + d · (1 − d) · p + (1 − d) · q."""
+    made, start, first, second = average(), average(), average_policy(seed=2), average_policy(seed=3)
+    figures = [ema.fn(made, learnt, decay=0.75)[1] for learnt in (first, second)]
+    for name, found in made.masters.items():
+        needed = 0.5625 * start.masters[name] + 0.1875 * first.masters[name] + 0.25 * second.masters[name]
+        torch.testing.assert_close(found, needed, rtol=1e-5, atol=1e-6)
+    gaps = torch.cat([(start.masters[n] - p).detach().flatten() for n, p in first.masters.items()])
+    whole = torch.cat([p.detach().flatten() for p in first.masters.values()])
+    assert figures[0]["average_distance"] == pytest.approx(float(gaps.norm() / whole.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_refreshed_copy_is_the_policy_to_the_bit_and_does_not_move_with_it(dtype: str) -> None:
+    made, learnt = average(dtype=dtype), average_policy(seed=2, dtype=dtype)
+    refresh.fn(made, learnt)
+    assert all(torch.equal(w, made.weights()[name]) for name, w in learnt.weights().items())
+    assert all(torch.equal(w, made.masters[name]) for name, w in learnt.masters.items())
+    with torch.no_grad():
+        learnt.masters["model.norm.weight"].zero_()
+    assert made.masters["model.norm.weight"].min() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_average_goes_on_to_the_bit(dtype: str) -> None:
+    whole, resumed, learnt = average(dtype=dtype), average(dtype=dtype, seed=9), average_policy(seed=2, dtype=dtype)
+    ema.fn(whole, learnt)
+    tensors, facts = whole.state()
+    resumed.restore({name: t.clone() for name, t in tensors.items()}, dict(facts))
+    for each in (whole, resumed):
+        ema.fn(each, learnt)
+    (ours, our_facts), (theirs, their_facts) = whole.state(), resumed.state()
+    assert our_facts == their_facts == {"version": 2}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(torch.equal(w, resumed.weights()[name]) for name, w in whole.weights().items())
+
+
+def test_an_exported_average_is_a_model(tmp_path: Path) -> None:
+    made = average()
+    ema.fn(made, average_policy(seed=2))
+    made.export(str(tmp_path))
+    loaded = average_policy(model=str(tmp_path))
+    assert all(torch.equal(w, loaded.weights()[name]) for name, w in made.weights().items())
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    with pytest.raises(TypeError, match="average: given a Average, needed a FollowingPolicy"):
+        refresh.fn(Average(), average_policy())
+    tensors, facts = average().state()
+    del tensors["master.lm_head.weight"]  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=r"state of the average: master\.lm_head\.weight is missing"):
+        average().restore(tensors, facts)
