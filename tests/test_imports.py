@@ -14,8 +14,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = ("graph", "cluster", "record", "tensor", "schedule", "control", "report", "plan", "cli")
 """The runtime's packages, each of which imports only those before it. `graph` is below all of them."""
 NODES_IN_STRINGS = {
-    "runtime/cli/checks.py",  # doctor starts the sandbox's own test as a process
-    "runtime/cli/measuring.py",  # doctor --measure starts what measures as a process
+    "runtime/cli/doctor.py",  # starts the sandbox's own test, and what measures, as processes
 }
 """Files of the runtime that name a module of the nodes in a string."""
 PRIVATE_FILES = set(

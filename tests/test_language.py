@@ -13,10 +13,10 @@ import pytest
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.analysis import period_bound
 from penstock.graph.program import trace_evaluation
+from penstock.runtime.cli.children import answer
 from penstock.runtime.cli.display import Progress
 from penstock.runtime.cli.launching import finish
-from penstock.runtime.cli.simulating import timing
-from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.cli.simulate import timing
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
@@ -668,8 +668,8 @@ def test_a_name_that_another_call_has_or_that_is_none_is_refused() -> None:
 
 def test_flags_of_a_simulation_take_names_of_calls() -> None:
     made = graph("named")
-    found = timing(made, ["solver=0.5", "asks=0.25", "fake_update=0.125"])
-    assert (found.means["solver:fake_update"], found.means["asks"], found.means["fake_update"]) == (0.5, 0.25, 0.125)
+    _, means = timing(made, ["solver=0.5", "asks=0.25", "fake_update=0.125"])
+    assert (means["solver:fake_update"], means["asks"], means["fake_update"]) == (0.5, 0.25, 0.125)
     with pytest.raises(CommandError, match="needed one of asks, answers, fake_score, fake_update, worth, solver, pub"):
         timing(made, ["slover=1"])
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.graph import Graph, Program, check, load, trace
-from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.cli.children import answer
 
 FILE = Path(__file__).parent / "programs_for_misuse.py"
 

@@ -118,7 +118,7 @@ def test_nothing_unpickles() -> None:
 def test_only_the_wire_uses_sockets() -> None:
     """Messages have one way in; `doctor` tries whether there could be one."""
     control = {f"runtime/control/{name}.py" for name in ("sockets", "security", "value_server")}
-    allowed = control | {"runtime/cli/checks.py"}
+    allowed = control | {"runtime/cli/doctor.py"}
     users = {name(path) for path in files() for module, _, _ in imports(path) if module.split(".")[0] == "zmq"}
     assert users - allowed == set()
 

@@ -21,6 +21,9 @@ from penstock.runtime.control.launcher import DONE
 from penstock.runtime.record.errors import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint, open_regular
 
+PROFILE = "machine.toml"
+"""The cluster file in the cache that `penstock doctor --measure` writes and `--cluster this` reads."""
+
 
 def cache_folder() -> Path:
     given = os.environ.get("PENSTOCK_CACHE")

@@ -1,25 +1,25 @@
 """How a run looks: a live dashboard in a terminal, plain lines elsewhere. Both are fed the controller's lines.
 
-What a run has said about itself so far: the lines of its controller, added up for a display. Pure.
-
 A line is a dict with a `kind`: "stage", "status", "row", "accuracy", "note", "error", "external",
 "summary". `runtime.control.recorder` makes most of them; unknown kinds are passed over.
 
-Numbers as a display shows them. Pure.
+- `figure`, `percent`, `many`, `seconds`, `clock` and `sparkline` format numbers.
+- `Progress` adds up the lines: what a run has said about itself so far.
+- `open_display` opens a `LiveDisplay` or a `PlainDisplay`; `dashboard` is the picture of the live one.
 """
 
 import errno
 import sys
 import termios
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
 from time import monotonic
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -251,27 +251,32 @@ FIGURES: tuple[Wanted, ...] = (
 PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), *FIGURES[:2])
 
 
-class Display(Protocol):
+class Display(AbstractContextManager["Display"]):
+    """Shows a run while it is entered. `progress` has what was told so far."""
+
     progress: Progress
 
+    @abstractmethod
     def tell(self, line: Line) -> None:
         """Take a line of the controller. Raises OSError once nobody can see it: a closed pipe, a terminal gone."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *raised: object) -> None:
+        return None
 
 
 def open_display(program: str, updates: int, folder: str, *, plain: bool, seconds: float = 0.0) -> Display:
     """`seconds` is how long it has been going on."""
     progress = Progress(program, updates)
     if plain or not sys.stdout.isatty():
-        return PlainDisplay(progress, lambda text: print(visible(text), flush=True))
+        return PlainDisplay(progress, write_line)
     return LiveDisplay(progress, folder, Console(), seconds)
 
 
-class PlainDisplay:
+def write_line(text: str) -> None:
+    print(visible(text), flush=True)
+
+
+class PlainDisplay(Display):
     """One line per stage, and one a second about updates. Errors are left to the end."""
 
     def __init__(
@@ -281,14 +286,6 @@ class PlainDisplay:
         self._stage: str | None = None
         self._said = -PLAIN_SECONDS
         self._failures: tuple[str, float] = "", -FAILURE_SECONDS
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def tell(self, line: Line) -> None:
         self.progress.hear(line)
@@ -327,12 +324,13 @@ class PlainDisplay:
         self.write("  ".join(parts))
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A dashboard that redraws itself a few times a second."""
 
     def __init__(self, progress: Progress, folder: str, console: Console, seconds: float = 0.0) -> None:
         self.progress, self.folder, self.console = progress, folder, console
         self.began = monotonic() - seconds
+        # rich redraws in a thread of its own, while `tell` changes what it draws.
         self._lock = Lock()
         self.live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -341,9 +339,7 @@ class LiveDisplay:
         self.live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with suppress(OSError):  # a terminal that is gone
             self.live.stop()
         self._restore()
@@ -351,11 +347,12 @@ class LiveDisplay:
     def tell(self, line: Line) -> None:
         with self._lock:
             self.progress.hear(line)
-        if nobody_reads(self.console.file.fileno()):  # rich draws nothing on a terminal that is gone, and says nothing
+        # On a terminal that is gone rich draws nothing, and says nothing.
+        if nobody_reads(self.console.file.fileno()):
             raise OSError(errno.EIO, "the terminal is gone")
 
     def _render(self) -> RenderableType:
-        with self._lock:  # rich redraws in a thread of its own
+        with self._lock:
             return dashboard(self.progress, self.folder, self.console.width, monotonic() - self.began)
 
 
@@ -380,7 +377,11 @@ def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> Render
     """The whole picture, `width` columns wide, `seconds` after it was first drawn."""
     inner = width - 4
     blank = Text("")
-    body: list[RenderableType] = [_head(seen, seconds), blank]
+    bar = ProgressBar(total=max(seen.updates, 1), completed=seen.update, complete_style="green", finished_style="green")
+    stage = Text(STAGES.get(seen.stage, seen.stage), style="bold cyan")
+    head = _grid(2, {}, {"ratio": 1, "no_wrap": False}, {"justify": "right"})
+    head.add_row(stage, bar, f"{seen.update}/{seen.updates}  {clock(seconds)}")
+    body: list[RenderableType] = [head, blank]
     if seen.rewards or seen.accuracy:
         body.append(_learning(seen, inner))
     body.append(_numbers(seen, inner))
@@ -395,35 +396,27 @@ def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> Render
     return Panel(Group(*body), title=title, title_align="left", subtitle=place, subtitle_align="right", width=width)
 
 
-def _head(seen: Progress, seconds: float) -> Table:
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1)
-    table.add_column(no_wrap=True, justify="right")
-    bar = ProgressBar(total=max(seen.updates, 1), completed=seen.update, complete_style="green", finished_style="green")
-    stage = Text(STAGES.get(seen.stage, seen.stage), style="bold cyan")
-    table.add_row(stage, bar, f"{seen.update}/{seen.updates}  {clock(seconds)}")
+def _grid(padding: int, *columns: Mapping[str, Any]) -> Table:
+    """A table without lines, as wide as there is room; `columns` are options of each, which do not wrap."""
+    table = Table.grid(padding=(0, padding), expand=True)
+    for options in columns:
+        table.add_column(**{"no_wrap": True, **options})
     return table
 
 
 def _learning(seen: Progress, width: int) -> Table:
     """Reward with its course, and accuracy."""
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, width=6)
-    table.add_column(no_wrap=True, ratio=1)
-    table.add_column(no_wrap=True, justify="right")
     reward = Text(_shown(seen.row, "reward_mean", figure), style="bold")
     spark = Text(sparkline(seen.rewards, max(width - 40, 12)), style="green")
-    table.add_row(Text("reward", style="dim"), reward, spark, _accuracy(seen.accuracy))
-    return table
-
-
-def _accuracy(found: Mapping[str, float]) -> Text:
-    before, after = found.get("before"), found.get("after")
+    before, after = seen.accuracy.get("before"), seen.accuracy.get("after")
+    accuracy = Text("")
     if after is not None:
-        return Text.assemble(("accuracy ", "dim"), percent(before), " → ", (percent(after), "bold green"))
-    return Text.assemble(("accuracy before ", "dim"), percent(before)) if before is not None else Text("")
+        accuracy = Text.assemble(("accuracy ", "dim"), percent(before), " → ", (percent(after), "bold green"))
+    elif before is not None:
+        accuracy = Text.assemble(("accuracy before ", "dim"), percent(before))
+    table = _grid(1, {}, {"width": 6}, {"ratio": 1}, {"justify": "right"})
+    table.add_row(Text("reward", style="dim"), reward, spark, accuracy)
+    return table
 
 
 def _numbers(seen: Progress, width: int) -> Text:
@@ -454,37 +447,22 @@ def _figures(row: Row, wanted: Sequence[Wanted]) -> list[tuple[str, str]]:
 
 
 def _pools(seen: Progress) -> Table:
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, width=16)
-    table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
-    table.add_column(no_wrap=True, justify="right")
+    """A line for each pool: the share of time in which it was busy, what it does or why it does nothing, its weights;
+    and a second one with the causes of its idle time."""
+    table = _grid(2, {}, {"width": 16}, {"ratio": 1, "overflow": "ellipsis"}, {"justify": "right"})
     for color, (name, pool) in zip(POOL_COLORS * 9, seen.pools.items(), strict=False):
-        table.add_row(Text(name, style=f"bold {color}"), _gauge(pool, color), _doing(pool), _version(pool))
+        gauge = Text("")
+        if pool.busy is not None:
+            full = round(pool.busy * 10)
+            gauge = Text.assemble(("█" * full, color), ("░" * (10 - full), "dim"), f" {100 * pool.busy:3.0f} %")
+        # A firing has its index in brackets; all else is a cause of idle time, or said by whoever is no scheduler.
+        doing = Text(", ".join(what for what in pool.doing if "[" in what))
+        if not doing and pool.doing:
+            said = pool.doing[0]
+            doing = Text(CAUSES[said].display if said in CAUSES else said, style="dim")
+        version = Text("" if pool.version is None else f"weights v{pool.version}", style="dim")
+        table.add_row(Text(name, style=f"bold {color}"), gauge, doing, version)
         if pool.idle:
             causes = ", ".join(f"{cause} {percent(share)}" for cause, share in pool.idle.items())
             table.add_row("", Text("idle", style="dim", justify="right"), Text(causes, style="dim"), "")
     return table
-
-
-def _gauge(pool: PoolLine, color: str) -> Text:
-    if pool.busy is None:
-        return Text("")
-    full = round(pool.busy * 10)
-    return Text.assemble(("█" * full, color), ("░" * (10 - full), "dim"), f" {100 * pool.busy:3.0f} %")
-
-
-def _idle(doing: str) -> str:
-    """Why a replica is idle, in words; other things are shown as they were said."""
-    return CAUSES[doing].display if doing in CAUSES else doing
-
-
-def _doing(pool: PoolLine) -> Text:
-    busy = [what for what in pool.doing if "[" in what]
-    if busy:
-        return Text(", ".join(busy))
-    return Text(_idle(pool.doing[0]) if pool.doing else "", style="dim")
-
-
-def _version(pool: PoolLine) -> Text:
-    return Text("" if pool.version is None else f"weights v{pool.version}", style="dim")

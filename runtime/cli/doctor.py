@@ -1,42 +1,57 @@
-"""`penstock doctor`: what this machine has and lacks, and what follows from it."""
+"""`penstock doctor`: what this machine has and lacks, what follows from it, and how fast it is.
+
+Each check yields what it found, and what follows where something is lacking. `measure` has a child that imports torch
+measure the machine, and writes a cluster file for `penstock plan --cluster this`.
+"""
 
 import dataclasses
+import importlib.util
 import json
-from collections.abc import Sequence
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryFile
+from typing import Annotated, Any, Literal
 
+import psutil
 import tyro
+import zmq
 from rich.console import Console
 from rich.text import Text
 
-from penstock.runtime.cli.checks import Finding, examine
+from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import read_flags
-from penstock.runtime.cli.measuring import measure, profile_path
 from penstock.runtime.cli.tracing import CommandError
-from penstock.runtime.cluster.cluster import THIS
-from penstock.runtime.cluster.gpus import Gpu
-from penstock.runtime.record.errors import visible
+from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
+from penstock.runtime.cluster.gpus import GPUS, Gpu, Tflops
+from penstock.runtime.record.errors import disk_fault, visible
+from penstock.runtime.record.folder import write_atomic
 
-DESCRIPTION = """Say what this machine has and lacks for running Penstock, and what follows from it.
-
-Exit status 1 if something is lacking that a run needs.
-
-With --measure: how fast its GPUs, memory and links are; plans take what it finds of GPUs. That takes less than a
-minute; let nothing else run.
-
-Examples:
-  penstock doctor
-  penstock doctor --measure
-  penstock plan aipo --cluster this --model DIR"""
-
+Verdict = Literal["ok", "note", "lack"]
 MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "lack": ("✗", "bold red")}
 
 
 @dataclass(frozen=True)
 class DoctorFlags:
-    """Flags of doctor"""
+    """Say what this machine has and lacks for running Penstock, and what follows from it.
+
+    Exit status 1 if something is lacking that a run needs.
+
+    With --measure: how fast its GPUs, memory and links are; plans take what it finds of GPUs. That takes less than a
+    minute; let nothing else run.
+
+    Examples:
+      penstock doctor
+      penstock doctor --measure
+      penstock plan aipo --cluster this --model DIR"""
 
     measure: bool = False
     """Measure this machine, for `penstock plan --cluster this`."""
@@ -47,28 +62,281 @@ class DoctorFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = read_flags(DoctorFlags, "doctor", argv, DESCRIPTION)
+    flags = read_flags(DoctorFlags, "doctor", argv)
     if flags.out and not flags.measure:
         raise CommandError(f"--out: given {flags.out!r} without --measure, needed both", 2)
     if flags.measure:
-        path = Path(flags.out) if flags.out else profile_path()
+        path = Path(flags.out) if flags.out else cache_folder() / PROFILE
         facts = measure(path)
         print(json.dumps({"path": str(path), **facts}) if flags.json else visible(measured_text(facts, path)))
         return 0
-    findings = []
-    console = Console()
-    for finding in examine():
+    findings, console = [], Console()
+    for finding in (finding for check in CHECKS for finding in check()):
         findings.append(finding)
         if not flags.json:
-            console.print(_line(finding), soft_wrap=True)
+            mark, style = MARKS[finding.verdict]
+            line = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"), visible(finding.found))
+            line.append(visible(f"  → {finding.follows}") if finding.follows else "", style=style)
+            # As each is made: torch takes seconds.
+            console.print(line, soft_wrap=True)
     lacks = sum(finding.verdict == "lack" for finding in findings)
     if flags.json:
         print(json.dumps({"ok": not lacks, "findings": [dataclasses.asdict(finding) for finding in findings]}))
     else:
-        console.print(
-            f"\n{lacks} things are lacking." if lacks else "\nThis machine can run Penstock.", highlight=False
-        )
+        said = f"{lacks} things are lacking." if lacks else "This machine can run Penstock."
+        console.print(f"\n{said}", highlight=False)
     return 1 if lacks else 0
+
+
+SHM_NEEDED = 256 << 20
+FILES_NEEDED = 1024
+GIB = float(1 << 30)
+TORCH_DEADLINE = 120.0
+"""Seconds for a child to import torch."""
+
+ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
+    "cpu": torch.backends.cpu.get_cpu_capability(), "gloo": torch.distributed.is_gloo_available(),
+    "gpus": [{"name": g.name, "gib": round(g.total_memory / 2**30, 1), "capability": [g.major, g.minor]} for g in gpus],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`follows` says what a user has to expect or to do; empty where all is well."""
+
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    follows: str = ""
+
+
+def _judge(name: str, found: str, fine: bool, follows: str, otherwise: Verdict = "note") -> Finding:
+    """A finding that is ok if it is fine, and else says what follows."""
+    return Finding(name, found) if fine else Finding(name, found, otherwise, follows)
+
+
+def check_torch() -> Iterator[Finding]:
+    """Python, torch, and the GPUs that it sees."""
+    version = f"{platform.python_version()} ({sys.executable})"
+    yield _judge("python", version, sys.version_info >= (3, 11), "needed 3.11 or newer", "lack")
+    try:
+        # In a child: this process stays without torch, and survives one that crashes or hangs.
+        command = [sys.executable, "-c", ASK_TORCH]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_DEADLINE, check=True)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+        yield Finding("torch", last, "lack", "nothing can be trained: pip install 'torch>=2.11,<2.14'")
+        return
+    except subprocess.TimeoutExpired:
+        yield Finding("torch", f"no answer within {TORCH_DEADLINE:.0f} s", "lack", "its import hangs; reinstall it")
+        return
+    facts = json.loads(done.stdout)
+    release = tuple(int(part) for part in facts["version"].split("+")[0].split(".")[:2])
+    found = f"{facts['version']} (CPU code: {facts['cpu']}, {facts['threads']} threads by default)"
+    yield _judge("torch", found, (2, 11) <= release < (2, 14), "tested with 2.11 to 2.13 only")
+    if not facts["gloo"]:
+        yield Finding("gloo", "not in this build", "lack", "weights cannot be sent between processes")
+    if not facts["gpus"]:
+        built = f"built for CUDA {facts['cuda']}, sees none" if facts["cuda"] else "a CPU build"
+        driver = shutil.which("nvidia-smi") is not None
+        follows = "a driver is here: install a CUDA build, or see that it matches" if driver else "runs on the CPU"
+        yield Finding("GPUs", f"none ({built})", "note", follows)
+    for index, gpu in enumerate(facts["gpus"]):
+        major, minor = gpu["capability"]
+        found = f"{gpu['name']}, {gpu['gib']} GiB, sm_{major}{minor}"
+        yield _judge(f"cuda:{index}", found, major >= 8, "no bfloat16: use --dtype float32")
+
+
+def check_cpu() -> Iterator[Finding]:
+    """Cores, the CPU's instructions, memory."""
+    usable, present, quota = len(os.sched_getaffinity(0)), os.cpu_count() or 1, ""
+    cores: float = usable
+    with suppress(OSError, ValueError):
+        # A container may have fewer cores' worth of time than it sees: "max" or microseconds, and the period.
+        share, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(usable, int(share) / int(period))
+        quota = f", {int(share) / int(period):g} by the container's quota"
+    found = f"{usable} of {present} usable{quota}"
+    yield _judge("cores", found, cores >= 2, "generator and trainer take turns: lag brings little")
+    flags: set[str] = set()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags |= set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    fast = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8") if name in flags]
+    follows = "bfloat16 is slow here: keep --dtype float32 on the CPU"
+    bf16 = bool({"amx_bf16", "avx512_bf16"} & flags)
+    yield _judge("CPU flags", ", ".join(fast) or "none of AVX2, AVX-512, AMX", bf16, follows)
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    yield _judge("memory", found, memory.available > 2 * GIB, "each process takes about 0.4 GiB")
+
+
+def check_processes() -> Iterator[Finding]:
+    """What the processes of a run use to talk to each other."""
+    try:
+        shm = shutil.disk_usage("/dev/shm")
+        found = f"{shm.free / GIB:.2f} of {shm.total / GIB:.2f} GiB free"
+        follows = "large batches will not fit (in Docker: --shm-size=2g)"
+        yield _judge("/dev/shm", found, shm.free >= SHM_NEEDED, follows, "lack")
+    except OSError as error:
+        yield Finding("/dev/shm", error.strerror or "missing", "lack", "samples cannot pass between processes")
+    curve = bool(zmq.has("curve"))
+    follows = "runs on one machine work; agents on other machines are refused (needs libsodium)"
+    yield _judge("ZeroMQ", f"{zmq.zmq_version()}, CURVE {'yes' if curve else 'no'}", curve, follows)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            yield Finding("loopback", f"can listen (tried port {server.getsockname()[1]})")
+    except OSError as error:
+        yield Finding("loopback", error.strerror or str(error), "lack", "the processes of a run cannot meet")
+    weights = "commands and samples: CURVE; weights: neither encrypted nor authenticated (gloo)"
+    yield Finding("other hosts", weights, "note", "agents on several machines need a network that you trust")
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """Code that a model writes runs isolated or, unless asked for, not at all."""
+    command = [sys.executable, "-m", "penstock.nodes.environments.sandbox"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_DEADLINE, check=False)
+    found = (done.stdout.strip() or done.stderr.strip().rpartition("\n")[2])[:200]
+    follows = "tools that run a model's code are refused without --no-sandbox: apt install bubblewrap"
+    yield _judge("sandbox", found, done.returncode == 0, follows)
+
+
+def check_files() -> Iterator[Finding]:
+    """Open files, the cache, TensorBoard."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    follows = f"many replicas will fail: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
+    yield _judge("open files", f"{soft} (up to {hard})", soft >= FILES_NEEDED, follows)
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=cache):
+            pass
+        free = shutil.disk_usage(cache).free
+        yield _judge("cache", f"{cache} ({free / GIB:.1f} GiB free)", free > GIB / 4, "the disk is nearly full")
+    except OSError as error:
+        follows = "the base model cannot be kept: set PENSTOCK_CACHE to a folder you can write to"
+        yield Finding("cache", f"{cache}: {error.strerror}", "lack", follows)
+    board = importlib.util.find_spec("tensorboard") is not None
+    follows = "metrics.jsonl only; pip install 'penstock[track]' for TensorBoard"
+    yield _judge("TensorBoard", "installed" if board else "not installed", board, follows)
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_torch,
+    check_cpu,
+    check_processes,
+    check_sandbox,
+    check_files,
+)
+
+
+DEADLINE = 600.0
+"""Seconds for the child to measure one device; on an idle machine it takes less than 30."""
+CHILD = "penstock.nodes.calibrate"
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """Measure, write the cluster file, and return its content. Raises CommandError for a child that fails, and before
+    it measures for a file that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise CommandError(f"--out {path}: given a folder, needed a file", 2)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise CommandError(str(disk_fault(path, error, choice="--out FILE")), 2) from error
+    raw = _asked("cpu")
+    cpu = cpu_of(raw, psutil.virtual_memory().total / 2**30)
+    kinds = {device: gpu_of(_asked(device)) for device in Cluster.local().hosts[0].devices}
+    facts = cluster_facts(kinds, cpu)
+    Cluster.model_validate(facts)
+    about = f"# Measured by `penstock doctor --measure` in {raw['seconds']:.0f} s, with torch {raw['torch']}.\n"
+    write_atomic(path, (about + toml(facts)).encode(), "--out FILE")
+    return facts | {"seconds": raw["seconds"]}
+
+
+def _asked(device: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", CHILD, device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+        raise CommandError(f"{device} could not be measured: {last}") from None
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{device} was not measured within {DEADLINE:.0f} s: is the machine busy?") from None
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def cpu_of(raw: Mapping[str, Any], memory_gib: float) -> Cpu:
+    """`raw` is what the measuring child printed for the host."""
+    memory = raw["memory"]
+    return Cpu(
+        memory_gib=memory_gib,
+        read_gb_s=memory["read"],
+        copy_gb_s=memory["copy"],
+        cached_gb_s=memory["cached"],
+        call_us=raw["launch_us"],
+        **raw["links"],
+    )
+
+
+def gpu_of(raw: Mapping[str, Any]) -> Gpu:
+    """The same of a CUDA device: the best of the measured rates of each precision are what it reaches. Its links to
+    other GPUs are those of the known kind that its name has in it, else of none."""
+    known = next((gpu for name, gpu in GPUS.items() if name in raw["name"]), None)
+    base = (known or GPUS["A100"].model_copy(update={"nvlink_gb_s": 0.0})).model_dump()
+    share = base["efficiency"]["matmul"]
+    rates = {name: max(rate for _, _, rate in found) / 1e12 / share for name, found in raw["products"].items()}
+    return Gpu.model_validate(
+        {
+            **base,
+            "memory_gib": raw["memory_gib"],
+            "tflops": Tflops(**{**base["tflops"], **rates}),
+            "memory_gb_s": raw["memory"]["copy"] / base["efficiency"]["memory"],
+            "pcie_gb_s": raw["host_gb_s"] / base["efficiency"]["link"],
+            "launch_us": raw["launch_us"],
+        }
+    )
+
+
+def cluster_facts(kinds: Mapping[str, Gpu], cpu: Cpu) -> dict[str, Any]:
+    """The cluster file's content; `kinds` by CUDA device, of which the first one's stands for all."""
+    host: dict[str, Any] = {"name": "local", "cores": len(os.sched_getaffinity(0)), "cpu": THIS}
+    found: dict[str, Any] = {"hosts": [host], "cpus": {THIS: cpu.model_dump()}}
+    if kinds:
+        host |= {"devices": list(kinds), "gpu": THIS}
+        found["gpus"] = {THIS: next(iter(kinds.values())).model_dump()}
+    return found
+
+
+def toml(facts: Mapping[str, Any], prefix: str = "") -> str:
+    """TOML of nested dicts of numbers, strings and lists."""
+    plain, tables = [], []
+    for name, value in facts.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            tables.append(f"\n[{path}]\n{toml(value, f'{path}.')}")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            tables += [f"\n[[{path}]]\n{toml(item, f'{path}.')}" for item in value]
+        else:
+            plain.append(f"{name} = {_toml_value(value)}\n")
+    return "".join(plain + tables)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def measured_text(facts: dict[str, Any], path: Path) -> str:
@@ -84,9 +352,3 @@ def measured_text(facts: dict[str, Any], path: Path) -> str:
         rates = f"products {gpu.flops('bf16') / 1e12:.0f} TFLOP/s in bf16, memory {gpu.bandwidth / 1e9:.0f} GB/s"
         lines.append(f"GPUs              {gpu.memory_gib:.0f} GiB, {rates}, from and to the host {host_gb_s:.0f} GB/s")
     return "\n".join(lines)
-
-
-def _line(finding: Finding) -> Text:
-    mark, style = MARKS[finding.verdict]
-    line = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"), visible(finding.found))
-    return line.append(visible(f"  → {finding.follows}"), style=style) if finding.follows else line

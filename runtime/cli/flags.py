@@ -4,6 +4,7 @@ Those of a run derive from `RunOptions`: here stand only the flags that are abou
 """
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ import tyro
 from msgspec import Meta
 
 from penstock.graph.errors import nearest
-from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.control.run_config import (
     Count,
     OnResume,
@@ -48,23 +49,21 @@ def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> s
     return "\n".join(said)
 
 
-def read_flags(cls: type[F], verb: str, argv: Sequence[str], description: str) -> F:
-    """The flags of a verb without a PROGRAM. Leaves the command with help or a usage error; raises CommandError for
-    words that are no flags."""
-    command = f"penstock {verb}"
+def read_flags(cls: type[F], verb: str, argv: Sequence[str]) -> F:
+    """The flags of a verb without a PROGRAM, whose help is the docstring of `cls`. Leaves the command with help or a
+    usage error (SystemExit). Raises CommandError for words that are no flags, and for values outside of their limits.
+    """
+    command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
     if said := unknown_flags(argv, [field.name.rstrip("_") for field in fields(cls)], command):  # type: ignore[arg-type]
         raise CommandError(said, 2)
-    config = (tyro.conf.FlagCreatePairsOff,)
-    flags = tyro.cli(readable(cls), prog=command, description=description, args=argv, config=config)
-    try:
+    flags = tyro.cli(readable(cls), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
+    with usage_errors():
         check_limits(flags)
-    except ValueError as error:
-        raise CommandError(str(error), 2) from None
     return flags
 
 
 def readable(cls: type[F]) -> type[F]:
-    """The class of flags in which tyro finds what `Shown` says. tyro has the help from the docstrings."""
+    """The class of flags in which tyro finds what `Shown` says. tyro reads the help from the fields' docstrings."""
     found: list[Field] = []
     for name, hint in get_type_hints(cls, include_extras=True).items():
         if shown := annotation(cls, name, Shown):
@@ -212,7 +211,7 @@ class SimulateFlags(DrawingFlags, Planning):
     plan: Annotated[str, Shown("FILE", "none")] = ""
     """A plan to simulate, as `penstock plan --json` printed it. With --cluster and --model one is made. With neither,
     seconds are as given."""
-    updates: Count = 20
+    updates: Positive = 20
     """Updates to simulate."""
     batch: Annotated[Positive | None, Shown("INT", "8, or 256 with --cluster")] = None
     """Fresh prompt groups per update."""
@@ -236,29 +235,6 @@ class SimulateFlags(DrawingFlags, Planning):
 
 
 @dataclass(frozen=True)
-class RecordedFlags(DrawingFlags):
-    """Flags of simulate --from"""
-
-    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN", help_behavior_hint="(required)")] = ""
-    """The folder of a finished or interrupted run, whose durations are taken."""
-    lag: Annotated[Count | None, Shown("INT", "the run's")] = None
-    """Updates that weights may be old, of the broadcasts that have the largest lag."""
-    generators: Annotated[Positive | None, Shown("INT", "the run's")] = None
-    """Replicas of the generator."""
-    slots: Annotated[Positive | None, Shown("INT", "the run's")] = None
-    """Responses that a generator has room for at once."""
-    versions: Annotated[Literal["free", "pinned"] | None, tyro.conf.arg(help_behavior_hint="(default: the run's)")] = (
-        None
-    )
-    """Which versions groups may use."""
-    updates: Annotated[Positive | None, Shown("INT", "as many as the run has done")] = None
-    """Updates to simulate."""
-    duration: Annotated[tuple[str, ...], Shown("NODE=S[~SIGMA] …")] = ()
-    """Seconds of a node's firing in place of the run's, such as score=0.01; publish, wire and swap are the parts of a
-    weight sync."""
-
-
-@dataclass(frozen=True)
 class PlanFlags(Planning):
     """Flags of plan"""
 
@@ -268,6 +244,25 @@ class PlanFlags(Planning):
     """Flags from a TOML file; those on the command line win."""
     json: bool = False
     """The plan as one JSON object; memory in bytes."""
+
+
+@dataclass(frozen=True)
+class AgentFlags:
+    """Join the controller of a run on another machine, and start the processes it asks for here.
+
+    `penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
+    RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by
+    hand, or as srun, a container or a batch job would. Weights travel unencrypted: the hosts need a trusted network.
+    docs/cluster-file.md has a cluster file of two hosts, and all of its keys.
+
+    Example:
+      penstock agent b.json --folder /scratch/run"""
+
+    join: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="JOIN_FILE")]
+    """The join file of this host: where the controller is, and the keys."""
+    folder: Annotated[str, Shown("DIR", "as on the controller's host")] = ""
+    """The run folder as this machine sees it, or one of its own, made if it is not there, for logs and its part of
+    checkpoints."""
 
 
 VERBS = {"run": RunFlags, "show": ShowFlags, "check": CheckFlags, "simulate": SimulateFlags, "plan": PlanFlags}

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from penstock import __version__
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
-from penstock.runtime.cli.tracing import CommandError, Traced
+from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.placement import spelled, why_not
@@ -55,15 +55,13 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     try:
         json.dumps(config.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        given = (
-            f"{error.object[: error.start].rpartition(chr(34))[2]}{error.object[error.start :].partition(chr(34))[0]}"
-        )
+        # The whole JSON string in which the first character stands that is none.
+        before, after = error.object[: error.start], error.object[error.start :]
+        given = before.rpartition('"')[2] + after.partition('"')[0]
         needed = "needed another path or name, for it travels in messages; a run folder may have any"
         raise CommandError(f"given {given!r}, which is no UTF-8; {needed}", 2) from None
-    try:
+    with usage_errors():
         check_rules(compile_tables(config.graph, config.plan), config.rules(0))
-    except ValueError as error:
-        raise CommandError(str(error), 2) from None
     for channel in config.channels().values():
         if why := why_not(flags.transport, channel.source, channel.replicas):
             raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)
@@ -91,8 +89,7 @@ def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) ->
 
 def launch_here(folder: RunFolder) -> int:
     """Run it in one process that has the terminal, so that a debugger works; the exit status."""
-    child = subprocess.Popen([sys.executable, "-m", "penstock.runtime.cli.inprocess_child", str(folder.path)])
-
+    child = subprocess.Popen([sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)])
     status = wait_handing_on(child)
     return status if status in (DONE, INTERRUPTED) else FAILED
 
@@ -120,7 +117,8 @@ def go(
             summary = finish(folder, status, errors, monotonic() - look.began, earlier, display.progress.cause)
     drawn = draw(folder, summary)
     folder.release()
-    with suppress(OSError):  # nobody reads it any more, and `main` sees to the exit status
+    # Nobody may read it any more: `main` sees to the exit status.
+    with suppress(OSError):
         for error in errors:
             print(visible(f"penstock: {error}"), file=sys.stderr)
         text = summary_text(summary, updates, relative(folder.path), drawn)
@@ -155,18 +153,26 @@ def require_start(config: RunConfig, cluster: Cluster, look: DisplayOptions) -> 
 def finish(
     folder: RunFolder, status: int, errors: list[str], seconds: float, earlier: float = 0.0, cause: str = ""
 ) -> dict[str, Any]:
-    """The summary, made from what is there if the controller wrote none, with what only this process knows: the exit
-    status, the code of the first failure that it was told of (`cause`), the whole command's seconds, the run's seconds
-    before it, and where a resume begins. It is written, too; if that cannot be done, `errors` say why."""
-    summary = _written(folder) or _made(folder, seconds)
+    """Complete and write the summary. It is made from what the folder has if the controller wrote none.
+
+    Only this process knows the exit `status`, the code of the first failure that it was told of (`cause`), the whole
+    command's `seconds`, the run's wall seconds before this command (`earlier`), and where a resume begins. If the
+    summary cannot be written, the reason is added to `errors`.
+    """
+    saved = latest_checkpoint(folder)
+    try:
+        summary: dict[str, Any] = folder.read_json("summary.json")
+    except RecordError:
+        summary = _made(folder, saved.accuracy if saved else {}, seconds)
     ended = STATUS.get(status, "failed")
-    reasons = [summary["error"], *(errors if ended != summary["status"] else ())]  # which the controller may have lost
+    # The controller may have lost what it said last.
+    reasons = [summary["error"], *(errors if ended != summary["status"] else ())]
     summary |= {
         "status": ended,
         "error": "\n".join(dict.fromkeys(filter(None, reasons))),
         "cause": summary.get("cause") or cause,
         "wall_s": round(summary["wall_s"] + earlier, 3),
-        "checkpoint": resumes_at(folder),
+        "checkpoint": saved.update if saved else 0,
         "command_s": round(seconds, 3),
     }
     try:
@@ -176,19 +182,10 @@ def finish(
     return summary
 
 
-def _written(folder: RunFolder) -> dict[str, Any] | None:
-    """The controller's summary; None if it could not write one."""
-    try:
-        summary: dict[str, Any] = folder.read_json("summary.json")
-    except RecordError:
-        return None
-    return summary
-
-
-def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
+def _made(folder: RunFolder, accuracy: Mapping[str, float | None], seconds: float) -> dict[str, Any]:
     """A summary of what the run has left, with the status open."""
-    rows, saved = read_rows(folder.metrics), latest_checkpoint(folder)
-    accuracy, groups = saved.accuracy if saved else {}, sum(row.get("groups", 0) for row in rows)
+    rows = read_rows(folder.metrics)
+    groups = sum(row.get("groups", 0) for row in rows)
     return {
         "status": "",
         "accuracy_before": accuracy.get("before"),
@@ -207,8 +204,9 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
 
 
 def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]:
-    """The fates of groups, and how often firings were tried again: what the scheduler knew at the end of the log, or,
-    where that cannot be read in a few seconds, what stands in the rows."""
+    """The fates of groups, and how often firings were tried again."""
+    # The scheduler knows at the end of the log. Where that cannot be read in a few seconds, the rows have the counts of
+    # updates that are done.
     counts = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
     raised = ""
     with suppress(OSError, ValueError, KeyError, RecordError):
@@ -224,13 +222,8 @@ def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]
     return {"fates": fates, "retried": counts["retried"], "last_failure": raised}
 
 
-def resumes_at(folder: RunFolder) -> int:
-    """The update that a resume would do next: that of the last checkpoint, 0 without one."""
-    saved = latest_checkpoint(folder)
-    return saved.update if saved else 0
-
-
 def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "") -> str:
+    """The summary for people. `updates` are those that were asked for; `report` says where the page is."""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
@@ -238,29 +231,21 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     counts = [(summary.get("fates", {}).get(fate), fate) for fate in ("dropped", "failed")]
     counts.append((summary.get("retried"), "firings tried again"))
     lost = "".join(f", {count} {what}" for count, what in counts if count)
-    rows.append(
-        ("updates", f"{summary.get('updates', 0)} of {updates}, {summary.get('groups', 0)} prompt groups{lost}")
-    )
-    if wrong := summary.get("not_finite"):
-        names = list(wrong)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        rows.append(("no number", f"{', '.join(names[:5])}{more}: null in metrics.jsonl"))
-    rows.append(("time", clock(summary.get("command_s", 0.0))))
-    rows.append(("folder", folder))
-    if report:
-        rows.append(("report", report))
-    if summary["status"] == "stopped" or (summary["status"] == "failed" and summary.get("checkpoint")):
-        rows.append(("to go on", f"penstock resume {quote(folder)}, {_goes_on(summary)}"))
+    done = summary.get("updates", 0)
+    rows.append(("updates", f"{done} of {updates}, {summary.get('groups', 0)} prompt groups{lost}"))
+    if wrong := list(summary.get("not_finite") or ()):
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        rows.append(("no number", f"{', '.join(wrong[:5])}{more}: null in metrics.jsonl"))
+    rows += [("time", clock(summary.get("command_s", 0.0))), ("folder", folder)]
+    rows += [("report", report)] if report else []
+    at = summary.get("checkpoint", 0)
+    if summary["status"] == "stopped" or (summary["status"] == "failed" and at):
+        begin = f"update {at}" if at else "the beginning"
+        if at < done:
+            held = f"the last checkpoint, of update {at}" if at else f"{begin}, since there is no checkpoint"
+            begin = f"{held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"
+        rows.append(("to go on", f"penstock resume {quote(folder)}, from {begin}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
-
-
-def _goes_on(summary: Mapping[str, Any]) -> str:
-    """From where, and what is done again."""
-    at, done = summary.get("checkpoint", 0), summary.get("updates", 0)
-    if at >= done:
-        return f"from update {at}" if at else "from the beginning"
-    held = f"the last checkpoint, of update {at}" if at else "the beginning, since there is no checkpoint"
-    return f"from {held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"
 
 
 def relative(path: Path) -> str:

@@ -6,14 +6,17 @@ SIGTERM or since its terminal closed, 141 if nobody read the output to its end.
 
 import difflib
 import importlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 from penstock import __version__
-from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program
 from penstock.runtime.control.signals import interrupt, nobody_reads, on_stop
 from penstock.runtime.record.errors import visible
 
@@ -22,24 +25,27 @@ UNREAD = 128 + signal.SIGPIPE
 
 
 class Verb(NamedTuple):
+    """`function` is "module:function" of this package, (argv) -> exit status. It is imported when the verb is called:
+    an answer such as `penstock --help` takes a tenth of a second."""
+
+    function: str
     argument: str
     help: str
 
 
 VERBS = {
-    "run": Verb("PROGRAM", "train: a live display, then what was learnt and the run folder"),
-    "resume": Verb("DIR", "go on with a run where its last checkpoint is"),
-    "show": Verb("PROGRAM", "the program's graph: text, mermaid, svg, json"),
-    "check": Verb("PROGRAM", "all faults of a program; nothing is started"),
-    "plan": Verb("PROGRAM", "which GPUs do what, what fits, and what bounds an update"),
-    "simulate": Verb("PROGRAM", "its schedule on a virtual clock, as text, SVG and trace"),
-    "report": Verb("DIR", "a run as one HTML page: predicted against real, idle time by cause"),
-    "watch": Verb("DIR", "a run in progress: its report as a live page, or in the terminal"),
-    "replay": Verb("DIR", "a run's recorded events through the scheduler again"),
-    "agent": Verb("", "join the controller of a run on another machine"),
-    "doctor": Verb("", "what this machine has and lacks"),
+    "run": Verb("run:main", "PROGRAM", "train: a live display, then what was learnt and the run folder"),
+    "resume": Verb("run:resume", "DIR", "go on with a run where its last checkpoint is"),
+    "show": Verb("main:show", "PROGRAM", "the program's graph: text, mermaid, svg, json"),
+    "check": Verb("main:check", "PROGRAM", "all faults of a program; nothing is started"),
+    "plan": Verb("plan:main", "PROGRAM", "which GPUs do what, what fits, and what bounds an update"),
+    "simulate": Verb("simulate:main", "PROGRAM", "its schedule on a virtual clock, as text, SVG and trace"),
+    "report": Verb("report:main", "DIR", "a run as one HTML page: predicted against real, idle time by cause"),
+    "watch": Verb("watch:main", "DIR", "a run in progress: its report as a live page, or in the terminal"),
+    "replay": Verb("report:replay", "DIR", "a run's recorded events through the scheduler again"),
+    "agent": Verb("main:agent", "", "join the controller of a run on another machine"),
+    "doctor": Verb("doctor:main", "", "what this machine has and lacks"),
 }
-"""Each is a module of this package with `main(argv) -> int`."""
 
 OVERVIEW = """usage: penstock VERB [ARGUMENT] [FLAGS]
 
@@ -60,18 +66,6 @@ keyword arguments are flags. Try:
 """
 
 
-def overview() -> str:
-    rows = [f"  {f'{name} {verb.argument}':<18}{verb.help}" for name, verb in VERBS.items()]
-    return OVERVIEW.format(verbs="\n".join(rows))
-
-
-def unknown(verb: str) -> str:
-    kind, known = ("flag", ["--help", "--version"]) if verb.startswith("-") else ("verb", list(VERBS))
-    close = difflib.get_close_matches(verb, known, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}?" if close else f"needed one of: {', '.join(known)}"
-    return f"penstock: there is no {kind} {verb!r}; {hint}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     _require_streams()
@@ -90,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _require_streams() -> None:
-    """Where the caller has closed a standard stream (`>&-`), /dev/null stands in, for children too: else a pipe of ours
-    would get its number."""
+    """Open /dev/null for each standard stream that the caller has closed (`>&-`), for children too."""
+    # Else a pipe or socket of ours would get the number of the stream, and be written to.
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -114,32 +108,77 @@ def _flushed(status: int) -> int:
 
 
 def _answer(words: Sequence[str]) -> int:
+    """The exit status. What the user can mend is said without a traceback."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(overview(), end="")
+        rows = [f"  {f'{name} {verb.argument}':<18}{verb.help}" for name, verb in VERBS.items()]
+        print(OVERVIEW.format(verbs="\n".join(rows)), end="")
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"penstock {__version__}")
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        print(visible(unknown(verb)), file=sys.stderr)
+        kind, known = ("flag", ["--help", "--version"]) if verb.startswith("-") else ("verb", list(VERBS))
+        close = difflib.get_close_matches(verb, known, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}?" if close else f"needed one of: {', '.join(known)}"
+        print(visible(f"penstock: there is no {kind} {verb!r}; {hint}"), file=sys.stderr)
         return 2
-    return _call(verb, rest)
-
-
-def _call(verb: str, argv: Sequence[str]) -> int:
-    """The verb's exit status. What the user can mend is said without a traceback."""
+    module, _, function = VERBS[verb].function.partition(":")
     try:
-        status: int = importlib.import_module(f"penstock.runtime.cli.{verb}").main(argv)
-    except CommandError as error:
-        print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
-        return error.status
-    except ValueError as error:
-        if type(error) is ValueError or not type(error).__module__.startswith("penstock."):
+        status: int = getattr(importlib.import_module(f"penstock.runtime.cli.{module}"), function)(rest)
+        return status
+    except (CommandError, ValueError) as error:
+        # A ValueError of Python's own, or of a library, is a fault of ours, and needs its traceback.
+        if not type(error).__module__.startswith("penstock."):
             raise
         print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
         return getattr(error, "status", 1)
-    return status
+
+
+def show(argv: Sequence[str]) -> int:
+    """`penstock show PROGRAM`: the graph, as text, Mermaid, SVG or JSON."""
+    traced = trace_program("show", argv, ("penstock.graph.show", "penstock.graph.svg"))
+    from penstock.graph.show import dumps, mermaid, text
+    from penstock.graph.svg import svg
+    from penstock.runtime.record.folder import write_atomic
+
+    flags, graph = traced.flags, traced.sound()
+    if flags.evaluation:
+        if traced.evaluation is None:
+            raise CommandError(f"{traced.name} has no evaluation; give it one with @program(evaluation=…)")
+        graph = traced.evaluation
+    formats = {"text": text, "mermaid": mermaid, "svg": svg, "json": dumps}
+    shown = formats["json" if flags.json else flags.format](graph)
+    if flags.out:
+        write_atomic(Path(flags.out), shown.encode(errors="backslashreplace"), "--out FILE")
+    else:
+        print(visible(shown.rstrip("\n")))
+    return 0
+
+
+def check(argv: Sequence[str]) -> int:
+    """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
+    traced = trace_program("check", argv)
+    if traced.flags.json:
+        faults = [asdict(fault) for fault in traced.faults]
+        print(json.dumps({"program": traced.path, "ok": not faults, "faults": faults}))
+    elif traced.faults:
+        print(visible(faults_text(traced.faults)))
+    else:
+        graph = traced.sound()
+        beside = f", evaluation {traced.evaluation.name}" if traced.evaluation is not None else ""
+        pools = ", ".join(dict.fromkeys(node.pool for node in graph.nodes))
+        print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"))
+    return 1 if traced.faults else 0
+
+
+def agent(argv: Sequence[str]) -> int:
+    """`penstock agent JOIN_FILE`: start this machine's part of a run that another machine controls."""
+    from penstock.runtime.cli.flags import AgentFlags, read_flags
+    from penstock.runtime.control.agent import serve
+
+    flags = read_flags(AgentFlags, "agent", argv)
+    return serve(Path(flags.join), Path(flags.folder) if flags.folder else None)
 
 
 if __name__ == "__main__":

@@ -19,21 +19,19 @@ from penstock.graph.imports import path_of
 from penstock.graph.interface import REQUIRED
 from penstock.graph.program import Flag, Program
 from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, readable, unknown_flags
+from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.control.run_config import check_limits
 from penstock.runtime.record.errors import visible
 
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 
-class UsageError(ValueError):
-    """The command line or its config file cannot be understood."""
-
-
 def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> tuple[dict[str, Any], Any]:
     """The program's options and the verb's flags. `name` is what the user called the program.
 
-    Raises GraphError for options that have the name of a flag of the verb. `check` tells these of `run` among the
-    faults (see `clashes`), so here it leaves them at their defaults.
+    Raises CommandError for words or a config file that cannot be understood, and GraphError for options that have the
+    name of a flag of the verb. `check` tells these of `run` among the faults (see `clashes`), so here it leaves them at
+    their defaults.
     """
     defaults = _verb_defaults(program, verb)
     taken = clashes(program, "run" if verb == "check" else verb)
@@ -47,13 +45,14 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
     if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
-        raise UsageError(said)
+        raise CommandError(said, 2)
     config = _config_argv(argv, known)
+    summary = program.doc.partition("\nArgs:")[0].strip() or program.name
     try:
         parsed: Any = tyro.cli(
             line,
             prog=f"penstock {verb} {name}",
-            description=_description(program, verb, name),
+            description=f"{summary}\n\nExamples:\n  {EXAMPLES[verb].format(name)}",
             args=[*config, *argv],
             config=MARKERS,
         )
@@ -62,10 +61,8 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
             print(visible(f"The config file stands for: {' '.join(config)}"), file=sys.stderr)
         raise
     given, flags = getattr(parsed, title), getattr(parsed, verb)
-    try:
+    with usage_errors():
         check_limits(flags)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     return {o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags
 
 
@@ -99,17 +96,12 @@ def verb_help(verb: str, programs: Mapping[str, str]) -> None:
     )
 
 
-def _description(program: Program[..., Any], verb: str, name: str) -> str:
-    summary = program.doc.partition("\nArgs:")[0].strip() or program.name
-    return f"{summary}\n\nExamples:\n  {EXAMPLES[verb].format(name)}"
-
-
 def _verb_defaults(program: Program[..., Any], verb: str) -> Any:
     """The verb's flags with the program's own defaults for them."""
     flags = VERBS[verb]()
     known = {field.name for cls in VERBS.values() for field in dataclasses.fields(cls)}
     for key in program.defaults.keys() - known:
-        raise UsageError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}")
+        raise CommandError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}", 2)
     fitting = {field.name for field in dataclasses.fields(flags)} & program.defaults.keys()
     if isinstance(flags, Planning):  # a plan is for a model and lengths of its own, not for those of the demo
         fitting -= {field.name for field in dataclasses.fields(Planning)}
@@ -187,16 +179,16 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     try:
         table = tomllib.loads(Path(file).read_text())
     except OSError as error:
-        raise UsageError(f"--config {file}: cannot be read: {error.strerror}") from None
+        raise CommandError(f"--config {file}: cannot be read: {error.strerror}", 2) from None
     except ValueError as error:
-        raise UsageError(f"--config {file}: given something that is not TOML: {error}") from None
+        raise CommandError(f"--config {file}: given something that is not TOML: {error}", 2) from None
     words: list[str] = []
     for key, value in table.items():
         name = key.replace("-", "_")
         if isinstance(value, dict):
-            raise UsageError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)")
+            raise CommandError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)", 2)
         if name not in known or name == "config":
-            raise UsageError(f"--config {file}: unknown key {key!r}{nearest(name, known)}")
+            raise CommandError(f"--config {file}: unknown key {key!r}{nearest(name, known)}", 2)
         words += _words(name.replace("_", "-"), value, known[name])
     return words
 

@@ -1,21 +1,186 @@
-"""`penstock plan PROGRAM`: which GPUs do what on a cluster, what fits, and what bounds an update."""
+"""`penstock plan PROGRAM`: which GPUs do what on a cluster, what fits, and what bounds an update.
+
+`search` makes the plan that the flags of `plan` and `simulate` ask for; `text` prints it.
+"""
 
 import json
+import shutil
 from collections.abc import Sequence
+from textwrap import wrap
 
-from penstock.runtime.cli.tracing import require_program, trace_program
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.base_model import PROFILE, cache_folder
+from penstock.runtime.cli.display import percent, seconds
+from penstock.runtime.cli.flags import Planning
+from penstock.runtime.cli.tracing import CommandError, trace_program, usage_errors
+from penstock.runtime.cluster.cluster import ClusterError, read_cluster
+from penstock.runtime.cluster.placement import read_meshes
+from penstock.runtime.collection import uncollected
+from penstock.runtime.plan.model_shape import ShapeError, read_shape
+from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
+from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
 from penstock.runtime.record.errors import visible
+
+KEPT = 0.7
+"""The share of the groups that filters leave, unless it is said."""
 
 
 def main(argv: Sequence[str]) -> int:
-    require_program("plan", argv)
-    traced = trace_program("plan", argv, ("penstock.runtime.cli.planning", "penstock.runtime.cli.planning"))
-    from penstock.runtime.cli.planning import (
-        search,
-        text,  # the planner is imported while a child traces
+    # numpy and pydantic take a second to import, and so does torch in the child that traces.
+    traced = trace_program("plan", argv, ("penstock.runtime.plan.planner",))
+    found = search(traced.sound(), traced.flags, traced.flags.batch)
+    print(json.dumps(found.to_json()) if traced.flags.json else visible(text(found, traced.flags.cluster)))
+    return 0
+
+
+def search(graph: Graph, flags: Planning, batch: int) -> Planned:
+    """The plan that the flags ask for. Raises CommandError for those that cannot be understood, PlanError for what has
+    no plan."""
+    for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
+        if not getattr(flags, name):
+            raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
+    with usage_errors(ClusterError, LengthError, ShapeError):
+        cluster, work = read_cluster(flags.cluster, cache_folder() / PROFILE), workload(graph, flags, batch)
+        meshes = read_meshes(flags.mesh)
+    if not any(host.accelerators or host.gpu for host in cluster.hosts):
+        needed = "needed GPUs; on cores run it, then `penstock simulate --from RUN` tells of other lags and replicas"
+        raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
+    with uncollected():
+        return plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
+
+
+def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
+    """What the flags say, and the program of samples, epochs and minibatches."""
+    roles = roles_of(graph)
+    if flags.kept is not None and not roles.filters:
+        raise CommandError(f"--kept: given {flags.kept:g}, needed none, since {roles.graph} has no filter (keep)", 2)
+    kept = KEPT if flags.kept is None else flags.kept
+    return Workload(
+        read_shape(flags.model),
+        batch,
+        roles.samples,
+        given_lengths(flags.lengths, flags.max_tokens),
+        flags.prompt_tokens,
+        roles.epochs,
+        roles.minibatches,
+        flags.micro_tokens,
+        flags.environment_s,
+        kept if roles.filters else 1.0,
+        sum(samples for _, samples in roles.baselines),
+        roles.buffer.adds(batch) if roles.buffer else 0,
     )
 
-    flags = traced.flags
-    found = search(traced.sound(), flags, flags.batch)
-    print(json.dumps(found.to_json()) if flags.json else visible(text(found, flags.cluster)))
-    return 0
+
+COLUMN = 12
+"""Where the words begin, if nothing else is said."""
+
+
+def labelled(label: str, words: str, width: int, column: int = COLUMN) -> list[str]:
+    """The words beside their label; further lines are indented."""
+    return wrap(words, width, initial_indent=f"{label:<{column}}", subsequent_indent=" " * column)
+
+
+def assumed(said: Sequence[str], width: int, column: int = COLUMN) -> list[str]:
+    """What the program does not say of its work, a paragraph each; no line of a program that says all of it."""
+    labels = ("assumed", *[""] * len(said))
+    return [line for label, words in zip(labels, said, strict=False) for line in labelled(label, words, width, column)]
+
+
+SAID = {"cache": "the cache", "weights": "the weights", "tp": "tensor parallelism", "pp": "the hops between stages"}
+"""What parts of a step are called here, where it is not their name."""
+
+
+def text(found: Planned, cluster: str) -> str:
+    """For people: the plan, why, the memory, and what else there is."""
+    work, width = found.work, shutil.get_terminal_size((100, 24)).columns
+    responses = f"{work.responses} responses of {work.lengths.mean:.0f} tokens on average"
+    sure, gap = "optimal under the model", found.outcome.gap
+    if not found.optimal:
+        more = f"more than {percent(gap)}" if gap >= 0.0005 else "even 0.1 %"
+        sure = f"the best found in time: no plan is {more} faster"
+    # What batches that are in work at once cost each other.
+    crowded = f"if no batch slowed the others, {seconds(found.best.alone_s)} would be the bound"
+    lines = [
+        f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
+        "",
+        *labelled("period", f"{seconds(found.best.period_s)} per update, {sure}", width),
+        *labelled("bound", f"by {found.best.bound}", width),
+        *labelled("", _why(found), width),
+        *(labelled("", crowded, width) if found.best.alone_s <= 0.999 * found.best.period_s else []),
+        *assumed(found.assumptions, width),
+        *labelled("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
+        "",
+    ]
+    for pool in found.pools:
+        lines += [*_pool(pool, width), ""]
+    lines.append("Alternatives, each with its best layouts:")
+    name_width = max(len(other.name) for other in found.alternatives)
+    for other in found.alternatives:
+        lines += _alternative(other, found, name_width, width)
+    lines += ["", f"{found.outcome.opened} parts of plans looked at in {found.seconds:.1f} s"]
+    return "\n".join(lines)
+
+
+def _why(found: Planned) -> str:
+    """What a batch costs, stage by stage."""
+    best = found.best
+    parts = [f"generation {seconds(best.rollout_s)}", f"steps {seconds(best.training.steps.seconds)}"]
+    if found.roles.turns > 1:
+        answers = found.roles.turns * found.work.environment_s
+        parts.append(f"{found.roles.turns} answers of {found.roles.environment} {seconds(answers)}")
+    groups = [(each.pools, reading) for each, reading in zip(best.split.dedicated, best.readings, strict=True)]
+    taken = [pool for pools, _ in groups for pool in pools]
+    free = tuple(pool for pool in found.roles.beside if pool not in taken)
+    for pools, reading in [*([(free, best.training)] if free else []), *groups]:
+        parts.append(f"passes of {', '.join(pools)} {seconds(reading.reads.seconds)}")
+        learners = [node for pool in pools for node in found.roles.nodes_of(pool) if node in found.roles.learners]
+        parts += [f"steps of {', '.join(learners)} {seconds(reading.learns.seconds)}"] if learners else []
+    parts.append(f"weight sync {seconds(best.sync.seconds)}")
+    if best.offloads:
+        parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
+    generator, bound = best.generating.generator, best.training.steps.bound
+    steps = f"most of a training step goes to {SAID.get(bound, bound)}"
+    rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
+    decodes = generator.step(rows, rows * (found.work.prompt_tokens + found.work.lengths.mean)).bound
+    return f"one batch: {', '.join(parts)}; {steps}, of a decoding step to {SAID.get(decodes, decodes)}"
+
+
+def _pool(pool: PoolPlan, width: int) -> list[str]:
+    work = ", ".join(pool.nodes)
+    if not pool.devices:
+        return labelled(pool.name, f"{pool.shares or 'on CPUs'}: {work}", width)
+    copies = f"{pool.replicas} × " if pool.replicas > 1 else ""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in pool.mesh) or "one GPU"
+    how = [f"{pool.devices} {pool.kind}: {copies}({mesh})", pool.precision]
+    how += [f"{pool.slots} slots"] if pool.slots else []
+    how += [f"micro-batches of {pool.micro_tokens} tokens"] if pool.micro_tokens else []
+    how += ["weights sharded"] if pool.zero3 else []
+    how += [pool.shares] if pool.shares else []
+    parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])
+    held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    hosts = f"{pool.hosts[0]} to {pool.hosts[-1]}" if len(pool.hosts) > 1 else pool.hosts[0]
+    return [
+        *labelled(pool.name, "; ".join(how), width),
+        *labelled("", f"memory {pool.memory.bytes / 1e9:.1f} of {pool.memory_available / 1e9:.1f} GB: {held}", width),
+        *labelled("", f"{work or 'reads responses'}, on {hosts}", width),
+    ]
+
+
+def _alternative(other: Alternative, found: Planned, name_width: int, width: int) -> list[str]:
+    """An alternative beside the plan; why there is none where no layout of it fits."""
+    name = f"  {other.name:<{name_width}}  "
+    if other.found is None:
+        return [f"{name}{other.why}"]
+    split = other.found.split
+    beside = f"{percent(other.found.period_s / found.best.period_s - 1)} more"
+    if beside == f"{percent(0)} more":
+        beside = "as planned" if split == found.best.split else "as fast"
+    # GPUs of the trainer, the generator, and each dedicated group of models; by kind where there are several.
+    several = len({each.nodes.kind for each in split.allocations}) > 1
+    sizes = [f"{each.gpus} {each.nodes.kind}" if several else str(each.gpus) for each in split.allocations]
+    sizes[0] += " shared" if split.shared else ""
+    gpus = " + ".join(sizes) + ("" if several else f" {split.trainer.nodes.kind}")
+    sure = "" if other.proved else " (best found)"
+    line = f"{seconds(other.found.period_s)}{sure}, {beside}, {gpus}: {other.found.bound}"
+    return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))

@@ -1,31 +1,34 @@
-"""`penstock report DIR`: what a run folder says, as one HTML file."""
+"""`penstock report DIR` and `penstock replay DIR`: what the folder of a run says, drawn as a page, and checked."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 import tyro
 
 from penstock.runtime.cli.flags import read_flags
+from penstock.runtime.control.messages import read_record, record_bytes
 from penstock.runtime.record.errors import visible
+from penstock.runtime.record.event_log import StageLog, commands_digest, read_log
 from penstock.runtime.record.folder import RunFolder, absolute
+from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.report.summary import figures
 from penstock.runtime.report.write import REPORT, write_report
-
-DESCRIPTION = """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
-went, how stale the samples were, what it learnt, and what another lag or split would have made of it.
-
-The page is one HTML file that loads nothing. A folder that is incomplete is drawn as far as it goes.
-
-Examples:
-  penstock report runs/aipo-20250304-050607
-  penstock report runs/aipo-20250304-050607 --json"""
+from penstock.runtime.schedule.events import Event
+from penstock.runtime.schedule.replay import RecordedStep, ReplayError, SegmentOrigin, replay_all
 
 
 @dataclass(frozen=True)
 class ReportFlags:
-    """Flags of report"""
+    """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
+    went, how stale the samples were, what it learnt, and what another lag or split would have made of it.
+
+    The page is one HTML file that loads nothing. A folder that is incomplete is drawn as far as it goes.
+
+    Examples:
+      penstock report runs/aipo-20250304-050607
+      penstock report runs/aipo-20250304-050607 --json"""
 
     dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The run folder."""
@@ -36,15 +39,73 @@ class ReportFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = read_flags(ReportFlags, "report", argv, DESCRIPTION)
+    flags = read_flags(ReportFlags, "report", argv)
     folder = RunFolder.open(flags.dir)
     path = absolute(flags.out) if flags.out else folder.path / REPORT
     report = write_report(folder, path, alive=folder.alive)
     if flags.json:
         print(json.dumps({**figures(report), "report": str(path)}))
-        return 0
-    print(visible(report.verdict))
-    for note in report.facts.notes:
-        print(visible(f"note: {note}"))
-    print(visible(f"report {path}"))
+    else:
+        notes = [f"note: {note}" for note in report.facts.notes]
+        print("\n".join(map(visible, [report.verdict, *notes, f"report {path}"])))
     return 0
+
+
+@dataclass(frozen=True)
+class ReplayFlags:
+    """Check a run's record: feed its events to the scheduler again and compare every decision.
+
+    The event log is a chain of hashes: one that was edited or reordered is refused, with the record's number; so is one
+    that was cut, where the run lived to count its records in summary.json. After a crash the log may just end: that is
+    said.
+
+    Example:
+      penstock replay runs/aipo-20250304-050607"""
+
+    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
+    json: bool = False
+    """The result as JSON."""
+
+
+def replay(argv: Sequence[str]) -> int:
+    flags = read_flags(ReplayFlags, "replay", argv)
+    folder = RunFolder.open(flags.dir)
+    path = folder.path / "summary.json"
+    # A run that was killed has not counted its records: its log may end anywhere.
+    counted = folder.read_json(path.name, Summary).get("records", 0) if path.exists() else 0
+    segments = read_log(folder.events, int(counted))
+    logs = [log for segment in segments for log in segment.stages]
+    try:
+        stages = [(SegmentOrigin.from_json(log.facts), recorded_steps(log)) for log in logs]
+        replayed = replay_all(stages, lambda commands: commands_digest(map(record_bytes, commands)))
+    except ValueError as error:
+        raise ReplayError(f"{folder.events}: {error}") from None
+    if flags.json:
+        facts = [
+            {
+                **{name: getattr(stage, name) for name in ("stage", "events", "commands", "updates")},
+                "fates": stage.outcomes,
+                "status": stage.finish and stage.finish.status,
+            }
+            for stage in replayed
+        ]
+        print(json.dumps({"run": str(folder.path), "equal": True, "stages": facts}))
+        return 0
+    lines = [f"{'stage':<10}{'events':>9}{'commands':>10}{'updates':>9}  groups"]
+    for stage in replayed:
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in stage.outcomes.items() if count) or "-"
+        lines.append(f"{stage.stage:<10}{stage.events:>9}{stage.commands:>10}{stage.updates:>9}  {outcomes}")
+    for number, segment in enumerate(segments):
+        if segment.ended is None:
+            lines.append(f"part {number + 1} of the log has no end: its process was killed")
+    commands = sum(stage.commands for stage in replayed)
+    lines.append(f"Equal: all {commands} commands are the ones that were recorded.")
+    print(visible("\n".join(lines)))
+    return 0
+
+
+def recorded_steps(log: StageLog) -> Iterator[RecordedStep]:
+    """The steps of a stage with their events, as the scheduler replays them."""
+    for step in log.steps:
+        yield RecordedStep(step.record, step.time, cast(Event, read_record(step.event)), step.digest)

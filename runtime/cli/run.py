@@ -1,48 +1,82 @@
-"""`penstock run PROGRAM`: a run folder, the processes of the run, a display, and a summary at the end."""
+"""`penstock run PROGRAM` and `penstock resume DIR`: a run from its command line, or from its last checkpoint.
 
-import dataclasses
-import importlib.util
+`config.json` keeps what a run was given beside its flags: the digests of its data files, its cluster, and the folder
+from which it was started. A resume needs all of it, unchanged.
+"""
+
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
+from typing import Annotated, Any
+
+import tyro
 
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.flags import NEW, RunFlags
-from penstock.runtime.cli.inputs import absolute_paths, file_digests, is_made_up
+from penstock.runtime.cli.flags import NEW, RunFlags, changes, read_flags, with_changes
 from penstock.runtime.cli.launching import DisplayOptions, asked, configure, go, require_start
-from penstock.runtime.cli.tracing import CommandError, Traced, require_program, trace_program
+from penstock.runtime.cli.tracing import CommandError, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.placement import why_no_turns
-from penstock.runtime.record.errors import visible
-from penstock.runtime.record.folder import MARKS, RunFolder, default_path
+from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
+from penstock.runtime.control.launcher import FAILED
+from penstock.runtime.control.run_config import RunConfig, RunOptions, plan_for
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.event_log import segment_seconds
+from penstock.runtime.record.folder import (
+    CUT,
+    MARKS,
+    RunFolder,
+    SavedCheckpoint,
+    absolute,
+    default_path,
+    latest_checkpoint,
+    part_path,
+    read_facts,
+    refusal,
+    require_no_link,
+    update_of,
+)
+from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
+from penstock.runtime.schedule.compile import compile_tables
+from penstock.runtime.schedule.scheduler import Scheduler
 
 
 def main(argv: Sequence[str]) -> int:
+    """Trace the program, create a run folder and run in it; the exit status."""
     began = monotonic()
-    require_program("run", argv)
-    if sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
-        # Seconds of silence else.
+    if argv and not argv[0].startswith("-") and sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
+        # The child takes seconds to import torch, in which nothing else would be said.
         print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
     traced = trace_program("run", argv)
     traced.sound()
     flags = absolute_paths(traced.flags)
-    traced = dataclasses.replace(traced, flags=flags)
-    if flags.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    if flags.tensorboard and find_spec("tensorboard") is None:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
     cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
-    config = configure(traced, cluster, flags.model)
+    config = configure(replace(traced, flags=flags), cluster, flags.model)
     look = DisplayOptions(flags.plain, flags.json, flags.in_process, began)
     require_start(config, cluster, look)
-    needs_base = _needs_base(traced)
-    digests = file_digests(flags)
+    needs_base = traced.base and not flags.model
+    if needs_base and not is_made_up(flags.data):
+        raise CommandError(
+            f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
+            f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",
+            2,
+        )
+    paths = [Path(data) for data in (flags.data, flags.eval_data) if not is_made_up(data)]
+    digests = {str(path): _sha256(path) for path in paths if path.is_file()}
+    # Created after all that may be refused: a mistake on the command line leaves no folder.
     folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
 
     def prepare(display: Display) -> None:
         model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
-        complete = dataclasses.replace(config, flags=dataclasses.replace(config.flags, model=model))
+        complete = replace(config, flags=replace(config.flags, model=model))
         complete.write(folder, asked(argv[0], argv, cluster, digests))
         if flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
             text = f"--offload on frees no memory that anybody needs: {why}"
@@ -57,18 +91,190 @@ def main(argv: Sequence[str]) -> int:
             folder.discard()
 
 
-def _needs_base(traced: Traced) -> bool:
-    """Whether the program begins with the base model, since no other is given.
+@dataclass(frozen=True)
+class ResumeFlags:
+    """Go on with a run exactly where its last complete checkpoint is.
 
-    Raises CommandError where the base would know nothing of the data.
-    """
-    flags: RunFlags = traced.flags
-    if flags.model or not traced.base:
-        return False
-    if not is_made_up(flags.data):
-        raise CommandError(
-            f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
-            f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",
-            2,
-        )
-    return True
+    The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
+    The data, the model and the program's file must be where they were, and the data unchanged. A resume runs the code
+    that the folder names, with your rights: where other users have made the folder, it asks first.
+
+    Examples:
+      penstock resume runs/aipo-20250304-050607
+      penstock resume runs/aipo-20250304-050607 --updates 200"""
+
+    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
+    in_process: bool = False
+    """Everything in one process and one thread, for a debugger."""
+    trust: bool = False
+    """Run the code that the folder names even if other users have made the folder, without being asked."""
+    plain: bool = False
+    """Plain lines instead of the live display."""
+    json: bool = False
+    """The last line of output is the summary as JSON."""
+
+
+def resume(argv: Sequence[str]) -> int:
+    """Check that the run can go on, write what is changed, and go on; the exit status."""
+    began = monotonic()
+    flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv)
+    folder = RunFolder.open(flags.dir)
+    if not flags.trust:
+        _require_own(folder)
+    folder.lock()
+    try:
+        config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
+        require_unchanged(folder.path, config, asked)
+        # Raises LogError for a log that was changed: nothing can be added to it.
+        logged = sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
+        path = folder.path / "summary.json"
+        # A run that was killed has no summary.
+        summary = folder.read_json(path.name, Summary) if path.exists() else {}
+        require_no_link(folder)
+        saved = latest_checkpoint(folder)
+        try:
+            cluster = Cluster.model_validate(asked.get("cluster"))
+        except ValueError as error:
+            said = " ".join(str(error).split())
+            raise RecordError(f"{folder.config}: asked.cluster: {said}; needed what the run wrote") from None
+        if saved is not None:
+            _require_checkpoint(saved, config)
+        options, given = replace(config.flags, **changes(flags)), changes(flags)
+        done, wanted = saved.update if saved else 0, options.updates
+        if wanted < done:
+            raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
+        if wanted == done and summary.get("status") == "done":
+            raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
+        before, config = config, _changed(config, cluster, options, "mesh" in given)
+        look = DisplayOptions(flags.plain, flags.json, flags.in_process, began)
+        require_start(config, cluster, look)
+        require_inputs(config.graphs, config.flags)
+        if config != before:
+            config.write(folder, asked)
+        path.unlink(missing_ok=True)
+        status = go(folder, config, cluster, look, earlier=float(summary.get("wall_s", logged)))
+        if status == FAILED and config != before and latest_checkpoint(folder) == saved:
+            before.write(folder, asked)  # what was wanted now may be why
+        return status
+    finally:
+        folder.unlock()
+
+
+def _require_own(folder: RunFolder) -> None:
+    """Ask whether to go on with a folder that others have made, since its graph names the code that a resume runs.
+    Raises CommandError for another answer than yes, and where no terminal is there to ask."""
+    if not (foreign := folder.foreign()):
+        return
+    given = f"{foreign}, and a resume runs the code that the folder names, with your rights"
+    needed = "needed a run of your own, or --trust"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise CommandError(f"{given}; {needed}")
+    print(visible(f"penstock resume: {given}. Go on? [y/N] "), end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CommandError(f"given no yes; {needed}")
+
+
+def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
+    """Raises RecordError for a checkpoint that the scheduler of this run cannot have written, CommandError for one that
+    ranks could not read: both before any process starts."""
+    path = saved.folder / CUT
+    require_shape(saved.cut, Cut, f"{path}: cut")
+    if not update_of(saved.folder.name) == saved.update == saved.cut["update"]:
+        given = f"given the cuts before updates {saved.update} and {saved.cut['update']}"
+        raise RecordError(f"{path}: {given}; needed that before the update of the folder's name")
+    try:
+        rules = replace(config, flags=replace(config.flags, updates=saved.update)).rules(0)
+        Scheduler(compile_tables(config.graph, config.plan), rules, saved.cut)
+    except ValueError as error:
+        raise RecordError(f"{path}: {error}; needed what the run wrote") from None
+    parts = (part_path(saved.folder, replica.name, 0) for pool in config.plan.pools for replica in pool.replicas)
+    for part in filter(Path.exists, parts):
+        try:
+            text = refusal(part, read_facts(part))
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        if text:
+            raise CommandError(text)
+
+
+def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, moved: bool) -> RunConfig:
+    """The run with other options; with another plan if it has `moved` to other meshes."""
+    if not moved:
+        return replace(config, flags=options)
+    # Pools that are not named keep their meshes.
+    meshes = read_meshes(config.flags.mesh) | read_meshes(options.mesh)
+    options = replace(options, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
+    return replace(config, flags=options, plan=plan_for(config.graphs, cluster, options))
+
+
+def absolute_paths(flags: RunFlags) -> RunFlags:
+    """The flags with absolute paths, so that the run can be resumed from any folder."""
+
+    def made(given: str) -> str:
+        # What a user's own source understands may be no path at all: it stays as it is.
+        return str(absolute(given)) if Path(given).exists() else given
+
+    model = flags.model if flags.model in ("", NEW) else made(flags.model)
+    data, eval_data = (given if is_made_up(given) else made(given) for given in (flags.data, flags.eval_data))
+    return replace(flags, model=model, data=data, eval_data=eval_data)
+
+
+def is_made_up(data: str) -> bool:
+    """Whether `--data` names problems that are drawn from the seed, whatever files there are."""
+    return data.partition(":")[0] in ("", "arithmetic")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_unchanged(folder: Path, config: RunConfig, asked: Mapping[str, Any]) -> None:
+    """Raises CommandError with all that is missing or not as it was when the run of `folder` began. `asked` is of its
+    `config.json`."""
+    lacks = [*_changed_files(config.flags, asked.get("digests", {})), *_lost_modules(config, asked.get("folder", ""))]
+    if lacks:
+        raise CommandError("\n".join([f"{folder}: the run cannot go on; nothing was changed:", *lacks]))
+
+
+def _changed_files(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:
+    model, same = Path(flags.model), "needed the one that the run began with"
+    if flags.model and not (model / "config.json").is_file():
+        given = "a folder without config.json" if model.is_dir() else "no folder there"
+        yield f"  the model {model}: given {given}, {same}"
+    for data in dict.fromkeys((flags.data, flags.eval_data)):
+        path, needed = Path(data), digests.get(data, "")
+        if (needed or path.is_absolute()) and not path.exists():
+            yield f"  the data {data}: given no file there, {same}"
+        elif needed and (given := _sha256(path)) != needed:
+            change = f"given a file with SHA-256 {given}, needed {needed}"
+            yield f"  the data {data}: it has changed, so that groups would be others than they were: {change}"
+
+
+def _lost_modules(config: RunConfig, folder: str) -> Iterator[str]:
+    """The user's own files and packages that the graphs name and that cannot be found."""
+    folders = [str(Path.cwd()), *(str(Path(graph.op.rpartition(":")[0]).parent) for graph in config.graphs)]
+    named = _import_paths([graph.to_json() for graph in config.graphs])
+    for place in dict.fromkeys(path.rpartition(":")[0] for path in named):
+        package = place.partition(".")[0]
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                yield f"  the program's file {place}: given no file there, needed the one that the run began with"
+        # Ranks look for modules beside the program's file, too.
+        elif not (package in ("", "penstock") or find_spec(package) or PathFinder.find_spec(package, folders)):
+            needed = f"a resume from {folder}, where the run began" if folder else "it installed, or another folder"
+            yield f"  the program's module {place}: given a folder from which it cannot be imported, needed {needed}"
+
+
+def _import_paths(value: Any) -> Iterator[str]:
+    """All that a graph's JSON names by import path."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _import_paths(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("op", "maker", "path") and isinstance(item, str):
+                yield item
+            else:
+                yield from _import_paths(item)

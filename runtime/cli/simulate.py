@@ -3,59 +3,263 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from math import isclose
 from pathlib import Path
 
-from penstock.runtime.cli.flags import DrawingFlags, SimulateFlags
-from penstock.runtime.cli.simulate_recorded import Recorded, from_run, read_recorded_flags, recorded
-from penstock.runtime.cli.simulating import Given, PlannedSchedule, drawing, facts, given, pictured, planned
-from penstock.runtime.cli.tracing import CommandError, require_program, trace_program
+from penstock.graph.analysis import period_bound
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.display import figure, many, percent, seconds
+from penstock.runtime.cli.flags import DrawingFlags, PlanFlags, Planning, SimulateFlags, read_flags
+from penstock.runtime.cli.plan import labelled, search
+from penstock.runtime.cli.schedule_text import (
+    COLUMN,
+    SYNC,
+    Schedule,
+    assumed,
+    bound_words,
+    dropped_groups,
+    given_durations,
+    labels,
+    ms,
+    named_node,
+    period_facts,
+    period_of,
+)
+from penstock.runtime.cli.simulate_run import RecordedFlags, recorded, require_variable
+from penstock.runtime.cli.tracing import CommandError, trace_program, usage_errors
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import place, served
+from penstock.runtime.plan.roles import assumptions, roles_of
+from penstock.runtime.plan.simulate import Scene, read_costed
 from penstock.runtime.record.errors import visible
-from penstock.runtime.record.folder import write_atomic
-from penstock.runtime.record.trace_formats import chrome_trace, gantt_svg
-from penstock.runtime.schedule.simulator import Simulation
+from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.simulator import Duration, Durations, Verdicts, simulate
+
+BATCH = 8
+"""Prompt groups per update, unless it is said."""
+OTHERWISE = {"drop": "--kept says what its filters leave", "generators": "the plan says it"}
+"""What stands for flags of given seconds in a plan."""
+COMPARED = 24
+"""Updates of each run that shows the effect of lag; no more than were asked for."""
 
 
 def main(argv: Sequence[str]) -> int:
     flags: DrawingFlags
-    shown: Given | PlannedSchedule | Recorded
-    try:
-        if from_run(argv):
-            flags = read_recorded_flags(argv)
+    width = shutil.get_terminal_size((100, 24)).columns
+    with usage_errors():
+        if any(word.partition("=")[0] == "--from" for word in argv):
+            if not {"-h", "--help"}.intersection(argv):
+                require_variable(argv)
+            flags = read_flags(RecordedFlags, "simulate", argv)
             shown = recorded(flags)
         else:
-            shown, flags = _of_program(argv)
-    except ValueError as error:
-        if type(error) is not ValueError:
-            raise
-        raise CommandError(str(error), 2) from None
-    _write(shown.result, shown.title, flags)
-    width = flags.width or shutil.get_terminal_size((100, 24)).columns
-    if flags.json:
-        print(json.dumps({**shown.facts(), **facts(shown.result)}))
-    else:
-        lines = [visible(line) for line in shown.lines(width)]
-        print("\n".join([*lines, "", *drawing(shown.result, width)]))
+            traced = trace_program("simulate", argv)
+            flags = traced.flags
+            shown = _of_program(traced.sound(), traced.flags, flags.width or width)
+    shown.write(flags)
+    print(json.dumps(shown.to_json()) if flags.json else visible(shown.text(flags.width or width)))
     return 0
 
 
-def _of_program(argv: Sequence[str]) -> tuple[Given | PlannedSchedule, SimulateFlags]:
-    """The schedule of a PROGRAM, and the flags. Raises CommandError, and what planning and simulating raise."""
-    require_program("simulate", argv)
-    traced = trace_program("simulate", argv)
-    flags: SimulateFlags = traced.flags
-    graph = traced.sound()
-    if flags.updates < 1:
-        raise CommandError(f"--updates: given {flags.updates}, needed at least 1", 2)
-    return planned(graph, flags) or given(graph, flags), flags
+def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
+    """The schedule of given seconds, or of a plan where the flags ask for one. Raises CommandError for flags that
+    contradict each other."""
+    default = SimulateFlags()
+
+    def changed(names: Sequence[str]) -> list[str]:
+        return [name for name in names if getattr(flags, name) != getattr(default, name)]
+
+    def refuse(name: str, said: str) -> CommandError:
+        return CommandError(f"--{name.replace('_', '-')}: given {said}", 2)
+
+    said = changed([field.name for field in fields(Planning)])
+    if not (flags.cluster or flags.plan):
+        if said := [name for name in said if name != "slots"]:
+            raise refuse(said[0], "without a plan; needed --cluster with it, or none of both")
+        return given(graph, flags)
+    if flags.plan and (said := said + changed(["batch"])):
+        raise refuse(said[0], "beside --plan, which says it; needed one of both")
+    if contrary := changed(["drop", "again", "generators", "versions"]):
+        why = OTHERWISE.get(contrary[0], "plans do not cover it")
+        raise refuse(contrary[0], f"with a plan; needed none, since {why}")
+    return planned(graph, flags, width)
 
 
-def _write(result: Simulation, title: str, flags: DrawingFlags) -> None:
-    """The files that were asked for."""
-    if flags.svg:
-        write_atomic(Path(flags.svg), gantt_svg(pictured(result), title).encode(), "--svg FILE")
-    if flags.html:
-        from penstock.runtime.report.page import schedule_html  # imports templates, which others do without
+def given(graph: Graph, flags: SimulateFlags) -> Schedule:
+    """The schedule of the seconds that the flags give. Raises CommandError for flags that cannot be understood."""
+    durations, means = timing(graph, flags.duration)
+    batch = flags.batch or BATCH
+    plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
+    rules = Rules(batch, flags.updates, versions=flags.versions)
+    verdicts = deciding(graph, flags.drop, flags.again)
+    result = simulate(compile_tables(graph, plan), rules, durations, verdicts=verdicts)
+    capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
+    bound, period = period_bound(graph, means, batch, capacity), result.period_s
+    # Where they are equal, their sums are rounded apart.
+    bound_s = min(period, bound.seconds) if isclose(period, bound.seconds, rel_tol=1e-9) else bound.seconds
+    cycle = result.cycle_s is not None
+    num = len(result.ends)
+    full = " once the pipeline is full"
+    return Schedule(
+        title=f"{graph.name}: {num} updates of {batch} groups",
+        wall=ms(result.wall_s),
+        result=result,
+        facts={
+            "program": graph.name,
+            "updates": num,
+            "batch": batch,
+            "period_s": period,
+            "period_of": "the full pipeline" if cycle else "all updates",
+            "bound_s": bound_s,
+            "bound_cause": bound.cause,
+        },
+        head=[
+            (
+                "period",
+                f"{ms(period)} per update"
+                + (full if cycle else f": the mean of all {num}, the filling of the pipeline included"),
+            ),
+            ("bound", bound_words(bound, period)),
+        ],
+        lags=dropped_groups(result, batch),
+        queues=False,
+    )
 
-        write_atomic(Path(flags.html), schedule_html(pictured(result), title).encode(), "--html FILE")
-    if flags.trace:
-        write_atomic(Path(flags.trace), json.dumps(chrome_trace(result.bars, title)).encode(), "--trace FILE")
+
+def timing(graph: Graph, words: Sequence[str]) -> tuple[Durations, dict[str, float]]:
+    """Durations as the simulator takes them, and their means by node, which the bound takes: as given, else as a fake
+    node's options say. Raises CommandError for a missing one."""
+    nodes: dict[str, Duration] = {}
+    means: dict[str, float] = {}
+    calls = [node for node in graph.nodes if node.fires]
+    for node in calls:
+        options = dict(node.options)
+        if "ms" in options:
+            low, jitter = options["ms"] / 1e3, options.get("jitter_ms", 0.0) / 1e3
+            nodes[node.name] = Uniform(low, jitter) if jitter else low
+            means[node.name] = low + jitter / 2
+        elif node.construct == "keep":
+            nodes[node.name] = means[node.name] = 0.0
+    publish_s = float(dict(graph.options).get("sync_ms", 0.0)) / 1e3
+    durations, said = given_durations(Durations(nodes, publish=publish_s), words, [*(n.name for n in calls), *SYNC])
+    if missing := [node.name for node in calls if node.name not in durations.nodes]:
+        example = " ".join(f"{name.partition(':')[0]}=0.05" for name in missing)
+        others = "or a plan (--cluster and --model), or a run that has ended (penstock simulate --from RUN)"
+        raise CommandError(f"no duration of {labels(missing)}; needed all, such as --duration {example}, {others}", 2)
+    sync_s = durations.publish + durations.wire + durations.swap
+    return durations, means | said | {node.name: sync_s for node in graph.nodes if node.construct == "broadcast"}
+
+
+def deciding(graph: Graph, drop: Sequence[str], again: Sequence[str]) -> Verdicts:
+    """Shares as given. Raises CommandError for what is not NODE=SHARE of a filter, or of a node that answers."""
+    filters = [node.name for node in graph.nodes if node.construct == "keep"]
+    answers = [node.name for node in graph.nodes if node.answers]
+    return Verdicts(
+        _shares("--drop", drop, filters, "filters (keep)"), _shares("--again", again, answers, "nodes that answer")
+    )
+
+
+def _shares(flag: str, words: Sequence[str], names: Sequence[str], kind: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for word in words:
+        name, rest = named_node(flag, word, names, f"none, since the program has no {kind},")
+        try:
+            found[name] = float(rest)
+        except ValueError:
+            found[name] = -1.0
+        if not 0 <= found[name] <= 1:
+            raise CommandError(f"{flag}: given {word!r}, needed a share from 0 to 1, such as {name}=0.3", 2)
+    return found
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Seconds between `low` and `low` + `jitter`, keyed by node and index."""
+
+    low: float
+    jitter: float
+
+    def __call__(self, node: str, index: int) -> float:
+        key = blake2b(f"{node}/{index}".encode(), digest_size=8).digest()
+        return self.low + self.jitter * int.from_bytes(key, "big") / 2**64
+
+
+def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
+    """The schedule of a plan, with the seconds of the cost model. Raises CommandError for a plan of other work, and
+    what planning raises."""
+    roles = roles_of(graph)
+    # The cost model has no seconds for the other nodes.
+    costed = {*roles.cycle, *roles.learners, *roles.rereads, *roles.followers, *(node for node, _ in roles.baselines)}
+    small = [node.name for node in graph.nodes if node.fires and node.name not in costed]
+    durations, _ = given_durations(Durations(), flags.duration, small)
+    if flags.plan:
+        plan = read_costed(Path(flags.plan), graph.name)
+        for name in ("samples", "epochs", "minibatches"):
+            said, needed = getattr(plan.work, name), getattr(roles, name)
+            if said != needed:
+                what = f"given a plan for {name} {said}, needed {needed}, as the program has"
+                raise CommandError(f"--plan {flags.plan}: {what}", 2)
+    else:
+        plan = search(graph, flags, flags.batch or PlanFlags().batch).costed
+    scene = Scene(graph, plan, flags.seed, durations.nodes)
+    # Shared GPUs take turns: no lag changes anything.
+    effect = {} if plan.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
+    found = scene.run(flags.updates)
+    result, full, num = found.result, found.filling, flags.updates
+    least_s = next((run.steady_s for run in effect.values()), 0.0)
+    gains = {lag: least_s / run.steady_s - 1 for lag, run in effect.items()}
+    against = f"the plan is for lag {plan.lag}"
+    if plan.shared or plan.lag == scene.lag:
+        above = 1 - plan.period_s / result.steady_s
+        against = f"the planner says {seconds(plan.period_s)}, {percent(abs(above))} {'less' if above >= 0 else 'more'}"
+    rates = f"{many(found.tokens_per_s)} tokens and {figure(found.groups_per_s)} groups per second"
+    occupied = f"{percent(full.occupancy)} of {full.slots} in use"
+    tails = f"{percent(full.tail_occupancy)} in tails, which take {seconds(full.tail_s)}"
+    head = "all the same: the pools share GPUs and take turns"
+    rows = []
+    if effect:
+        done = len(next(iter(effect.values())).ends)
+        of = f" of runs of {done} updates, while that above is of {num}" if done < num else ""
+        head = f"the period{of}; how much faster than at lag {min(effect)}"
+    for row, (lag, run) in enumerate(effect.items()):
+        filling = "" if run.steady else "  the filling of the pipeline included"
+        gain = f"{percent(gains[lag]):>8}" if row else " " * 8
+        rows.append(f"{lag:>10}  {seconds(run.steady_s):>8}  {gain}{filling}".rstrip())
+    assumes = assumptions(roles, plan.work)
+    return Schedule(
+        title=f"{graph.name} with {plan.work.shape.name} on {plan.gpus} GPUs: {num} updates of {plan.work.prompts} "
+        "groups",
+        wall=seconds(result.wall_s),
+        result=result,
+        facts={
+            "program": graph.name,
+            "model": plan.work.shape.name,
+            "gpus": plan.gpus,
+            "updates": num,
+            "batch": plan.work.prompts,
+            "lag": scene.lag,
+            **period_facts(result),
+            "planned_s": plan.period_s,
+            "planned_lag": plan.lag,
+            "planned_bound": plan.bound,
+            "tokens_per_s": found.tokens_per_s,
+            "tokens_per_s_per_gpu": found.tokens_per_s / plan.gpus,
+            "groups_per_s": found.groups_per_s,
+            "assumptions": list(assumes),
+            "slots": asdict(full),
+            "effect_of_lag": [
+                {"lag": lag, "period_s": run.steady_s, "gain": gains[lag], "updates": len(run.ends),
+                 "period_of": period_facts(run)["period_of"]}
+                for lag, run in effect.items()
+            ],
+        },
+        head=[
+            ("period", f"{seconds(result.steady_s)} per update, {period_of(result)}; {against}"),
+            ("rate", f"{rates}, {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU"),
+            *assumed(assumes),
+        ],
+        lags=[("", f"the bound is {scene.lag}"), ("slots", f"{occupied}; {tails}")],
+        tail=[*labelled("by lag", head, width, COLUMN), *rows],
+    )  # fmt: skip

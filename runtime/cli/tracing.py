@@ -1,9 +1,9 @@
-"""What a program is, without importing it: a child with torch traces it and says.
+"""What a program is, without importing it: a child process with torch traces it and answers in JSON (`children`).
 
-The child takes seconds to import torch. So it is started by as little as can be, and what its answer takes to
-understand is imported beside it.
-
-The built-in programs and what each is for, read from their files without importing them.
+- `trace_program` asks the child for the graphs, the flags and the faults of a program.
+- `require_inputs` has a child check the inputs of a run that was traced before, for a resume.
+- `built_in` lists the built-in programs; their files are parsed, not imported.
+- `CommandError` ends a command with a message and an exit status.
 """
 
 import ast
@@ -14,8 +14,9 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,7 @@ from penstock import __path__ as roots
 if TYPE_CHECKING:
     from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
+    from penstock.runtime.control.run_config import RunOptions
 
 
 UNDERSTANDS = ("penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags")
@@ -41,10 +43,27 @@ class CommandError(Exception):
         self.status = status
 
 
+@contextmanager
+def usage_errors(*kinds: type[ValueError]) -> Iterator[None]:
+    """Raise a plain ValueError, or one of `kinds`, as a CommandError with exit status 2: what was typed is wrong."""
+    try:
+        yield
+    except ValueError as error:
+        # A subclass says more than a wrong value: it goes on to `main`, with the exit status of its class.
+        if type(error) is not ValueError and not isinstance(error, kinds):
+            raise
+        raise CommandError(str(error), 2) from None
+
+
 @dataclass(frozen=True)
 class Traced:
-    """A program as the child found it; `graph` is missing only where `faults` say why. `base`: a maker of its values
-    says that a run without `--model` begins with the base model (`opens`)."""
+    """A program as the child found it.
+
+    name, path: the program's name, and its import path.
+    flags: the verb's flags (a dataclass of `flags.VERBS`), with the program's own defaults.
+    graph, evaluation: None where there is none; `graph` is None only if `faults` say why.
+    base: a run without `--model` begins with the base model (a maker says so, see `opens`).
+    """
 
     name: str
     path: str
@@ -62,61 +81,54 @@ class Traced:
 
 
 def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ()) -> Traced:
-    """Trace the program that `argv` begins with, and import the modules `meanwhile`. Leaves the command for help and
-    usage errors."""
-    name, *words = argv
+    """Trace the program that `argv` begins with, as `verb` calls it, and import the modules `meanwhile`.
+
+    Raises CommandError for words that begin with no PROGRAM and for what the child cannot do, SystemExit for help and
+    usage errors, which are printed.
+    """
+    given = f"the flag {argv[0]!r} first" if argv else "nothing"
+    if argv and argv[0].startswith("-"):
+        # What only help and usage errors take is imported here.
+        from penstock.runtime.cli.flags import VERBS, unknown_flags
+        from penstock.runtime.cli.parse import verb_help
+
+        if argv[0] in ("-h", "--help"):
+            verb_help(verb, built_in())
+        if said := unknown_flags(argv[:1], [field.name for field in fields(VERBS[verb])], f"penstock {verb} PROGRAM"):
+            raise CommandError(said, 2)
+    if not argv or argv[0].startswith("-"):
+        known = f"{', '.join(built_in())}, package.module:function or file.py:function"
+        raise CommandError(f"given {given}, needed a PROGRAM: {known} (`penstock {verb} --help`)", 2)
+    return understand(verb, ask_child(verb, argv, meanwhile))
+
+
+def ask_child(verb: str, argv: Sequence[str], meanwhile: Sequence[str]) -> Any:
+    """The JSON answer of the child that traces. Raises as `trace_program`."""
+    name, answer, until = argv[0], b"", monotonic() + DEADLINE
     read, write = os.pipe()
-    command = [sys.executable, "-m", "penstock.runtime.cli.trace_child", str(write), verb, name, *words]
+    command = [sys.executable, "-m", "penstock.runtime.cli.children", "trace", str(write), verb, *argv]
     child = subprocess.Popen(command, pass_fds=[write])
     os.close(write)
+    pipe = select.poll()
+    pipe.register(read, select.POLLIN)
     try:
+        # The child needs seconds to import torch. It is started first, and what its answer takes is imported beside it.
         for module in (*UNDERSTANDS, *meanwhile):
             importlib.import_module(module)
-        if not (data := _said(name, read)):
-            _leave(name, child.wait(DEADLINE))
+        while pipe.poll(1000 * max(0.0, until - monotonic())):
+            if not (part := os.read(read, 1 << 16)):
+                return json.loads(answer) if answer else _leave(name, child.wait(DEADLINE))
+            answer += part
     finally:
-        child.kill()  # torch takes a while to leave, and it has said all that it will
+        # torch takes a while to leave, and the child has said all that it will.
+        child.kill()
         child.wait()
         os.close(read)
-    return understand(verb, json.loads(data))
-
-
-def _said(name: str, pipe: int) -> bytes:
-    """All that the child says. Raises CommandError past the deadline."""
-    answer, until = b"", monotonic() + DEADLINE
-    watch = select.poll()
-    watch.register(pipe, select.POLLIN)
-    while watch.poll(1000 * max(0.0, until - monotonic())):
-        if not (part := os.read(pipe, 1 << 16)):
-            return answer
-        answer += part
     raise CommandError(f"{name}: the process that imports and traces it has not answered within {DEADLINE:g} s")
 
 
-def understand(verb: str, found: Mapping[str, Any]) -> Traced:
-    """What the child said. Raises CommandError for an error that it found."""
-    from penstock.graph.errors import Fault
-    from penstock.runtime.cli.flags import VERBS
-
-    if "error" in found:
-        raise CommandError(found["error"], 2 if found["usage"] else 1)
-    return Traced(
-        name=found["name"],
-        path=found["path"],
-        flags=VERBS[verb](**_tuples(found["flags"])),
-        graph=_graph(found, "graph"),
-        evaluation=_graph(found, "evaluation"),
-        faults=tuple(Fault(**fault) for fault in found["faults"]),
-        base=found.get("base", False),
-    )
-
-
-def faults_text(faults: "Sequence[Fault]") -> str:
-    count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
-    return "\n".join([*map(str, faults), count])
-
-
 def _leave(name: str, status: int) -> NoReturn:
+    """End the command as a child did that gave no answer."""
     if status in (0, 2):  # help, or a usage error that has been printed
         raise SystemExit(status)
     if status == -signal.SIGPIPE:  # help that nobody read to its end
@@ -125,14 +137,33 @@ def _leave(name: str, status: int) -> NoReturn:
     raise CommandError(f"{name}: the process that imported it ended with {how}")
 
 
-def _graph(found: Mapping[str, Any], key: str) -> "Graph | None":
+def understand(verb: str, found: Mapping[str, Any]) -> Traced:
+    """The child's answer as a value. Raises CommandError for an error that it found."""
+    from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
+    from penstock.runtime.cli.flags import VERBS
 
-    return Graph.from_json(found[key]) if key in found else None
+    if "error" in found:
+        raise CommandError(found["error"], 2 if found["usage"] else 1)
+    # JSON has lists only; flags are hashed and compared as tuples.
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found["flags"].items()}
+    graph, evaluation = (Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation"))
+    faults = tuple(Fault(**fault) for fault in found["faults"])
+    return Traced(found["name"], found["path"], VERBS[verb](**flags), graph, evaluation, faults, found["base"])
 
 
-def _tuples(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+def require_inputs(graphs: "Sequence[Graph]", flags: "RunOptions") -> None:
+    """Have a child try what a run of these graphs reads and needs. Raises CommandError with what is wrong."""
+    asked = json.dumps({"graphs": [graph.to_json() for graph in graphs], "flags": asdict(flags)})
+    command = [sys.executable, "-m", "penstock.runtime.cli.children", "inputs"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=DEADLINE)
+    if done.returncode:
+        raise CommandError(done.stdout.strip() or done.stderr.strip())
+
+
+def faults_text(faults: "Sequence[Fault]") -> str:
+    count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
+    return "\n".join([*map(str, faults), count])
 
 
 def built_in() -> dict[str, str]:
@@ -143,24 +174,3 @@ def built_in() -> dict[str, str]:
             if isinstance(item, ast.FunctionDef) and item.name == path.stem:
                 found[item.name] = (ast.get_docstring(item) or "").partition("\n")[0]
     return found
-
-
-def require_program(verb: str, argv: Sequence[str]) -> None:
-    """Leave with help, or with an error, unless the words begin with a PROGRAM."""
-    if argv and argv[0] in ("-h", "--help"):
-        from penstock.runtime.cli.parse import verb_help  # imports what only help needs
-
-        verb_help(verb, built_in())
-    if argv and argv[0].startswith("-"):
-        from penstock.runtime.cli.flags import VERBS, unknown_flags
-
-        said = unknown_flags(argv[:1], [field.name for field in fields(VERBS[verb])], f"penstock {verb} PROGRAM")
-        if said:
-            raise CommandError(said, 2)
-    if not argv or argv[0].startswith("-"):
-        given = f"the flag {argv[0]!r} first" if argv else "nothing"
-        raise CommandError(
-            f"given {given}, needed a PROGRAM: {', '.join(built_in())}, package.module:function or file.py:function "
-            f"(`penstock {verb} --help`)",
-            2,
-        )

@@ -1,39 +1,61 @@
-"""`penstock watch DIR`: a run in progress, as its report's page on this machine, or in the terminal."""
+"""`penstock watch DIR`: a run in progress, as its report's page on this machine, or in the terminal.
+
+In the terminal it is shown by the display that the run itself has. `Watched` makes the lines for it from the run
+folder: the event log has events without what was decided, so they go through the scheduler again, each once, and what
+it commands says what each pool is at.
+"""
 
 import importlib
 import signal
+import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated
+from time import sleep
+from typing import Annotated, Any, cast
 
 import tyro
+from msgspec import Meta
+from rich.console import Console
 
+from penstock.graph.ir import Firing
+from penstock.runtime.cli.display import Line, dashboard, open_display
 from penstock.runtime.cli.flags import read_flags
-from penstock.runtime.cli.launching import relative
-from penstock.runtime.cli.tracing import CommandError
-from penstock.runtime.cli.watched import watch_in_terminal
-from penstock.runtime.record.errors import visible
+from penstock.runtime.cli.launching import relative, summary_text
+from penstock.runtime.control.messages import read_record
+from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.event_log import EndRecord, Mark, Record, SegmentRecord, StageRecord, new_records
 from penstock.runtime.record.folder import RunFolder, absolute
+from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.record.typed_json import Summary
+from penstock.runtime.report.follow import Follow, streams
 from penstock.runtime.report.run_history import read_facts
+from penstock.runtime.schedule.events import Event, Swapped
+from penstock.runtime.schedule.idle_causes import cause
+from penstock.runtime.schedule.replay import SegmentOrigin
+from penstock.runtime.schedule.scheduler import Scheduler
 
-DESCRIPTION = """Look at a run while it goes on, from its folder alone: the run does not notice.
-
-The report's page renews itself, on 127.0.0.1 only; the address has a token, which is another one each time. With --tui,
-in the terminal. A finished run can be looked at as well.
-
-Examples:
-  penstock watch runs/aipo-20250304-050607
-  penstock watch runs/aipo-20250304-050607 --tui"""
+LOOK_S = 0.5
+"""Seconds between two looks at the folder."""
+Port = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 
 
 @dataclass(frozen=True)
 class WatchFlags:
-    """Flags of watch"""
+    """Look at a run while it goes on, from its folder alone: the run does not notice.
+
+    The report's page renews itself, on 127.0.0.1 only; the address has a token, which is another one each time.
+    With --tui, in the terminal. A finished run can be looked at as well.
+
+    Examples:
+      penstock watch runs/aipo-20250304-050607
+      penstock watch runs/aipo-20250304-050607 --tui"""
 
     dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The run folder."""
-    port: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any free one)")] = 0
+    port: Annotated[Port, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any free one)")] = 0
     """The port of the page."""
     open: bool = False
     """Open the page in the browser, too."""
@@ -46,10 +68,9 @@ class WatchFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = read_flags(WatchFlags, "watch", argv, DESCRIPTION)
-    if not 0 <= flags.port < 1 << 16:
-        raise CommandError(f"--port: given {flags.port}, needed 0 (any free one) to 65535", 2)
+    flags = read_flags(WatchFlags, "watch", argv)
     folder = RunFolder(absolute(flags.dir))
+    # A run that begins has a folder that is locked, and writes its configuration when its base model is there.
     if not folder.alive or folder.config.exists():
         RunFolder.open(flags.dir)
         if not folder.alive:
@@ -63,3 +84,129 @@ def main(argv: Sequence[str]) -> int:
         webbrowser.open(server.url)
     server.serve()
     return 0
+
+
+def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
+    """Until the run has ended, or one picture. The exit status is that of the watching, however the run ended."""
+    if not folder.config.exists():
+        print("the run has not begun yet; waiting for it …", file=sys.stderr, flush=True)
+    while not folder.config.exists():
+        sleep(LOOK_S)
+        if not folder.alive:
+            RunFolder.open(folder.path)
+    config, watched = RunConfig.load(folder), Watched(folder)
+    updates, shown = config.flags.updates, relative(folder.path)
+    # Asked before the folder is read: what the run writes last is then read once more, and not missed.
+    alive = folder.alive
+    known = list(watched.lines())
+    display = open_display(config.graph.name, updates, shown, plain=plain or once, seconds=watched.seconds)
+    # The past is added up silently: plain lines begin with the newest row.
+    newest = max((place for place, line in enumerate(known) if line["kind"] == "row"), default=len(known) - 1)
+    for line in known[:newest]:
+        display.progress.hear(line)
+    picture = once and not plain
+    tell = display.progress.hear if picture else display.tell
+    with nullcontext() if picture else display:
+        display.progress.stage = watched.stage
+        for line in known[newest:]:
+            tell(line)
+        while alive and not once:
+            sleep(LOOK_S)
+            alive = folder.alive
+            for line in watched.lines():
+                tell(line)
+        if not alive:
+            killed = {"status": "failed", "error": "the run has no end: it was killed"}
+            tell({"kind": "summary", **(watched.summary() or watched.ended or killed)})
+    if picture:
+        console = Console()
+        console.print(dashboard(display.progress, shown, console.width, watched.seconds))
+    elif not alive:
+        for error in display.progress.errors:
+            print(visible(f"penstock watch: {error}"), file=sys.stderr)
+        summary = watched.summary()
+        if summary is not None and "command_s" in summary:
+            print(visible(summary_text(summary, updates, shown)))
+    return 0
+
+
+class Watched:
+    """What a run folder says of a run, as the lines that its controller would say.
+
+    `lines` are those since it was asked last. `seconds` is how long the run has been going on, and `ended` how its
+    last life ended, by its log; None of one that goes on or was killed.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.stage = ""
+        self.ended: Line | None = None
+        self._mark: Mark | None = None
+        self._broken = False
+        self._scheduler: Scheduler | None = None
+        self._follow: Follow | None = None
+        self._live: dict[str, int] = {}
+        self._known: dict[str, float | None] = {}
+        self._rows = 0
+        self._before, self._now = 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + self._now
+
+    def lines(self) -> Iterator[Line]:
+        if not self._broken and self.folder.events.exists() and self.folder.events.stat().st_size:
+            try:
+                for record, mark in new_records(self.folder.events, self._mark):
+                    self._mark = mark
+                        self._take(record)
+            except ValueError as error:
+                self._broken, self._follow = True, None
+                yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
+        rows = read_rows(self.folder.metrics)
+        # A resume drops the rows of updates that it does again.
+        self._rows = min(self._rows, len(rows))
+        yield from ({"kind": "row", "row": row} for row in rows[self._rows :])
+        self._rows = len(rows)
+        end = self.summary() or {}
+        ends = {when: end.get(f"accuracy_{when}") for when in ("before", "after")}
+        accuracy = self._known | {when: value for when, value in ends.items() if value is not None}
+        yield {"kind": "status", "stage": self.stage, "accuracy": accuracy, "pools": self._pools()}
+
+    def summary(self) -> Line | None:
+        """How the run ended; None where nothing was left to say it."""
+        try:
+            found: Line = self.folder.read_json("summary.json", Summary)
+        except RecordError:
+            return None
+        return found
+
+    def _take(self, record: Record) -> None:
+        """A record of the event log. Raises ValueError for one that does not fit."""
+        if isinstance(record, SegmentRecord):
+            self._before, self._now, self.ended = self.seconds, 0.0, None
+        elif isinstance(record, StageRecord):
+            origin = SegmentOrigin.from_json(record.facts)
+            self.stage, self._scheduler = origin.stage, origin.scheduler()
+            self._known |= record.facts.get("accuracy", {})
+            self._follow = Follow(self._scheduler.tables, streams(origin.graph), origin.live)
+        elif isinstance(record, EndRecord):
+            self.ended = {**record.facts}
+        elif self._scheduler is not None and self._follow is not None:
+            self._now, event = record.time, cast(Event, read_record(record.event))
+            if isinstance(event, Swapped):
+                self._live[event.replica] = event.version
+            self._follow.step(0, event, self._scheduler.handle(event))
+            # What is over grows with the run, and only what is in work is shown.
+            self._follow.forget()
+
+    def _pools(self) -> dict[str, Any]:
+        pools: dict[str, Any] = {}
+        if self._scheduler is None or self._follow is None:
+            return pools
+        doing = {w.lane: str(Firing(w.name, w.index, w.turn)) for w in self._follow.firings if w.rank == 0}
+        for replica, pool_name in self._scheduler.tables.pool_of.items():
+            pool = pools.setdefault(pool_name, {"doing": [], "version": None})
+            pool["doing"].append(doing.get(replica) or cause(self._scheduler, replica))
+            pool["version"] = self._live.get(replica, pool["version"])
+        return pools

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import Program, check, load, trace
-from penstock.runtime.cli.try_inputs import try_inputs
+from penstock.runtime.cli.children import try_inputs
 from penstock.runtime.control.run_config import RunOptions
 
 from .programs_with_two_models import write_model

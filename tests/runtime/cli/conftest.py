@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.graph.ir import Graph
-from penstock.runtime.cli import check, launching, plan, resume, run, show, simulate
-from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.tracing import CommandError, Traced, understand
-from penstock.runtime.cli.try_inputs import wrong
+from penstock.runtime.cli import launching, run, tracing
+from penstock.runtime.cli.children import answer, wrong
+from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.launcher import DONE
 from penstock.runtime.control.run_config import RunConfig, RunOptions
@@ -33,16 +32,15 @@ SUMMARY = {
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are traced, and inputs tried, in this process."""
 
-    def trace(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ()) -> Traced:
-        return understand(verb, json.loads(json.dumps(answer(verb, argv[0], argv[1:]))))
+    def ask(verb: str, argv: Sequence[str], meanwhile: Sequence[str]) -> Any:
+        return json.loads(json.dumps(answer(verb, argv[0], argv[1:])))
 
     def require(graphs: Sequence[Graph], flags: RunOptions) -> None:
         if said := wrong(graphs, flags):
             raise CommandError(said)
 
-    for module in (check, plan, run, show, simulate):
-        monkeypatch.setattr(module, "trace_program", trace)
-    monkeypatch.setattr(resume, "require_inputs_of", require)
+    monkeypatch.setattr(tracing, "ask_child", ask)
+    monkeypatch.setattr(run, "require_inputs", require)
 
 
 class Processes:

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.runtime.cli import replay, resume
-from penstock.runtime.cli.replay import _steps
+from penstock.runtime.cli import report, run
+from penstock.runtime.cli.report import recorded_steps
 from penstock.runtime.cli.tracing import CommandError
-from penstock.runtime.cli.watched import watch_in_terminal
+from penstock.runtime.cli.watch import watch_in_terminal
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.messages import record_bytes
 from penstock.runtime.control.security import Join, Keys
@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = simulated_run(tmp_path_factory.mktemp("runs") / "whole", updates=3, batch=2, generators=2).folder
     (stage,) = read_log(folder.events)[0].stages
     cut = replayed(
-        SegmentOrigin.from_json(stage.facts), _steps(stage), lambda said: commands_digest(map(record_bytes, said))
+        SegmentOrigin.from_json(stage.facts), recorded_steps(stage), lambda said: commands_digest(map(record_bytes, said))
     ).states[-1]
     complete_checkpoint(folder, begin_checkpoint(folder, "abcdef012345", 3), cut, {"before": 0.4})
     config = folder.read_json("config.json")
@@ -228,14 +228,14 @@ def refused(read: Callable[[], object], names: tuple[str, ...]) -> str:
 @pytest.fixture
 def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], object]]:
     """What reads a run folder; `resume` up to where processes would start."""
-    monkeypatch.setattr(resume, "go", lambda *args, **kwargs: 0)
-    monkeypatch.setattr(resume, "require_inputs_of", lambda *args: None)
+    monkeypatch.setattr(run, "go", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(run, "require_inputs", lambda *args: None)
     return {
         "report": lambda path: write_report(RunFolder.open(path), tmp_path / "page.html", 0.0),
-        "replay": lambda path: replay.main([str(path)]),
+        "replay": lambda path: report.replay([str(path)]),
         "watch": lambda path: watch_in_terminal(RunFolder.open(path), plain=True, once=False),
         "dashboard": lambda path: watch_in_terminal(RunFolder.open(path), plain=False, once=True),
-        "resume": lambda path: resume.main([str(path), "--updates", "9"]),  # the last, for it may write
+        "resume": lambda path: run.resume([str(path), "--updates", "9"]),  # the last, for it may write
     }
 
 

@@ -1,15 +1,14 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.runtime.cli import checks, doctor
+from penstock.runtime.cli import doctor
 from penstock.runtime.cli.base_model import cache_folder
-from penstock.runtime.cli.checks import Finding
+from penstock.runtime.cli.doctor import Finding
 
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}
 Output = pytest.CaptureFixture[str]
@@ -31,7 +30,7 @@ def tell_torch(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
 
 
 def found(name: str) -> Finding:
-    return next(finding for finding in checks.examine() if finding.name == name)
+    return next(finding for check in doctor.CHECKS for finding in check() if finding.name == name)
 
 
 def test_a_machine_that_has_all_is_told_so(capsys: Output) -> None:
@@ -50,10 +49,8 @@ def test_the_findings_are_json_for_a_machine(capsys: Output) -> None:
 
 
 def test_a_lack_is_named_with_what_follows(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    def examine() -> Iterator[Finding]:
-        yield Finding("/dev/shm", "0.06 of 0.06 GiB free", "lack", "large batches will not fit")
-
-    monkeypatch.setattr(doctor, "examine", examine)
+    lack = Finding("/dev/shm", "0.06 of 0.06 GiB free", "lack", "large batches will not fit")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([lack]),))
     assert doctor.main([]) == 1
     assert "large batches will not fit" in capsys.readouterr().out
 

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 
 from penstock.graph.show import loads
-from penstock.runtime.cli import check, replay, report, resume, run, show, simulate, watch
+from penstock.runtime.cli import main as command
+from penstock.runtime.cli import report, run, simulate, tracing, watch
 from penstock.runtime.cli.display import PlainDisplay, Progress, dashboard
 from penstock.runtime.cli.main import main
 from penstock.runtime.cli.tracing import CommandError
@@ -72,7 +73,7 @@ def test_what_a_command_complains_of_is_shown_and_not_obeyed(
     def refuse(*words: object) -> None:
         raise CommandError(EVIL)
 
-    monkeypatch.setattr(run, "trace_program", refuse)
+    monkeypatch.setattr(tracing, "ask_child", refuse)
     argv = [word.replace("\0", "") for word in argv]
     with pytest.raises(SystemExit) as ended:
         main(argv)
@@ -94,7 +95,7 @@ def test_whatever_is_printed_is_visible() -> None:
         for call in calls:
             text = "".join(ast.unparse(argument) for argument in call.args)
             constant = all(isinstance(argument, ast.Constant) for argument in call.args)
-            known = "__version__" in text or "overview()" in text or "drawing(" in text
+            known = "__version__" in text or "OVERVIEW" in text
             if not (constant or known or "visible(" in text or "json.dumps(" in text):
                 raw.append(f"{path.relative_to(RUNTIME)}:{call.lineno}")
     assert raw == []
@@ -107,7 +108,7 @@ def test_a_finished_run_may_lie_under_a_path_that_is_no_utf8(tmp_path: Path, cap
         (report.main, [path]),
         (report.main, [path, "--json"]),
         (report.main, [path, "--out", str(tmp_path / ODD / f"{ODD}.html")]),
-        (replay.main, [path]),
+        (report.replay, [path]),
         (watch.main, [path, "--once"]),
         (watch.main, [path, "--plain"]),
     ]
@@ -121,7 +122,7 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
     (tmp_path / ODD).mkdir()
     path = tmp_path / ODD / "run"
     assert run.main(["toy", "--updates", "2", "--out", str(path), "--plain"]) == 0
-    assert resume.main([str(path), "--updates", "3", "--plain"]) == 0
+    assert run.resume([str(path), "--updates", "3", "--plain"]) == 0
     assert is_plain(capsys.readouterr().out)
     endpoint = ipc_endpoint(path, tmp_path)
     Keys.make("run1", endpoint, ["local"]).join("local", endpoint, path).write(path / "keys" / "local.json")
@@ -145,11 +146,11 @@ def test_a_program_may_lie_under_a_path_that_is_no_utf8_but_for_a_run(
     folder.mkdir()
     shutil.copy(RUNTIME.parent / "programs" / "toy.py", folder / "toy.py")
     program = f"{folder}/toy.py:toy"
-    assert show.main([program]) == check.main([program]) == 0
+    assert command.show([program]) == command.check([program]) == 0
     assert is_plain(capsys.readouterr().out)
-    show.main([program, "--json"])
+    command.show([program, "--json"])
     graph = loads(capsys.readouterr().out)
-    show.main([program, "--json", "--out", str(folder / "g.json")])
+    command.show([program, "--json", "--out", str(folder / "g.json")])
     assert loads((folder / "g.json").read_text()) == graph
     assert graph.op == program
     pictures = ["--svg", str(folder / "a.svg"), "--html", str(folder / "a.html"), "--trace", str(folder / "a.json")]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.cli import resume, run
-from penstock.runtime.cli.tracing import CommandError
-from penstock.runtime.cli.try_inputs import require_inputs_of
+from penstock.runtime.cli import run
+from penstock.runtime.cli.tracing import CommandError, require_inputs
 from penstock.runtime.control.launcher import DONE, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
@@ -50,14 +49,14 @@ def test_paths_are_kept_absolute_so_that_a_run_goes_on_from_anywhere(stopped: Ru
     assert (flags.data, flags.eval_data, flags.model) == (str(home / "d.jsonl"),) * 2 + (str(home / "m"),)
     asked = stopped.read_json("config.json")["asked"]
     assert asked["digests"] == {str(home / "d.jsonl"): hashlib.sha256(DATA.encode()).hexdigest()}
-    assert resume.main([str(stopped.path), "--plain"]) == 0
+    assert run.resume([str(stopped.path), "--plain"]) == 0
 
 
 def test_data_that_has_changed_is_refused_before_anything_is_touched(stopped: RunFolder, processes: Processes) -> None:
     (stopped.path.parent / "d.jsonl").write_text(DATA.replace("2", "3"))
     before = {path: path.read_bytes() for path in stopped.path.rglob("*") if path.is_file() and path.name != "lock"}
     with pytest.raises(CommandError, match=r"(?s)nothing was changed.*d.jsonl: it has changed.*given.*needed \w{64}"):
-        resume.main([str(stopped.path), "--updates", "999"])
+        run.resume([str(stopped.path), "--updates", "999"])
     assert {path: path.read_bytes() for path in before} == before
     assert len(processes.configs) == 1
 
@@ -71,7 +70,7 @@ def test_all_that_is_missing_is_said_before_anything_is_touched(stopped: RunFold
     graphs["graph"]["nodes"][2]["op"] = "their_package.scores:score"
     stopped.write_json("graph.json", graphs)
     with pytest.raises(CommandError) as error:
-        resume.main([str(stopped.path)])
+        run.resume([str(stopped.path)])
     for needed in (
         f"the model {home / 'm'}: given a folder without config.json",
         f"the data {home / 'd.jsonl'}: given no file there",
@@ -121,10 +120,10 @@ def test_an_option_that_is_a_path_is_found_from_anywhere_and_required_again(
     assert run.main(["needy.py:needy", "--shelf", "shelf", "--out", "run"]) == INTERRUPTED
     monkeypatch.chdir(tmp_path)
     assert dict(processes.configs[0].graph.options) == {"shelf": str(home / "shelf")}
-    assert resume.main([str(home / "run"), "--plain"]) == INTERRUPTED
+    assert run.resume([str(home / "run"), "--plain"]) == INTERRUPTED
     (home / "shelf").rmdir()
     with pytest.raises(CommandError, match=f"shelf: given {home}/shelf, needed a folder"):
-        resume.main([str(home / "run")])
+        run.resume([str(home / "run")])
     assert len(processes.configs) == 2
 
 
@@ -141,9 +140,9 @@ def test_a_gpu_is_looked_for_with_the_torch_that_the_nodes_bring(
     config = needy_config(processes, tmp_path, monkeypatch)
     on_gpu = replace(config.flags, device="cuda")
     with pytest.raises(CommandError, match="PyTorch sees 0 GPUs here"):
-        require_inputs_of(config.graphs, on_gpu)
+        require_inputs(config.graphs, on_gpu)
     (tmp_path / "needy.py").write_text(NEEDY + ONE_GPU)
-    require_inputs_of(config.graphs, on_gpu)
+    require_inputs(config.graphs, on_gpu)
 
 
 def test_nodes_are_imported_before_any_process_of_a_run_starts(
@@ -152,7 +151,7 @@ def test_nodes_are_imported_before_any_process_of_a_run_starts(
     config = needy_config(processes, tmp_path, monkeypatch)
     (tmp_path / "needy.py").write_text(NEEDY.replace("def step", "def stride").replace("step(", "stride("))
     with pytest.raises(CommandError, match=r"needy\.py:step'\n.*stride"):
-        require_inputs_of(config.graphs, config.flags)
+        require_inputs(config.graphs, config.flags)
 
 
 def needy_config(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.cli import resume, run
+from penstock.runtime.cli import run
 from penstock.runtime.cli.launching import DisplayOptions, finish, go, summary_text
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
@@ -249,10 +249,10 @@ def finished(processes: Processes, tmp_path: Path) -> RunFolder:
 
 def test_a_finished_run_goes_on_with_more_updates(finished: RunFolder, processes: Processes) -> None:
     with pytest.raises(CommandError, match="all 5 updates are done"):
-        resume.main([str(finished.path)])
+        run.resume([str(finished.path)])
     with pytest.raises(CommandError, match="given 3, but 5 are done already"):
-        resume.main([str(finished.path), "--updates", "3"])
-    assert resume.main([str(finished.path), "--updates", "9", "--plain"]) == 0
+        run.resume([str(finished.path), "--updates", "3"])
+    assert run.resume([str(finished.path), "--updates", "9", "--plain"]) == 0
     assert [config.flags.updates for config in processes.configs] == [5, 9]
     assert processes.configs[0].graph == processes.configs[1].graph
 
@@ -269,17 +269,17 @@ def test_a_folder_of_another_user_is_not_resumed_unasked(
         patch.setattr(os, "geteuid", lambda: 4321)
         before = sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*"))
         with pytest.raises(CommandError, match=r"belongs to user .*--trust"):
-            resume.main(argv)
+            run.resume(argv)
         for typed in ("n\n", "", "why?\n"):
             patch.setattr(sys, "stdin", Terminal(typed))
             patch.setattr(sys, "stderr", Terminal())
             with pytest.raises(CommandError, match="no yes"):
-                resume.main(argv)
+                run.resume(argv)
         assert sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*")) == before
         assert len(processes.configs) == 1
         patch.setattr(sys, "stdin", Terminal("yes\n"))
-        assert resume.main(argv) == 0
-    assert resume.main([*argv[:2], "12", "--plain", "--trust"]) == 0
+        assert run.resume(argv) == 0
+    assert run.resume([*argv[:2], "12", "--plain", "--trust"]) == 0
     assert len(processes.configs) == 3
 
 
@@ -290,7 +290,7 @@ class Terminal(io.StringIO):
 
 def test_the_wall_time_is_that_of_all_lives(finished: RunFolder, processes: Processes) -> None:
     for number, updates in enumerate((9, 12), 2):
-        assert resume.main([str(finished.path), "--updates", str(updates), "--plain"]) == 0
+        assert run.resume([str(finished.path), "--updates", str(updates), "--plain"]) == 0
         assert finished.read_json("summary.json")["wall_s"] == pytest.approx(number * WALL_S)
     (finished.path / "summary.json").unlink()  # as if the last life had been killed: the log has the seconds of all
     log = LogWriter(finished.events)
@@ -299,7 +299,7 @@ def test_the_wall_time_is_that_of_all_lives(finished: RunFolder, processes: Proc
         log.stage({})
         log.step(2.5, b"", [])
     log.close()
-    assert resume.main([str(finished.path), "--updates", "20", "--plain"]) == 0
+    assert run.resume([str(finished.path), "--updates", "20", "--plain"]) == 0
     assert finished.read_json("summary.json")["wall_s"] == pytest.approx(3 * 2.5 + WALL_S)
 
 
@@ -312,7 +312,7 @@ def test_a_damaged_log_is_refused_before_anything_starts(finished: RunFolder, pr
     finished.events.write_bytes(data)
     before = finished.read_json("summary.json")
     with pytest.raises(LogError, match="record 1 does not follow"):
-        resume.main([str(finished.path), "--updates", "9"])
+        run.resume([str(finished.path), "--updates", "9"])
     assert finished.read_json("summary.json") == before
     assert RunConfig.load(finished).flags.updates == 5
     assert len(processes.configs) == 1
@@ -326,7 +326,7 @@ def test_a_port_in_use_changes_nothing_of_the_run(finished: RunFolder, processes
         kept["asked"]["cluster"]["bind"] = bind
         finished.write_json("config.json", kept)
         with pytest.raises(CommandError, match=f"cannot listen on tcp://{bind}: the port is in use"):
-            resume.main([str(finished.path), "--updates", "9"])
+            run.resume([str(finished.path), "--updates", "9"])
     assert (finished.read_json("config.json"), finished.read_json("summary.json")) == (kept, before)
     assert len(processes.configs) == 1
 
@@ -337,12 +337,12 @@ def test_a_checkpoint_that_no_rank_could_read_is_refused_before_anything_starts(
     path = finished.checkpoints / "00000005" / "trainer-0-0.safetensors"
     save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})  # as before there were ranks
     with pytest.raises(CommandError, match=rf"{path}: given a checkpoint of format 1, needed 2: go on with"):
-        resume.main([str(finished.path), "--updates", "9"])
+        run.resume([str(finished.path), "--updates", "9"])
     path.write_bytes(b"torn")
     with pytest.raises(CommandError, match=rf"{path}: not a readable state"):
-        resume.main([str(finished.path), "--updates", "9"])
+        run.resume([str(finished.path), "--updates", "9"])
     save_state(path, {}, {"format": FORMAT})
-    assert resume.main([str(finished.path), "--updates", "9", "--plain"]) == 0
+    assert run.resume([str(finished.path), "--updates", "9", "--plain"]) == 0
     assert len(processes.configs) == 2
 
 
@@ -352,19 +352,19 @@ def test_checkpoints_that_lie_elsewhere_by_a_link_are_refused_before_anything_st
     finished.checkpoints.rename(tmp_path / "elsewhere")
     finished.checkpoints.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RecordError, match="checkpoints: given a symbolic link"):
-        resume.main([str(finished.path), "--updates", "9"])
+        run.resume([str(finished.path), "--updates", "9"])
     assert len(processes.configs) == 1
 
 
 def test_a_run_that_is_alive_is_not_resumed(finished: RunFolder) -> None:
     finished.lock()
     with pytest.raises(RecordError, match="a run is alive there"):
-        resume.main([str(finished.path), "--updates", "9"])
+        run.resume([str(finished.path), "--updates", "9"])
 
 
 def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="no such folder"):
-        resume.main([str(tmp_path / "none")])
+        run.resume([str(tmp_path / "none")])
 
 
 def test_a_display_is_closed_before_the_summary(processes: Processes, finished: RunFolder, capsys: Output) -> None:

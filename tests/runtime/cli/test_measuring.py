@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cli import doctor
-from penstock.runtime.cli.measuring import gpu_of, profile_path
+from penstock.runtime.cli.base_model import PROFILE, cache_folder
+from penstock.runtime.cli.doctor import gpu_of
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
@@ -43,7 +44,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_measured_is_this_machine_from_then_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--measure"]) == 0
     assert "measured in 60 s" in capsys.readouterr().out
-    found = read_cluster("this", profile_path())
+    found = read_cluster("this", (cache_folder() / PROFILE))
     assert (found.cpus["this"].read_gb_s, found.cpus["this"].shared_gb_s) == (20.0, 8.0)
     assert found.hosts[0].cpu == "this"
 
@@ -56,7 +57,7 @@ def test_gpus_that_were_measured_are_planned_with(
     monkeypatch.setattr(Cluster, "local", lambda: Cluster(hosts=(host,)))
     assert doctor.main(["--measure"]) == 0
     assert "700 TFLOP/s in bf16" in capsys.readouterr().out
-    found = read_cluster("this", profile_path())
+    found = read_cluster("this", (cache_folder() / PROFILE))
     kind = found.gpu_of(found.hosts[0])
     assert kind is not None
     assert kind.flops("bf16") == pytest.approx(7e14, rel=1e-4)
@@ -78,7 +79,7 @@ def test_it_can_be_kept_elsewhere_and_said_as_json(tmp_path: Path, capsys: pytes
     assert said["path"] == str(path)
     assert said["cpus"]["this"]["latency_us"] == 80.0
     assert Cluster.read(path).cpus
-    assert not profile_path().exists()
+    assert not (cache_folder() / PROFILE).exists()
 
 
 def test_a_place_for_nothing_is_an_error() -> None:

@@ -13,9 +13,8 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import math_answer, score
-from penstock.runtime.cli.trace_child import answer
-from penstock.runtime.cli.tracing import CommandError
-from penstock.runtime.cli.try_inputs import check_meshes, require_inputs_of
+from penstock.runtime.cli.children import answer, check_meshes
+from penstock.runtime.cli.tracing import CommandError, require_inputs
 from penstock.runtime.cluster.cluster import ClusterError
 from penstock.runtime.control.run_config import RunOptions
 
@@ -111,6 +110,6 @@ def test_a_run_says_it_before_anything_starts() -> None:
 
 
 def test_a_command_without_torch_asks_a_child() -> None:
-    require_inputs_of([graph("toy")], RunOptions(mesh=("trainer=dp2",)))
+    require_inputs([graph("toy")], RunOptions(mesh=("trainer=dp2",)))
     with pytest.raises(CommandError, match=r"^--mesh trainer=tp3: tensor parallelism: given 4 attention heads"):
-        require_inputs_of([graph("aipo")], RunOptions(mesh=("trainer=tp3",)))
+        require_inputs([graph("aipo")], RunOptions(mesh=("trainer=tp3",)))

@@ -8,7 +8,8 @@ import pytest
 from penstock.graph import GraphError, Policy, Program, program
 from penstock.nodes.score import math_answer
 from penstock.runtime.cli.flags import VERBS
-from penstock.runtime.cli.parse import UsageError, parse
+from penstock.runtime.cli.parse import parse
+from penstock.runtime.cli.tracing import CommandError
 
 
 @program(defaults={"updates": 60})
@@ -104,7 +105,7 @@ def test_a_usage_error_exits_with_2_and_names_the_flag(
 @pytest.mark.parametrize("verb", ["run", "check", "simulate", "plan"])
 def test_a_flag_that_is_none_is_told_with_the_nearest(words: list[str], told: list[tuple[str, str]], verb: str) -> None:
     known = {field.name for field in dataclasses.fields(VERBS[verb])} | {flag.name for flag in sample.flags} | {"help"}
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(CommandError) as error:
         read(*words, verb=verb)
     lines = str(error.value).splitlines()
     expected = [(given, near) for given, near in told if near.lstrip("-").replace("-", "_") in known]
@@ -149,7 +150,7 @@ def test_help_explains_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused_at_once(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(CommandError, match=said):
         read(*words)
 
 
@@ -176,12 +177,12 @@ def test_a_config_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> 
     ],
 )
 def test_a_config_file_that_cannot_work_is_an_error(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(CommandError, match=said):
         read("--config", config(tmp_path, text))
 
 
 def test_a_config_file_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(CommandError, match="cannot be read: No such file"):
         read("--config", "/nowhere/c.toml")
 
 
@@ -213,7 +214,7 @@ def test_defaults_for_a_flag_that_is_none_are_an_error() -> None:
     def wrong(policy: Policy) -> Policy:
         return policy
 
-    with pytest.raises(UsageError, match="there is no flag 'updats'; the nearest: updates"):
+    with pytest.raises(CommandError, match="there is no flag 'updats'; the nearest: updates"):
         read(of=wrong)
 
 

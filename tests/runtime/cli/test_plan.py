@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.cli import plan, planning
+from penstock.runtime.cli import plan
 from penstock.runtime.cli.main import main
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import read_cluster
@@ -70,10 +70,10 @@ def test_optimal_is_not_printed_of_a_search_that_was_cut_off() -> None:
     graph = trace(load("aipo"))
     work = Workload(SHAPES["qwen3-4b"], 16, 8, Lognormal(300, 0.7, 4096))
     whole = planned(graph, read_cluster("1x8xH100"), work)
-    assert "optimal" in planning.text(whole, "1x8xH100")
+    assert "optimal" in plan.text(whole, "1x8xH100")
     for share, said in ((0.9, "no plan is more than 10.0 % faster"), (0.9999, "no plan is even 0.1 % faster")):
         cut = replace(whole.outcome, proved=False, floor=whole.best.period_s * share)
-        shown = planning.text(replace(whole, outcome=cut), "1x8xH100")
+        shown = plan.text(replace(whole, outcome=cut), "1x8xH100")
         assert "optimal" not in shown
         assert said in " ".join(shown.split())  # lines are as wide as the terminal
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.cli import replay
-from penstock.runtime.cli.simulating import timing
+from penstock.runtime.cli import report
+from penstock.runtime.cli.simulate import timing
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place, served
 from penstock.runtime.control.messages import record_bytes
@@ -34,7 +34,7 @@ def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         log.step(time, record_bytes(event), map(record_bytes, commands))
 
-    simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ()).durations, observe=observe)
+    simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ())[0], observe=observe)
     log.end({"status": "done"})
     folder.write_json("summary.json", {"status": "done", "records": log.records})
     folder.unlock()
@@ -43,11 +43,11 @@ def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:
 
 def test_a_recorded_run_replays_to_equal_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = record(tmp_path / "run")
-    assert replay.main([str(folder.path)]) == 0
+    assert report.replay([str(folder.path)]) == 0
     shown = capsys.readouterr().out
     assert "20 consumed" in shown
     assert "Equal: all" in shown
-    assert replay.main([str(folder.path), "--json"]) == 0
+    assert report.replay([str(folder.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"]
     assert [(s["stage"], s["updates"], s["status"]) for s in found["stages"]] == [("train", 5, "done")]
@@ -59,20 +59,20 @@ def test_an_edited_log_is_refused_with_the_record(tmp_path: Path) -> None:
     data[-200] ^= 1
     folder.events.write_bytes(data)
     with pytest.raises(LogError, match=r"record \d+ does not follow"):
-        replay.main([str(folder.path)])
+        report.replay([str(folder.path)])
 
 
 def test_a_log_of_another_schedule_is_refused_with_the_record(tmp_path: Path) -> None:
     folder = record(tmp_path / "run", lag=1, told=0)
     with pytest.raises(ReplayError, match=r"record \d+"):
-        replay.main([str(folder.path)])
+        report.replay([str(folder.path)])
 
 
 def test_a_run_that_was_killed_is_said_to_have_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = record(tmp_path / "run")
     folder.events.write_bytes(folder.events.read_bytes()[:-5])
     (folder.path / "summary.json").unlink()
-    replay.main([str(folder.path)])
+    report.replay([str(folder.path)])
     assert "part 1 of the log has no end: its process was killed" in capsys.readouterr().out
 
 
@@ -81,9 +81,9 @@ def test_a_log_that_was_cut_after_the_run_had_ended_is_refused(tmp_path: Path, c
     folder = record(tmp_path / "run")
     folder.events.write_bytes(folder.events.read_bytes()[:-cut])
     with pytest.raises(LogError, match=r"given \d+ records, needed the \d+ that the run wrote: it was cut"):
-        replay.main([str(folder.path)])
+        report.replay([str(folder.path)])
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds no run"):
-        replay.main([str(tmp_path)])
+        report.replay([str(tmp_path)])

@@ -10,7 +10,7 @@ from penstock.graph.ir import Graph
 from penstock.nodes.model import Llama, save_model
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.tokenizer import byte_tokenizer
-from penstock.runtime.cli.trace_child import answer
+from penstock.runtime.cli.children import answer
 from penstock.runtime.control.run_config import choose_device
 
 PROGRAM = """

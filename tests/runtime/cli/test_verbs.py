@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import iter_modules
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ import pytest
 
 from penstock import programs
 from penstock.graph.show import loads
-from penstock.runtime.cli import check, main, plan, show, simulate
+from penstock.runtime.cli import main, plan, simulate
 from penstock.runtime.cli.tracing import CommandError, built_in
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -19,24 +20,24 @@ LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
 
 
 def test_show_reads_like_the_program(capsys: Output) -> None:
-    assert show.main(["toy", "--lag", "3"]) == 0
+    assert main.show(["toy", "--lag", "3"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("def toy(policy: FakePolicy, prompts: FakePrompts")
     assert "broadcast(policy, lag=3)" in shown
 
 
 def test_show_gives_json_that_loads_back_equal(capsys: Output, tmp_path: Path) -> None:
-    show.main(["toy", "--json"])
+    main.show(["toy", "--json"])
     graph = loads(capsys.readouterr().out)
-    show.main(["toy", "--format", "json", "--out", str(tmp_path / "g.json")])
+    main.show(["toy", "--format", "json", "--out", str(tmp_path / "g.json")])
     assert loads((tmp_path / "g.json").read_text()) == graph
     assert loads(json.dumps(graph.to_json())).digest() == graph.digest()
 
 
 def test_show_draws_svg_and_mermaid(capsys: Output, tmp_path: Path) -> None:
-    show.main(["aipo", "--format", "svg", "--out", str(tmp_path / "g.svg")])
+    main.show(["aipo", "--format", "svg", "--out", str(tmp_path / "g.svg")])
     assert ElementTree.parse(tmp_path / "g.svg").getroot().tag.endswith("svg")
-    show.main(["aipo", "--format", "mermaid", "--evaluation"])
+    main.show(["aipo", "--format", "mermaid", "--evaluation"])
     shown = capsys.readouterr().out
     assert shown.startswith("flowchart")
     assert "accuracy" in shown
@@ -44,7 +45,7 @@ def test_show_draws_svg_and_mermaid(capsys: Output, tmp_path: Path) -> None:
 
 def test_show_says_that_a_program_has_no_evaluation() -> None:
     with pytest.raises(CommandError, match="toy has no evaluation"):
-        show.main(["toy", "--evaluation"])
+        main.show(["toy", "--evaluation"])
 
 
 @pytest.mark.parametrize("verb", main.VERBS)
@@ -59,10 +60,12 @@ def test_every_verb_names_the_flag_that_was_meant(verb: str, capsys: Output) -> 
     assert "did you mean '--help'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", [show, check, simulate, plan])
-def test_a_verb_without_a_program_lists_the_built_in_ones(verb: object) -> None:
+@pytest.mark.parametrize("verb", [main.show, main.check, simulate.main, plan.main])
+def test_a_verb_without_a_program_lists_the_built_in_ones(
+    verb: Callable[[Sequence[str]], int],
+) -> None:
     with pytest.raises(CommandError, match="needed a PROGRAM: aipo, cispo, ") as error:
-        verb.main([])  # type: ignore[attr-defined]
+        verb([])
     assert error.value.status == 2
 
 
@@ -83,17 +86,17 @@ def test_help_without_a_program_explains_the_verb(capsys: Output) -> None:
 
 @pytest.mark.parametrize("name", ["aipo", "grpo", "sft", "toy", "evaluate"])
 def test_check_finds_nothing_in_the_built_in_programs(name: str, capsys: Output) -> None:
-    assert check.main([name]) == 0
+    assert main.check([name]) == 0
     assert f"{name}: no faults" in capsys.readouterr().out
 
 
 def test_check_tells_all_faults(capsys: Output) -> None:
-    assert check.main(["toy", "--batch", "0", "--lag", "-1"]) == 1
+    assert main.check(["toy", "--batch", "0", "--lag", "-1"]) == 1
     shown = capsys.readouterr().out
     assert "given   0" in shown
     assert "given   -1" in shown
     assert shown.endswith("2 faults\n")
-    assert check.main(["toy", "--batch", "0", "--json"]) == 1
+    assert main.check(["toy", "--batch", "0", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], len(found["faults"])) == (False, 1)
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from penstock.runtime.cli.watched import watch_in_terminal
+from penstock.runtime.cli.watch import watch_in_terminal
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.page import page

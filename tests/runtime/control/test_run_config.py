@@ -11,7 +11,7 @@ import pytest
 from penstock.graph import load, trace
 from penstock.graph.types import Context
 from penstock.runtime.cli.flags import RunFlags, changes, with_changes
-from penstock.runtime.cli.resume import ResumeFlags
+from penstock.runtime.cli.run import ResumeFlags
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfig, RunOptions, annotation, check_limits
 from penstock.runtime.record.errors import RecordError

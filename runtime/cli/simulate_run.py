@@ -1,22 +1,33 @@
 """`penstock simulate --from RUN`: what another lag, or other replicas, would make of a run, with its own durations."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Annotated, Literal
+
+import tyro
 
 from penstock.graph import check
-from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.display import percent
-from penstock.runtime.cli.flags import RecordedFlags, SimulateFlags, read_flags
-from penstock.runtime.cli.planning import assumed, labelled
-from penstock.runtime.cli.simulating import SYNC, bound_lines, depth_lines, duration, lag_lines, ms, pool_lines
+from penstock.runtime.cli.flags import DrawingFlags, SimulateFlags
+from penstock.runtime.cli.schedule_text import (
+    SYNC,
+    Schedule,
+    assumed,
+    bound_words,
+    dropped_groups,
+    given_durations,
+    ms,
+    period_facts,
+    period_of,
+)
 from penstock.runtime.cli.tracing import CommandError, faults_text
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, place, served
-from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.control.run_config import Count, Positive, RunConfig, Shown
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import Facts, StageRecord, read_facts
@@ -33,108 +44,47 @@ from penstock.runtime.report.what_if import (
     with_lag,
     with_replicas,
 )
-from penstock.runtime.schedule.compile import Rules, Tables, check_rules, compile_tables
-from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, simulate
+from penstock.runtime.schedule.compile import check_rules, compile_tables
+from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 
 FLAG = "--from"
-COLUMN = 8
-"""Where the words of a line begin."""
 PATIENCE = 10_000
 """Batches that filters may drop for each update: the simulation is not to fail where the run did not."""
-DESCRIPTION = """What another lag, or another number of generators, would have made of a run: the same scheduler on a
-virtual clock, with the durations that the run's firings had.
-
-What the program's other options would change (lengths, batches, models) the run cannot tell: for these, run it again.
-
-Examples:
-  penstock simulate --from runs/aipo-20250304-050607 --lag 2
-  penstock simulate --from runs/aipo-20250304-050607 --generators 4 --updates 50 --html schedule.html
-  penstock simulate --from runs/aipo-20250304-050607 --duration score=0.01"""
-
-
-def from_run(argv: Sequence[str]) -> bool:
-    """Do the words ask for the schedule of a run?"""
-    return any(word.partition("=")[0] == FLAG for word in argv)
-
-
-def read_recorded_flags(argv: Sequence[str]) -> RecordedFlags:
-    """The flags. Raises CommandError for words that are none, with the reason for a flag that a run cannot vary."""
-    if not {"-h", "--help"}.intersection(argv):
-        _require_variable(argv)
-    return read_flags(RecordedFlags, "simulate", argv, DESCRIPTION)
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A schedule of a run's durations. `measured_s` are the run's own seconds per update, of as many updates. `same`:
-    nothing differs from the run. `settings` are what the flags can change, by name; `notes` say what the run's folder
-    lacks."""
+class RecordedFlags(DrawingFlags):
+    """What another lag, or another number of generators, would have made of a run: the same scheduler on a
+    virtual clock, with the durations that the run's firings had.
 
-    folder: str
-    graph: Graph
-    batch: int
-    result: Simulation
-    bound: Bound
-    measured_s: float
-    same: bool
-    settings: Mapping[str, object]
-    assumptions: tuple[str, ...]
-    notes: tuple[str, ...]
+    What the program's other options would change (lengths, batches, models) the run cannot tell: for these, run it
+    again.
 
-    @property
-    def title(self) -> str:
-        return f"{self.graph.name} as in {self.folder}: {len(self.result.ends)} updates of {self.batch} groups"
+    Examples:
+      penstock simulate --from runs/aipo-20250304-050607 --lag 2
+      penstock simulate --from runs/aipo-20250304-050607 --generators 4 --updates 50 --html schedule.html
+      penstock simulate --from runs/aipo-20250304-050607 --duration score=0.01"""
 
-    @property
-    def bound_s(self) -> float:
-        return min(self.bound.seconds, self.result.steady_s)
-
-    def facts(self) -> Mapping[str, object]:
-        return {
-            "program": self.graph.name,
-            "run": self.folder,
-            "updates": len(self.result.ends),
-            "batch": self.batch,
-            **self.settings,
-            "period_s": self.result.steady_s,
-            "period_of": "steady updates" if self.result.steady else "all updates",
-            "measured_s": self.measured_s,
-            "unchanged": self.same,
-            "bound_s": self.bound_s,
-            "bound_cause": self.bound.cause,
-            "assumptions": list(self.assumptions),
-            "notes": list(self.notes),
-        }
-
-    def lines(self, width: int) -> list[str]:
-        result = self.result
-        of = "once the pipeline is full" if result.steady else f"the mean of all {len(result.ends)}"
-        changed = ", ".join(f"{name} {value}" for name, value in self.settings.items())
-        kept = len(result.ends) * self.batch
-        period = f"{ms(result.steady_s)} per update, {of}; {self._against()}"
-        return [
-            f"{self.title}, {ms(result.wall_s)} in all",
-            "",
-            *labelled("period", period, width, COLUMN),
-            *bound_lines(replace(self.bound, seconds=self.bound_s), result.steady_s, width),
-            *labelled("with", changed + (", all as in the run" if self.same else ""), width, COLUMN),
-            *assumed(self.assumptions, width, COLUMN),
-            *[line for note in self.notes for line in labelled("note", note, width, COLUMN)],
-            *lag_lines(result.lags),
-            *([f"groups  {result.dropped} dropped, {kept} kept"] if result.dropped else []),
-            *depth_lines(result),
-            *pool_lines(result, width),
-        ]
-
-    def _against(self) -> str:
-        """The simulated period beside the run's own."""
-        more = self.result.steady_s / self.measured_s - 1 if self.measured_s else 0.0
-        if abs(more) < 5e-4:
-            return f"the run's own is the same, {ms(self.measured_s)}"
-        return f"{percent(abs(more))} {'less' if more < 0 else 'more'} than the run's own {ms(self.measured_s)}"
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN", help_behavior_hint="(required)")] = ""
+    """The folder of a finished or interrupted run, whose durations are taken."""
+    lag: Annotated[Count | None, Shown("INT", "the run's")] = None
+    """Updates that weights may be old, of the broadcasts that have the largest lag."""
+    generators: Annotated[Positive | None, Shown("INT", "the run's")] = None
+    """Replicas of the generator."""
+    slots: Annotated[Positive | None, Shown("INT", "the run's")] = None
+    """Responses that a generator has room for at once."""
+    versions: Annotated[Literal["free", "pinned"] | None, tyro.conf.arg(help_behavior_hint="(default: the run's)")] = (
+        None
+    )
+    """Which versions groups may use."""
+    updates: Annotated[Positive | None, Shown("INT", "as many as the run has done")] = None
+    """Updates to simulate."""
+    duration: Annotated[tuple[str, ...], Shown("NODE=S[~SIGMA] …")] = ()
+    """Seconds of a node's firing in place of the run's, such as score=0.01; publish, wire and swap are the parts of a
+    weight sync."""
 
 
-def recorded(flags: RecordedFlags) -> Recorded:
+def recorded(flags: RecordedFlags) -> Schedule:
     """The schedule that the flags ask for. Raises RecordError for a folder that holds no run, CommandError for a run
     without finished work and for flags that do not fit its program."""
     folder = RunFolder.open(flags.from_)
@@ -146,38 +96,68 @@ def recorded(flags: RecordedFlags) -> Recorded:
         given = f"given a run that has finished {done} updates and not every node's firing once"
         raise CommandError(f"{FLAG} {flags.from_}: {given}, needed one that has finished an update", 2)
     graph, plan = _changed(stage, facts, flags)
-    rules = replace(stage.origin.rules, drops=PATIENCE, versions=flags.versions or stage.origin.rules.versions)
-    same_schedule = (graph, plan, rules.versions) == (
-        stage.origin.graph, stage.origin.plan, stage.origin.rules.versions,
-    )  # fmt: skip
+    before = stage.origin.rules
+    rules = replace(before, drops=PATIENCE, versions=flags.versions or before.versions)
+    same = (graph, plan, rules.versions) == (stage.origin.graph, stage.origin.plan, before.versions)
     updates = flags.updates or quick_updates(stage)
     # Where a stage went on from a checkpoint, so does the simulation; its groups may be none of another schedule's.
-    saved, live, start = (stage.origin.saved, stage.origin.live, rules.start) if same_schedule else (None, None, 0)
+    saved, live, start = (stage.origin.saved, stage.origin.live, rules.start) if same else (None, None, 0)
     rules = replace(rules, start=start, end=start + updates)
     pool = generators(stage.tables)
     crowd = crowding(group_work(stage, pool)) if pool is not None else None
     durations = fitted.durations
     if pool is not None and crowd is not None:
         durations = with_crowding(stage, durations, pool, crowd)
-    durations = _with_given(graph, durations, flags.duration)
+    names = [*(node.name for node in graph.nodes if node.fires), *SYNC]
+    durations, _ = given_durations(durations, flags.duration, names)
     tables = compile_tables(graph, served(graph, plan))
     check_rules(tables, rules)
     result = simulate(tables, rules, durations, live, verdicts=fitted.verdicts, saved=saved)
-    return Recorded(
-        folder=flags.from_,
-        graph=graph,
-        batch=rules.batch,
+    found = bound(graph, plan, _means(graph, durations, result), durations.publish, rules)
+    # Means are of all firings, and those of the steady updates may be shorter.
+    found = replace(found, seconds=min(found.seconds, result.steady_s))
+    # The run's own seconds per update: of as many updates as are simulated, or of all that it has done.
+    ends = [(end - stage.begin) / NS for _, end in sorted(stage.followed.ends.items())][:updates]
+    measured_s = Simulation(ends=ends, wall_s=ends[-1], max_lag=stage.tables.max_lag).steady_s
+    more = result.steady_s / measured_s - 1 if measured_s else 0.0
+    against = f"the run's own is the same, {ms(measured_s)}"
+    if abs(more) >= 5e-4:
+        against = f"{percent(abs(more))} {'less' if more < 0 else 'more'} than the run's own {ms(measured_s)}"
+    unchanged = same and not flags.duration
+    sampling = {"lag": tables.max_lag, "generators": len(tables.by_pool[pool])} if pool is not None else {}
+    settings: dict[str, object] = {**sampling, "versions": rules.versions}
+    changed = ", ".join(f"{name} {value}" for name, value in settings.items())
+    assumptions = list(_assumptions(stage, facts, crowd, same, flags))
+    return Schedule(
+        title=f"{graph.name} as in {flags.from_}: {len(result.ends)} updates of {rules.batch} groups",
+        wall=ms(result.wall_s),
         result=result,
-        bound=bound(graph, plan, _means(graph, durations, result), durations.publish, rules),
-        measured_s=_measured_s(stage, updates),
-        same=same_schedule and not flags.duration,
-        settings=_settings(tables, rules),
-        assumptions=tuple(_assumptions(stage, facts, crowd, same_schedule, flags)),
-        notes=tuple(facts.notes),
+        facts={
+            "program": graph.name,
+            "run": flags.from_,
+            "updates": len(result.ends),
+            "batch": rules.batch,
+            **settings,
+            **period_facts(result),
+            "measured_s": measured_s,
+            "unchanged": unchanged,
+            "bound_s": found.seconds,
+            "bound_cause": found.cause,
+            "assumptions": assumptions,
+            "notes": facts.notes,
+        },
+        head=[
+            ("period", f"{ms(result.steady_s)} per update, {period_of(result)}; {against}"),
+            ("bound", bound_words(found, result.steady_s)),
+            ("with", changed + (", all as in the run" if unchanged else "")),
+            *assumed(assumptions),
+            *(("note", note) for note in facts.notes),
+        ],
+        lags=dropped_groups(result, rules.batch),
     )
 
 
-def _require_variable(argv: Sequence[str]) -> None:
+def require_variable(argv: Sequence[str]) -> None:
     """Raises CommandError for a PROGRAM, and for a flag of the program or of `simulate` that a run cannot vary."""
     if not argv[0].startswith("-"):
         given = f"given the program {argv[0]} beside {FLAG}"
@@ -221,20 +201,6 @@ def _changed(stage: StageRecord, facts: Facts, flags: RecordedFlags) -> tuple[Gr
     return graph, plan
 
 
-def _with_given(graph: Graph, durations: Durations, words: Sequence[str]) -> Durations:
-    """The durations with those that the command line gives in their place. Raises CommandError."""
-    names = [node.name for node in graph.nodes if node.fires]
-    nodes: dict[str, Duration] = dict(durations.nodes)
-    sync = {name: float(getattr(durations, name)) for name in SYNC}
-    for word in words:
-        name, mean, sigma = duration(word, [*names, *SYNC])
-        if name in SYNC:
-            sync[name] = mean
-        else:
-            nodes[name] = LognormalSeconds(mean, sigma) if sigma else mean
-    return Durations(nodes, **sync)
-
-
 def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, float]:
     """Mean seconds of a group or update at each node in the simulation, all turns of it; of a broadcast, of a sync."""
     seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -245,18 +211,6 @@ def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, 
         node.name: sync if node.construct == "broadcast" else fmean(seconds[node.name].values() or [0.0])
         for node in graph.nodes
     }
-
-
-def _measured_s(stage: StageRecord, updates: int) -> float:
-    """Seconds per update of the run itself: of as many updates as are simulated, or of all that it has done."""
-    ends = [(end - stage.begin) / NS for _, end in sorted(stage.followed.ends.items())][:updates]
-    return Simulation(ends=ends, wall_s=ends[-1], max_lag=stage.tables.max_lag).steady_s
-
-
-def _settings(tables: Tables, rules: Rules) -> dict[str, object]:
-    pool = generators(tables)
-    sampling = {"lag": tables.max_lag, "generators": len(tables.by_pool[pool])} if pool is not None else {}
-    return {**sampling, "versions": rules.versions}
 
 
 def _assumptions(

@@ -1,0 +1,297 @@
+"""What a command has done in a child process, since it needs torch: three modes of one module.
+
+`python -m penstock.runtime.cli.children …`
+
+- `trace FD VERB PROGRAM [WORDS …]` imports a program, reads its flags, traces it, and writes one JSON object to the
+  file descriptor FD. Help and usage errors go to the terminal, with exit status 0 and 2 and nothing to FD.
+- `inputs` reads {"graphs", "flags"} of a run as JSON, tries what the run reads and needs, and prints what is wrong;
+  exit status 1 if anything is.
+- `run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger stops where the
+  user wants it to. Exit status as of `penstock run`.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.graph import GraphError, Program, check, load, trace
+from penstock.graph.check import by_place
+from penstock.graph.errors import Fault, defined
+from penstock.graph.imports import reach, resolve
+from penstock.graph.ir import Argument, Graph
+from penstock.graph.program import trace_evaluation
+from penstock.graph.protocols import Source, num_ranks
+from penstock.graph.requires import Check, opened, requirements
+from penstock.graph.types import Context
+from penstock.runtime.cli.flags import CheckFlags, RunFlags
+from penstock.runtime.cli.parse import clashes, parse
+from penstock.runtime.cli.tracing import CommandError, faults_text
+from penstock.runtime.cluster.cluster import ClusterError
+from penstock.runtime.cluster.placement import read_meshes, spelled
+from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions, choose_device, context_of
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.folder import RunFolder
+
+RAISED = (Exception, SystemExit)
+"""What a user's module or function may raise. One that leaves the process would have nothing said of it."""
+OURS = ("penstock.", "importlib", "__main__")
+"""What the names of our modules begin with; the last is the one that a child was started with."""
+
+
+def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """All that the parent wants to know of a program called with these words; {"error", "usage"} if it cannot be
+    said."""
+    try:
+        program = load(name)
+    except GraphError as error:
+        return _error(str(error), usage=True)
+    except RAISED:
+        return _error(own_frames())
+    if not isinstance(program, Program):
+        given = f"{name}: given a value of type {type(program).__name__}"
+        return _error(f"{given}, needed a function with @program", usage=True)
+    try:
+        options, flags = parse(program, verb, name, argv)
+    except (GraphError, CommandError) as error:
+        return _error(str(error), usage=True)
+    except Exception:
+        return _error(own_frames())
+    base = False
+    try:
+        graphs, faults = _trace(program, options, flags)
+        traced = list(graphs.values())
+        if verb == "check":
+            faults += [*clashes(program, "run").values(), *_lacks(program, traced, flags)]
+            faults.sort(key=by_place)
+        elif verb == "run" and not faults:
+            try:
+                device, faults = try_inputs(traced, flags.options(flags.model))
+            except ValueError as error:
+                return _error(str(error))
+            flags = dataclasses.replace(flags, device=device)
+            makers = (opened(argument.maker) for graph in traced for argument in graph.carried)
+            base = any(maker is not None and maker.base for maker in makers)
+    except RAISED:
+        return _error(own_frames())
+    return {
+        "name": program.name,
+        "path": program.path,
+        "flags": dataclasses.asdict(flags),
+        "faults": [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)],
+        "base": base,
+        **{key: graph.to_json() for key, graph in graphs.items()},
+    }
+
+
+def _error(text: str, *, usage: bool = False) -> dict[str, Any]:
+    return {"error": text, "usage": usage}
+
+
+def own_frames() -> str:
+    """The traceback of the exception under way, from the first frame that is the user's; none for a file that cannot be
+    parsed, whose place the error says itself."""
+    kind, error, whole = sys.exc_info()
+    tb = whole
+    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith(OURS):
+        tb = tb.tb_next
+    if tb is None and not isinstance(error, SyntaxError):
+        tb = whole
+    return "".join(traceback.format_exception(kind, error, tb)).rstrip()
+
+
+def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> tuple[dict[str, Graph], list[Fault]]:
+    """The graphs of a program and of its evaluation, and all that is wrong with them; a graph that cannot be made is
+    left out."""
+    graphs: dict[str, Graph] = {}
+    faults: list[Fault] = []
+    batch, groups = getattr(flags, "batch", None), getattr(flags, "eval_groups", None) or None
+    unmeasured = isinstance(flags, RunFlags) and not flags.eval_groups
+    try:
+        graphs["graph"] = trace(program, options, batch=batch)
+        faults += check(graphs["graph"], batch=batch)
+    except GraphError as error:
+        faults += error.faults
+    if program.evaluation is None or unmeasured:
+        return graphs, faults
+    try:
+        if "graph" in graphs:
+            graphs["evaluation"] = trace_evaluation(program, graphs["graph"], EVALUATION, batch=groups)
+        else:  # which values it measures cannot be said, but what is wrong with itself can
+            graphs["evaluation"] = trace(program.evaluation, {}, EVALUATION, batch=groups)
+        faults += check(graphs["evaluation"], batch=groups)
+    except GraphError as error:
+        faults += error.faults
+    return graphs, faults
+
+
+def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlags) -> list[Fault]:
+    """What makers require and a run with these flags would not have."""
+    fields = {field.name for field in dataclasses.fields(RunFlags)}
+    own = {name: value for name, value in program.defaults.items() if name in fields}
+    asked = RunFlags(**(own | {name: value for name, value in vars(flags).items() if name in fields - {"config"}}))
+    faults: list[Fault] = []
+    made: list[Graph] = []
+    for graph in graphs:
+        arguments = []
+        for argument in graph.arguments:
+            try:
+                load(argument.maker)
+                arguments.append(argument)
+            except GraphError as error:
+                what = f"{argument.kind} {argument.name!r}: maker"
+                known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
+                faults += (dataclasses.replace(fault, what=what, where=argument.where) for fault in known)
+        made.append(graph.replace(arguments=tuple(arguments)))
+    for argument, required, lack in unmet(made, asked.options(asked.model)):
+        needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
+        faults.append(
+            Fault("unmet-requirement", f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where)
+        )
+    return faults
+
+
+def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
+    """(the device chosen, what nodes lack in view of the run). Looks at what makers require, and reads a little of what
+    the program reads. Raises ValueError for what is wrong with them."""
+    sources: dict[str, Source] = {}
+    for graph in graphs:
+        reach(graph.op)
+    for graph in graphs:
+        for argument in graph.arguments:
+            load(argument.maker)
+        # What the workers of a node import: `check` knows what that requires once it is here.
+        for node in graph.nodes:
+            if node.construct == "call":
+                load(node.op)
+            for _, option in node.options:
+                resolve(option)
+    # Not before what may bring a torch is imported.
+    device = choose_device(flags.device)
+    for _, _, error in unmet(graphs, flags):
+        raise error
+    for graph in graphs:
+        # Not before its requirements are met: a source may open what they look for.
+        for argument in graph.sources:
+            sources[argument.name] = load(argument.maker)(context_of(argument.name, graphs, flags, Context()))
+            sources[argument.name].read(0)
+    check_meshes(graphs, flags)
+    faults: list[Fault] = []
+    for graph in graphs:
+        names = [thing.name for things in (graph.arguments, graph.nodes) for thing in things]
+        contexts = {name: context_of(name, graphs, flags, Context()) for name in names}
+        faults += check(graph, sources=sources, contexts=contexts)
+    return device, list(dict.fromkeys(faults))
+
+
+def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
+    """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
+
+    What several values lack is told of the first of them.
+    """
+    named: set[str] = set()
+    told: set[tuple[Check[Context], str]] = set()
+    for graph in graphs:
+        for argument in graph.arguments:
+            if argument.name in named:  # the program's own value, which is made as the program says
+                continue
+            named.add(argument.name)
+            context = context_of(argument.name, graphs, flags, Context())
+            for required in requirements(load(argument.maker)):
+                try:
+                    required(context)
+                except ValueError as error:
+                    if (required, str(error)) not in told:
+                        yield argument, required, error
+                    told.add((required, str(error)))
+
+
+def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
+    """Raises ClusterError for a pool's mesh on which a model of that pool does not fit, with given and needed.
+
+    A model is known where its maker says which it opens (`opens`), by a spec that knows meshes. Of others, their ranks
+    say what they lack.
+    """
+    meshes = {pool: axes for pool, axes in read_meshes(flags.mesh).items() if num_ranks(axes) > 1}
+    # The carried values, and what streams compute with the weights of, which is what decodes.
+    models: list[tuple[str, str, Context, bool]] = []
+    for graph in graphs:
+        contexts = {argument.name: context_of(argument.name, graphs, flags, Context()) for argument in graph.carried}
+        models += [(argument.pool, argument.maker, contexts[argument.name], False) for argument in graph.carried]
+        for node in graph.nodes:
+            weights = context_of(node.name, graphs, flags, Context()).weights.values() if node.stream else ()
+            models += [(node.pool, origin.maker, origin.context, True) for origin in weights]
+    for pool, maker, context, decodes in models:
+        try:
+            if pool in meshes and (found := opened(maker)) and hasattr(spec := found.spec(context), "check_mesh"):
+                spec.check_mesh(meshes[pool], decodes=decodes)
+        except ValueError as error:
+            raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
+
+
+def wrong(graphs: Sequence[Graph], flags: RunOptions) -> str:
+    """What is wrong with a run's inputs; "" if nothing is."""
+    try:
+        faults = try_inputs(graphs, flags)[1]
+    except ValueError as error:
+        return str(error)
+    except Exception:
+        return own_frames()
+    return faults_text(faults) if faults else ""
+
+
+def run_here(path: str) -> int:
+    """Run what the folder says in this process; the exit status."""
+    from penstock.runtime.cli.display import PlainDisplay, Progress, write_line
+    from penstock.runtime.control.inprocess import run_in_process  # imports torch
+    from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
+    from penstock.runtime.control.process import told
+    from penstock.runtime.control.signals import interrupt, on_stop, while_heard
+
+    folder = RunFolder.open(path)
+    config = RunConfig.load(folder)
+    progress = Progress(config.graph.name, config.flags.updates)
+    tell = while_heard(PlainDisplay(progress, write_line).tell, lambda: signal.raise_signal(signal.SIGTERM))
+    try:
+        with on_stop(interrupt):
+            status = run_in_process(folder, tell)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RecordError as fault:
+        print(visible(f"penstock: {fault}"), file=sys.stderr)
+        return FAILED
+    except Exception as raised:
+        print(visible(f"penstock: {told(raised)}"), end="", file=sys.stderr)
+        return FAILED
+    for error in progress.errors:
+        print(visible(f"penstock: {error}"), file=sys.stderr)
+    return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)
+
+
+def main(mode: str, *words: str) -> int:
+    if mode == "run":
+        return run_here(*words)
+    if mode == "inputs":
+        asked = json.load(sys.stdin)
+        flags = RunOptions.from_json(asked["flags"])
+        said = wrong([Graph.from_json(graph) for graph in asked["graphs"]], flags)
+        print(visible(said))
+        return int(bool(said))
+    # Ctrl-C, or help that nobody reads on, ends it without a traceback.
+    for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    fd, verb, name, *argv = words
+    data = json.dumps(answer(verb, name, argv)).encode()
+    # What the program printed: nobody waits for this process once it has answered.
+    sys.stdout.flush()
+    with os.fdopen(int(fd), "wb") as pipe:
+        pipe.write(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

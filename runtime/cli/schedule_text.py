@@ -1,0 +1,231 @@
+"""What `penstock simulate` shows of any schedule: a text, JSON, and files; and the words NODE=SECONDS and NODE=SHARE.
+
+`Schedule` is what the verbs make. Its text has what was simulated, the period, lags, queues, pools, and a drawing.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from textwrap import wrap
+
+from penstock.graph.analysis import Bound
+from penstock.runtime.cli.display import percent
+from penstock.runtime.cli.flags import DrawingFlags
+from penstock.runtime.cli.plan import labelled
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.record.folder import write_atomic
+from penstock.runtime.record.timeline import Bar, excerpt, pool_of
+from penstock.runtime.record.trace_formats import chrome_trace, gantt_svg, gantt_text
+from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation
+
+DRAWN = 6
+"""Updates that the text shows; files hold all."""
+LANES = 8
+"""Replicas of each pool that pictures show."""
+COLUMN = 8
+"""Where the words of a line begin."""
+SYNC = ("publish", "wire", "swap")
+"""The parts of a weight sync that have durations of their own."""
+
+Paragraphs = Sequence[tuple[str, str]]
+"""Labels, and the words beside them. A label may be empty, which continues what is above."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A simulation with what it is of.
+
+    title, wall: what was simulated, and how long it is, for the first line.
+    facts: what --json has before the figures that any schedule has.
+    head, lags: paragraphs before and after the bars of the lags. tail: lines after the pools, as wide as asked.
+    queues: whether queues are shown.
+    """
+
+    title: str
+    wall: str
+    result: Simulation
+    facts: Mapping[str, object]
+    head: Paragraphs
+    lags: Paragraphs = ()
+    tail: Sequence[str] = ()
+    queues: bool = True
+
+    def to_json(self) -> dict[str, object]:
+        result = self.result
+        pools = {pool: {"busy": busy, "idle": idle} for pool, (busy, idle) in shares(result).items()}
+        return {
+            **self.facts,
+            "steady_s": result.steady_s,
+            "wall_s": result.wall_s,
+            "lag_mean": result.lag_mean,
+            "dropped": result.dropped,
+            "lags": {str(lag): count for lag, count in sorted(result.lags.items())},
+            "queues": depths(result),
+            "pools": pools,
+            "busy_s": result.busy,
+            "idle_s": result.idle,
+            "bars": len(result.bars),
+        }
+
+    def text(self, width: int) -> str:
+        result = self.result
+
+        def paragraphs(given: Paragraphs) -> list[str]:
+            return [line for label, words in given for line in labelled(label, words, width, COLUMN)]
+
+        lines = [f"{self.title}, {self.wall} in all", "", *paragraphs(self.head)]
+        total = result.lags.total()
+        for row, (lag, count) in enumerate(sorted(result.lags.items())):
+            bar = "█" * max(1, round(30 * count / total))
+            lines.append(f"{'' if row else 'lag':<8}{lag:>2} {bar} {percent(count / total)}")
+        lines += paragraphs(self.lags)
+        lines += _queue_lines(result) if self.queues else []
+        lines += [*_pool_lines(result, width), *self.tail, ""]
+        # The first updates alone, under a line that says so where there are more.
+        pools = [pool_of(replica) for replica in result.busy]
+        parts = [f"{DRAWN} updates"] if len(result.ends) > DRAWN else []
+        parts += [f"{LANES} replicas of each pool"] if max(map(pools.count, set(pools)), default=0) > LANES else []
+        lines += [f"The first {', and the first '.join(parts)}:"] if parts else []
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        return "\n".join([*lines, gantt_text(excerpt(result.bars, DRAWN, LANES), width, color=color)])
+
+    def write(self, flags: DrawingFlags) -> None:
+        """The files that were asked for."""
+        pictured: list[Bar] = excerpt(self.result.bars, len(self.result.ends), LANES)
+        if flags.svg:
+            write_atomic(Path(flags.svg), gantt_svg(pictured, self.title).encode(), "--svg FILE")
+        if flags.html:
+            from penstock.runtime.report.page import schedule_html  # imports templates, which others do without
+
+            write_atomic(Path(flags.html), schedule_html(pictured, self.title).encode(), "--html FILE")
+        if flags.trace:
+            trace = json.dumps(chrome_trace(self.result.bars, self.title))
+            write_atomic(Path(flags.trace), trace.encode(), "--trace FILE")
+
+
+def shares(result: Simulation) -> dict[str, tuple[float, dict[str, float]]]:
+    """Of each pool's time: the share in work, and the shares without by cause."""
+    pools: dict[str, list[str]] = {}
+    for replica in result.busy:
+        pools.setdefault(pool_of(replica), []).append(replica)
+    found = {}
+    for pool, replicas in pools.items():
+        wall = result.wall_s * len(replicas) or 1.0
+        idle: dict[str, float] = {}
+        for replica in replicas:
+            for cause, length in result.idle[replica].items():
+                idle[cause] = idle.get(cause, 0.0) + length / wall
+        found[pool] = sum(result.busy[r] for r in replicas) / wall, idle
+    return found
+
+
+def _pool_lines(result: Simulation, columns: int) -> list[str]:
+    """Each pool's share of busy time, and why it was idle."""
+    lines: list[str] = []
+    found = shares(result)
+    width = max(map(len, found), default=0)
+    for row, (pool, (busy, idle)) in enumerate(found.items()):
+        causes = ", ".join(f"{cause} {percent(share)}" for cause, share in idle.items() if share > 0)
+        line = f"{'pools' if not row else '':<8}{pool:<{width}}  busy {percent(busy):>7}  idle: {causes or '-'}"
+        lines += wrap(line, columns, subsequent_indent=" " * (width + 24))
+    return lines
+
+
+def depths(result: Simulation) -> dict[str, dict[str, float]]:
+    """Groups that waited for each node, over time: their mean, 95th percentile and most."""
+    found = {}
+    for node, seconds in result.depths.items():
+        total, passed, p95 = sum(seconds.values()), 0.0, 0
+        for depth in sorted(seconds):
+            passed, p95 = passed + seconds[depth], depth
+            if passed >= 0.95 * total:
+                break
+        mean = sum(depth * time for depth, time in seconds.items()) / total if total else 0.0
+        found[node] = {"mean": mean, "p95": p95, "max": max(seconds, default=0)}
+    return found
+
+
+def _queue_lines(result: Simulation) -> list[str]:
+    found = depths(result)
+    width = max(map(len, found), default=0)
+    return [
+        f"{'queues' if not row else '':<8}{node:<{width}}  "
+        f"mean {figures['mean']:.1f}, 95 % of the time at most {figures['p95']:.0f}, max {figures['max']:.0f} groups"
+        for row, (node, figures) in enumerate(found.items())
+    ]
+
+
+def bound_words(bound: Bound, period_s: float) -> str:
+    """What no schedule can beat, beside the period that it has."""
+    below = 1 - bound.seconds / period_s if bound.seconds and period_s else 0.0
+    beside = f" ({percent(below)} less)" if below > 5e-4 else ""
+    if below < -5e-4:  # the start has no cycle behind it yet, and draws may be shorter than their mean
+        beside = " (more updates would tell better)"
+    return f"{ms(bound.seconds)}{beside}, because of {bound.cause}"
+
+
+def period_facts(result: Simulation) -> dict[str, object]:
+    return {"period_s": result.steady_s, "period_of": "steady updates" if result.steady else "all updates"}
+
+
+def period_of(result: Simulation) -> str:
+    """Which updates `steady_s` is of, in words."""
+    return "once the pipeline is full" if result.steady else f"the mean of all {len(result.ends)}"
+
+
+def dropped_groups(result: Simulation, batch: int) -> Paragraphs:
+    return [("groups", f"{result.dropped} dropped, {len(result.ends) * batch} kept")] if result.dropped else []
+
+
+def assumed(said: Sequence[str]) -> Paragraphs:
+    """What stands behind the figures, a paragraph each."""
+    return [("" if row else "assumed", words) for row, words in enumerate(said)]
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 2 else f"{seconds * 1e3:.4g} ms"
+
+
+def given_durations(
+    durations: Durations, words: Sequence[str], names: Sequence[str]
+) -> tuple[Durations, dict[str, float]]:
+    """The durations with those that NODE=SECONDS[~SIGMA] give in their place, and the means of these by node.
+
+    Raises CommandError for words that cannot be understood, and for a node that is none of `names`.
+    """
+    nodes: dict[str, Duration] = dict(durations.nodes)
+    sync = {name: float(getattr(durations, name)) for name in SYNC}
+    means: dict[str, float] = {}
+    for word in words:
+        name, rest = named_node("--duration", word, names, "none")
+        seconds, _, spread = rest.partition("~")
+        try:
+            mean, sigma = float(seconds), float(spread or 0.0)
+        except ValueError:
+            mean, sigma = -1.0, 0.0
+        if not (min(mean, sigma) >= 0 and max(mean, sigma) < inf):
+            raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5", 2)
+        means[name] = mean
+        if name in SYNC:
+            sync[name] = mean
+        else:
+            nodes[name] = LognormalSeconds(mean, sigma) if sigma else mean
+    return Durations(nodes, **sync), means
+
+
+def named_node(flag: str, word: str, names: Sequence[str], none: str) -> tuple[str, str]:
+    """The node and the rest of NODE=REST. A node's label stands for its name (see `ir.Node.label`). Raises CommandError
+    for a node that is none of `names`; `none` is what is needed if there are none."""
+    given, _, rest = word.partition("=")
+    for name in names:
+        if given in (name, name.partition(":")[0]):
+            return name, rest
+    raise CommandError(f"{flag}: given {word!r}, needed {f'one of {labels(names)}' if names else none} before '='", 2)
+
+
+def labels(names: Sequence[str]) -> str:
+    return ", ".join(name.partition(":")[0] for name in names)
