@@ -39,7 +39,6 @@ from penstock.runtime.report.what_if import (
     generators,
     group_work,
     quick_updates,
-    with_capacity,
     with_crowding,
     with_lag,
     with_replicas,
@@ -191,13 +190,13 @@ def _changed(stage: StageRecord, facts: Facts, flags: RecordedFlags) -> tuple[Gr
         graph = with_lag(graph, stage.tables.max_lag, flags.lag)
         if faults := check(graph):
             raise CommandError(f"--lag {flags.lag}: {faults_text(faults)}", 2)
-    if pool is not None and flags.generators is not None:
-        plan = with_replicas(plan, pool, flags.generators)
-    if pool is not None and flags.slots is not None:
+    capacity = None
+    if flags.slots is not None:
         # As many groups at once as `penstock run` would give a generator with so many slots.
         like = place(facts.config.graphs, Cluster.local(), slots=flags.slots)
         capacity = next(each.replicas[0].capacity for each in like.pools if each.name == pool)
-        plan = with_capacity(plan, pool, capacity)
+    if pool is not None:
+        plan = with_replicas(plan, pool, flags.generators, capacity)
     return graph, plan
 
 

@@ -5,7 +5,7 @@ load. `render` fills any template of this folder.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from penstock.runtime.report.summary import (
     sync_parts,
     whole_accounts,
 )
-from penstock.runtime.report.what_if import Prediction, Table
+from penstock.runtime.report.what_if import Table
 from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,6 +40,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 def render(template: str, **values: Any) -> str:
     """A template of the page with its style and script in it, complete."""
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"seconds": seconds, "percent": percent}
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
     page = environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
     # A path in it may be no UTF-8.
@@ -103,30 +104,20 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         failures=facts.failures,
         contents=contents + [(group.anchor, group.title) for group in charts],
         graph=_graph(report, nodes),
-        graph_said=_graph_said(report),
-        nodes=[
-            {
-                **asdict(node),
-                "firings": f"{node.firings:,}",
-                "median": seconds(node.median_s),
-                "share": percent(node.share),
-            }
-            for node in nodes
-        ],
+        bound=report.bound,
+        prediction=report.prediction,
+        nodes=nodes,
         data=data,
         merged=merged,
         predicted=any(row.predicted for row in chart.rows),
-        schedule_said=_schedule_said(report),
-        syncs=[
-            {"channel": channel, "part": part, "count": count, "median": seconds(middle), "longest": seconds(most)}
-            for channel, part, count, middle, most in sync_parts(facts.training)
-        ],
+        updates=_done(report),
+        predicted_updates=sum(p.updates for p in report.predictions if p),
+        syncs=sync_parts(facts.training),
         key=[(state, known.title) for state, known in STATES.items() if any(state in a for a in whole.values())],
-        idle=_idle("While training", training, whole),
-        idle_said=_occupied(report),
-        whole=_idle("The whole run", whole, whole),
+        idle=_idle("While training", training, whole.keys()),
+        occupancy=occupancy(report),
+        whole=_idle("The whole run", whole, whole.keys()),
         what_if=table,
-        what_if_said=_what_if_said(report.table, report.prediction) if report.table else "",
         groups=charts,
         footer=f"Written by penstock {__version__} from {facts.folder}. One file: it loads nothing and sends nothing.",
     )
@@ -185,17 +176,6 @@ def _graph(report: Report, nodes: Iterable[NodeTime]) -> str:
     return svg_in_page(report.graph, Measured(notes, shares, set(found.cycle) if found else set(), labels))
 
 
-def _graph_said(report: Report) -> str:
-    if report.bound is None or report.prediction is None or not report.prediction.measured_s:
-        return "Each node in its pool."
-    share = report.bound.seconds / report.prediction.measured_s
-    return (
-        "Each node with its median time and the share of training in which its pool had it in work, which is how far "
-        f"its box is filled. With these times no schedule needs less than {seconds(report.bound.seconds)} per update "
-        f"({percent(share)} of what the run took), because of {report.bound.cause}."
-    )
-
-
 def make_chart(report: Report) -> Chart:
     """All lanes of the run, with what was predicted under what was."""
     facts = report.facts
@@ -230,90 +210,28 @@ def _add(strips: Mapping[RankId, Strip], followed: Followed) -> None:
             strips[lane].swaps += swaps
 
 
-def _schedule_said(report: Report) -> str:
-    prediction = report.prediction
-    if prediction is None or prediction.error is None:
-        return "One lane for each rank. There is no prediction: not every node was done at least once."
-    error = prediction.error
-    updates = sum(p.updates for p in report.predictions if p)
-    first = f" for the first {updates} updates" if updates < _done(report) else ""
-    way = "as long as" if abs(error) < 0.0005 else f"{percent(abs(error))} {'longer' if error > 0 else 'shorter'} than"
-    return (
-        f"One lane for each rank, and under it what the simulator predicts{first}: the run's own scheduler on a "
-        f"virtual clock, each firing as long as it was in the run. Its period is {way} the one measured; what is left "
-        "out is the time that orders and answers take, and that work on one machine slows other work down."
-    )
-
-
-def _idle(caption: str, accounts: Mapping[RankId, Account], known: Iterable[RankId]) -> dict[str, Any]:
-    known = list(known)
-    present = [state for state in STATES if any(account.get(state) for account in accounts.values())]
-    rows = []
-    for lane, account in accounts.items():
-        wall = sum(account.values())
-        parts, cells = [], []
-        for state in present:
-            time, share = account.get(state, 0), account.get(state, 0) / max(wall, 1)
-            cells.append({"state": state, "ns": time, "text": f"{time / NS:.3f}" if time else "0"})
-            if time:
-                said = f"{STATES[state].title} {percent(share)}"
-                parts.append({"state": state, "flex": round(share, 5), "said": said})
-        name = rank_name(lane, known)
-        said = f"{name}: {', '.join(str(part['said']) for part in parts)}"
-        row = {"name": name, "wall": wall, "total": f"{wall / NS:.3f}", "parts": parts, "cells": cells, "said": said}
-        rows.append(row)
-    return {"caption": caption, "names": [STATES[state].column for state in present], "rows": rows}
-
-
-def _occupied(report: Report) -> str:
-    full = [f"{pool} {percent(share)}" for pool, share in occupancy(report).items()]
-    held = "occupancy, no idle time; a response counts until its group is done"
-    return f"Slots in use while busy ({held}): {', '.join(full)}." if full else ""
+def _idle(caption: str, accounts: Mapping[RankId, Account], known: Collection[RankId]) -> dict[str, Any]:
+    """A table of ranks: the states that any of them was in, and each one's nanoseconds by state."""
+    states = [(state, STATES[state]) for state in STATES if any(account.get(state) for account in accounts.values())]
+    rows = [(rank_name(lane, known), account) for lane, account in accounts.items()]
+    return {"caption": caption, "states": states, "rows": rows}
 
 
 def _what_if(table: Table) -> dict[str, Any]:
+    """What the sliders and the table of the template show."""
     lags_ = sorted({case.lag for case in table.cases})
     sizes = sorted({case.replicas for case in table.cases})
-
-    def cell(lag: int, size: int) -> dict[str, Any]:
-        case = table.case(lag, size)
-        text = seconds(case.period_s) if case else "–"
-        return {"case": f"{lag}.{size}", "text": text, "now": (lag, size) == (table.lag, table.replicas)}
-
     cases = [
         {**asdict(case), "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()}}
         for case in table.cases
     ]
     value = {"lag": table.lag, "replicas": table.replicas, "cases": cases}
     return {
-        "pool": table.pool,
-        "lag": table.lag,
-        "replicas": table.replicas,
+        "table": table,
         "lags": lags_,
         "sizes": sizes,
         "lag_at": lags_.index(table.lag) if table.lag in lags_ else 0,
         "size_at": sizes.index(table.replicas) if table.replicas in sizes else 0,
-        "rows": [{"size": size, "cells": [cell(lag, size) for lag in lags_]} for size in sizes],
         # No "</script>" may stand in it: it goes into a script element.
         "json": json.dumps(value).replace("<", "\\u003c"),
     }
-
-
-def _what_if_said(table: Table, prediction: Prediction | None) -> str:
-    took = f"{seconds(prediction.measured_s)} per update" if prediction and prediction.measured_s else ""
-    there = f"{seconds(table.measured_s)} per update there, and {took} all in all" if table.measured_s else took
-    said = (
-        f"The simulator's answers for {'the first ' if table.measured_s else ''}{table.updates} updates, with the "
-        "times of this run: a firing takes as long as it did here."
-    )
-    if took:
-        said += f" Compare them with each other: the run itself took {there}."
-    fitted = (
-        f" In this run {percent(table.crowding)} of a group's time was due to groups decoded beside it (a fit): "
-        "with more replicas that part shrinks."
-    )
-    unknown = (
-        " That groups decode faster with fewer of them on a replica is not counted: the run does not tell how much."
-    )
-    said += fitted if table.crowding >= 0.005 else unknown
-    return said if table.complete else said + " Time ran out before the table was complete."

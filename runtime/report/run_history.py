@@ -58,7 +58,6 @@ class StageRecord:
     """One scheduler's life, from `begin` to `end` on the report's clock."""
 
     name: str
-    life: int
     origin: SegmentOrigin
     tables: Tables
     begin: int
@@ -218,13 +217,13 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
     last = max((log.steps[-1].time for log in logs), default=0.0)
     end = max(begin + round(last * NS), *begins, begin)
     # A stage lasts until the next one begins.
-    stages = [_stage(number, log, begin, until, notes) for log, until in zip(logs, [*begins[1:], end], strict=False)]
+    stages = [_stage(log, begin, until, notes) for log, until in zip(logs, [*begins[1:], end], strict=False)]
     starting = (begins[0] if begins else end) - begin
     accuracy = segment.stages[-1].facts.get("accuracy", {}) if segment.stages else {}
     return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
 
 
-def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
+def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
     try:
         origin = SegmentOrigin.from_json(log.facts)
         tables = compile_tables(origin.graph, origin.plan)
@@ -245,7 +244,7 @@ def _stage(life: int, log: StageLog, zero: int, end: int, notes: list[str]) -> S
     replayed.sample()
     followed = replayed.follow.close(replayed.time if replayed.broken else end)
     found = accounts(followed.work, replayed.reasons, begin, end)
-    return StageRecord(origin.stage, life, origin, tables, begin, end, followed, found, replayed.depths)
+    return StageRecord(origin.stage, origin, tables, begin, end, followed, found, replayed.depths)
 
 
 class _Replayed:

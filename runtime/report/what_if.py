@@ -21,13 +21,13 @@ from statistics import fmean, median
 from penstock.graph import check
 from penstock.graph.analysis import Bound, period_bound
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.cluster.placement import Plan, Replica, served
+from penstock.runtime.cluster.placement import Plan, served
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
 from penstock.runtime.report.run_history import StageRecord
 from penstock.runtime.schedule.compile import NodeStep, Rules, Tables, compile_tables
 from penstock.runtime.schedule.events import Command, Event
-from penstock.runtime.schedule.simulator import Durations, Simulation, Spans, Verdicts, draw, simulate
+from penstock.runtime.schedule.simulator import Durations, Spans, Verdicts, draw, simulate
 
 MOST_EVENTS = 60_000
 """Events of a simulated stage, about: a longer run is predicted for its first updates only."""
@@ -77,7 +77,6 @@ class Fit:
     durations: Durations
     verdicts: Verdicts
     means: dict[str, float]
-    medians: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,6 @@ class Prediction:
     as they were measured for the same updates, and for all of the stage."""
 
     followed: Followed
-    simulation: Simulation
     updates: int
     predicted_s: float
     compared_s: float
@@ -103,7 +101,6 @@ def fit(stage: StageRecord) -> Fit | None:
     spent = firings(stage.followed.work)
     nodes: dict[str, Empirical] = {}
     means: dict[str, float] = {}
-    medians: dict[str, float] = {}
     for step in stage.tables.steps.values():
         own = {key: took for key, took in spent.items() if key[0].partition(".")[0] == step.name}
         first = first_usual(stage, step)
@@ -111,7 +108,6 @@ def fit(stage: StageRecord) -> Fit | None:
             nodes[step.name] = Empirical.of(own, first)
             usual = {key: took for key, took in own.items() if key[1] >= first} or own
             means[step.name] = sum(usual.values()) / len({index for _, index in usual})
-            medians[step.name] = median(own.values())
         elif step.every > 1 or step.off_path:
             nodes[step.name] = Empirical({}, (0.0,))  # was not due
         elif not (step.source or step.filters):
@@ -120,7 +116,7 @@ def fit(stage: StageRecord) -> Fit | None:
     sync = sum(parts.values())
     means |= {node.name: sync for node in stage.origin.graph.nodes if node.construct == "broadcast"}
     means |= {node.name: 0.0 for node in stage.origin.graph.nodes if node.fires and node.name not in means}
-    return Fit(Durations(dict(nodes), **parts), _verdicts(stage), means, medians | parts)
+    return Fit(Durations(dict(nodes), **parts), _verdicts(stage), means)
 
 
 def first_usual(stage: StageRecord, step: NodeStep) -> int:
@@ -188,7 +184,7 @@ def predict(stage: StageRecord, fitted: Fit) -> Prediction | None:
     followed = follow.close(stage.begin + round(found.wall_s * NS))
     begin, filling = stage.begin / NS, stage.tables.max_lag + 1
     predicted, compared = period(0.0, found.ends, filling), period(begin, ends[:updates], filling)
-    return Prediction(followed, found, updates, predicted, compared, period(begin, ends, filling))
+    return Prediction(followed, updates, predicted, compared, period(begin, ends, filling))
 
 
 def _ends(stage: StageRecord) -> list[float]:
@@ -215,6 +211,7 @@ def period(begin: float, ends: Sequence[float], filling: int) -> float:
 
 
 def _skipped(updates: int, filling: int) -> int:
+    """Of so many updates, how many are left out at the start: `filling`, if there are as many others."""
     return min(filling, updates // 2)
 
 
@@ -295,30 +292,25 @@ def what_if(stage: StageRecord, fitted: Fit, out_of_time: Callable[[], bool]) ->
         if out_of_time():
             break
         other, grown = with_lag(graph, now[0], lag), with_replicas(plan, pool, size)
-        cases.append(_case(other, grown, limits, durations, fitted.verdicts, (lag, size)))
+        try:
+            # With too small a lag for how seldom weights are sent, some update would wait for ever.
+            if check(other):
+                raise ValueError
+            tables = compile_tables(other, served(other, grown))
+            found = simulate(tables, limits, durations, verdicts=fitted.verdicts)
+        except ValueError:
+            # Such a lag or plan is refused, or filters drop too much.
+            cases.append(Case(lag, size, None))
+            continue
+        busy: defaultdict[str, list[float]] = defaultdict(list)
+        for replica, seconds in found.busy.items():
+            busy[pool_of(replica)].append(seconds / found.wall_s if found.wall_s else 0.0)
+        shares = {name: sum(values) / len(values) for name, values in busy.items()}
+        cases.append(Case(lag, size, period(0.0, found.ends, FILLING), found.lag_mean, shares))
     cases.sort(key=lambda case: (case.replicas, case.lag))
     ends = _ends(stage)
     measured_s = period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
     return Table(pool, *now, updates, measured_s, crowd.share, tuple(cases), len(cases) == len(wanted))
-
-
-def _case(
-    graph: Graph, plan: Plan, rules: Rules, durations: Durations, verdicts: Verdicts, names: tuple[int, int]
-) -> Case:
-    # With too small a lag for how seldom weights are sent, some update would wait for ever.
-    if check(graph):
-        return Case(*names, None)
-    try:
-        tables = compile_tables(graph, served(graph, plan))
-        found = simulate(tables, rules, durations, verdicts=verdicts)
-    except ValueError:
-        # Such a lag or plan is refused, or filters drop too much.
-        return Case(*names, None)
-    busy: defaultdict[str, list[float]] = defaultdict(list)
-    for replica, seconds in found.busy.items():
-        busy[pool_of(replica)].append(seconds / found.wall_s if found.wall_s else 0.0)
-    shares = {pool: sum(values) / len(values) for pool, values in busy.items()}
-    return Case(*names, period(0.0, found.ends, FILLING), found.lag_mean, shares)
 
 
 def generators(tables: Tables) -> str | None:
@@ -332,20 +324,16 @@ def with_lag(graph: Graph, now: int, lag: int) -> Graph:
     return graph.replace(nodes=tuple(nodes))
 
 
-def with_replicas(plan: Plan, name: str, size: int) -> Plan:
-    """The plan with `size` replicas of a pool, all like its first one."""
-    first = next(pool for pool in plan.pools if pool.name == name).replicas[0]
-    return _with_pool(plan, name, [replace(first, name=f"{name}/{i}") for i in range(size)])
-
-
-def with_capacity(plan: Plan, name: str, capacity: int) -> Plan:
-    """The plan whose replicas of a pool may have `capacity` firings in work at once."""
-    replicas = next(pool for pool in plan.pools if pool.name == name).replicas
-    return _with_pool(plan, name, [replace(replica, capacity=capacity) for replica in replicas])
-
-
-def _with_pool(plan: Plan, name: str, replicas: Sequence[Replica]) -> Plan:
-    return Plan(tuple(replace(p, replicas=tuple(replicas)) if p.name == name else p for p in plan.pools))
+def with_replicas(plan: Plan, name: str, size: int | None = None, capacity: int | None = None) -> Plan:
+    """The plan with `size` replicas of a pool, all like its first one, each of which may have `capacity` firings in
+    work at once; None is as many as in the plan."""
+    pool = next(pool for pool in plan.pools if pool.name == name)
+    replicas = list(pool.replicas)
+    if size is not None:
+        replicas = [replace(replicas[0], name=f"{name}/{i}") for i in range(size)]
+    if capacity is not None:
+        replicas = [replace(replica, capacity=capacity) for replica in replicas]
+    return Plan(tuple(replace(p, replicas=tuple(replicas)) if p is pool else p for p in plan.pools))
 
 
 LEAST_FIRINGS = 16
