@@ -56,6 +56,8 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     if flags.kept is not None and not roles.filters:
         raise CommandError(f"--kept: given {flags.kept:g}, needed none, since {roles.graph} has no filter (keep)", 2)
     kept = KEPT if flags.kept is None else flags.kept
+    if not 0 < kept <= 1:
+        raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most", 2)
     return Workload(
         read_shape(flags.model),
         batch,

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({**figures(report), "report": str(path)}))
     else:
         notes = [f"note: {note}" for note in report.facts.notes]
-        print("\n".join(map(visible, [report.verdict, *notes, f"report {path}"])))
+        print(visible("\n".join([report.verdict, *notes, f"report {path}"])))
     return 0
 
 

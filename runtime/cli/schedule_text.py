@@ -209,11 +209,10 @@ def given_durations(
             mean, sigma = -1.0, 0.0
         if not (min(mean, sigma) >= 0 and max(mean, sigma) < inf):
             raise CommandError(f"--duration: given {word!r}, needed seconds and sigma, such as {name}=0.05~0.5", 2)
-        means[name] = mean
         if name in SYNC:
             sync[name] = mean
         else:
-            nodes[name] = LognormalSeconds(mean, sigma) if sigma else mean
+            nodes[name], means[name] = LognormalSeconds(mean, sigma) if sigma else mean, mean
     return Durations(nodes, **sync), means
 
 

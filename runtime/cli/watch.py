@@ -159,7 +159,7 @@ class Watched:
             try:
                 for record, mark in new_records(self.folder.events, self._mark):
                     self._mark = mark
-                        self._take(record)
+                    self._take(record)
             except ValueError as error:
                 self._broken, self._follow = True, None
                 yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}

@@ -1,6 +1,5 @@
 """What run and resume do before and after the processes."""
 
-import importlib.util
 import io
 import json
 import os
@@ -229,8 +228,7 @@ def test_a_base_that_fails_leaves_no_folder(
 
 
 def test_tensorboard_can_be_insisted_on(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name))
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
     with pytest.raises(CommandError, match=r"pip install 'penstock\[track\]'"):
         run.main(["toy", "--tensorboard", "--out", str(tmp_path / "run")])
 
