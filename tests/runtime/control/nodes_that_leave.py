@@ -84,7 +84,7 @@ def growing(policy: Heavy, prompts: FakePrompts) -> Policy:
     return grown
 
 
-def make_setup(folder: Path, restore: Path | None = None, **settings: Any) -> RankSetup:
+def make_leaving(folder: Path, restore: Path | None = None, **settings: Any) -> RankSetup:
     """For one rank that holds everything."""
     plan = Plan((Pool("worker", HOLDS, (Replica("worker/0", (Rank(),), 8),)),))
     contexts = {name: Context(node=name) for name in HOLDS}

@@ -1,7 +1,9 @@
-"""An agent starts ranks, tells of their deaths, and no rank outlives it."""
+"""Agents and their ranks: how they start, end with their parent, and are told of."""
 
+import errno
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -13,12 +15,27 @@ from typing import Any, TypeVar
 
 import pytest
 
-from penstock.runtime.control.agent import serve
+from penstock.runtime.control.agent import ALONE, serve
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Launch, Note, Ready
-from penstock.runtime.control.process import kill, processes_of, start, sweep_processes
+from penstock.runtime.control.process import (
+    PARENT,
+    describe_exit,
+    die_with_parent,
+    kill,
+    processes_of,
+    read_line,
+    start,
+    sweep_processes,
+    tail,
+)
+from penstock.runtime.control.signals import STOPS, carry_on, interrupt, nobody_reads, on_stop, while_heard
+from penstock.runtime.control.worker import NEEDED
 from penstock.runtime.tensor.shm import SHM, sweep
 
 from .sockets import RANKS, Bench, bench, stranger, until
+
+# An agent starts ranks, tells of their deaths, and no rank outlives it.
+
 
 pytestmark = pytest.mark.timeout(300)
 AGENT = str(Path(__file__).with_name("fake_agent.py"))
@@ -280,3 +297,198 @@ def test_an_agent_with_another_key_is_refused_and_says_so(tmp_path: Path) -> Non
         assert process.stderr is not None
         assert b"does not know the key of host 'b'" in process.stderr.read()
         assert b.server.counts["refused"] >= 1
+
+
+# What forks a host's ranks may do so: see `test_agent.py` for the ranks.
+
+
+MODULES = ("penstock.nodes.policy", "penstock.nodes.generate", "penstock.nodes.learn.update", "penstock.nodes.score")
+
+SCRIPT = """
+import importlib, json, os, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+import torch
+print(json.dumps({"threads": len(os.listdir("/proc/self/task")), "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+def test_what_ranks_need_starts_no_thread_and_touches_no_device_when_it_is_imported() -> None:
+    command, environment = [sys.executable, "-c", SCRIPT, NEEDED, *MODULES], {**os.environ, **ALONE}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    assert json.loads(done.stdout) == {"threads": 1, "cuda": False}
+
+
+# Children end with their parent and leave nothing.
+
+
+SLEEP = ("-c", "import time; time.sleep(1000)")
+TETHERED = "from penstock.runtime.control.process import die_with_parent; die_with_parent()\n"
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    run = f"t{os.getpid()}a"
+    parent = (
+        "import sys, time\n"
+        "from penstock.runtime.control.process import start\n"
+        f"start(['-c', {TETHERED + 'import time; time.sleep(1000)'!r}], {run!r})\n"
+        "print('started', flush=True)\n"
+        "time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        until(lambda: len(processes_of(run)) == 1)
+        process.kill()
+    until(lambda: not processes_of(run))
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    environment = {**os.environ, PARENT: "1000000000"}
+    child = subprocess.run([sys.executable, "-c", TETHERED + "print('alive')"], env=environment, capture_output=True)
+    assert (child.returncode, child.stdout) == (1, b"")
+
+
+def test_a_process_that_was_not_started_here_is_not_tied_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PARENT, raising=False)
+    die_with_parent()
+    reader, writer = os.pipe()
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_killing_a_child_ends_what_it_has_started() -> None:
+    run = f"t{os.getpid()}b"
+    child = start(["-c", "import subprocess; subprocess.run(['sleep', '1000'])"], run)
+    until(lambda: len(processes_of(run)) == 2)
+    kill(child)
+    child.wait()
+    until(lambda: not processes_of(run))
+    kill(child)  # has ended: its pid may be another's
+
+
+def test_the_sweep_finds_what_left_its_session_and_spares_other_runs() -> None:
+    run, other = f"t{os.getpid()}c", f"t{os.getpid()}cc"
+    leaver = start(["-c", "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"], run)
+    spared = start(SLEEP, other)
+    until(lambda: len(processes_of(other)) == 1)
+    leaver.wait()
+    until(lambda: len(processes_of(run)) == 1)
+    assert sweep_processes(run) == []
+    assert processes_of(other) == [spared.pid]
+    kill(spared)
+    spared.wait()
+
+
+def test_an_exit_is_described_by_signal_or_status() -> None:
+    died = start(["-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"], "t1")
+    failed = start(["-c", "raise SystemExit(3)"], "t1")
+    died.wait()
+    failed.wait()
+    assert describe_exit(died) == f"killed by {signal.Signals.SIGSEGV.name}"
+    assert describe_exit(failed) == "exit status 3"
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "a.err"
+    assert tail(log) == ""
+    log.write_bytes(b"first\n" + b"\xff long" * 2000 + b"\n" + b"".join(b"line %d\n" % k for k in range(20)))
+    assert tail(log).splitlines() == [f"line {k}" for k in range(8, 20)]
+
+
+def test_a_line_that_is_no_json_object_is_none() -> None:
+    assert read_line(b'{"type": "x"}') == {"type": "x"}
+    assert [read_line(line) for line in (b"hello", b"3", b"[1]", b"\xff", b"")] == [None] * 5
+
+
+# Freed memory stays with the process.
+
+
+_WORK = """
+import ctypes, resource, threading, torch
+from statistics import median
+from penstock.runtime.control.process import keep_freed_memory
+if {keep}:
+    keep_freed_memory()
+def work():
+    for _ in range(5):
+        [torch.empty(2_000_000).fill_(1.0) for _ in range(8)]
+def in_a_thread():
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    in_a_thread()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: huge pages would be few faults
+faults()
+print(median(faults() for _ in range(7)))  # a heap may still grow in one of them, or be kept by chance
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_memory_that_is_used_again_is_not_faulted_in_again() -> None:
+    faults = {
+        keep: float(subprocess.check_output([sys.executable, "-c", _WORK.format(keep=keep)], timeout=300))
+        for keep in (True, False)
+    }
+    assert 10 * faults[True] < faults[False], faults
+
+
+def test_all_that_asks_to_stop_calls_the_act_and_is_given_back() -> None:
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in STOPS}
+    with on_stop(lambda number, frame: heard.append(number)):
+        for number in STOPS:
+            signal.raise_signal(number)
+    assert heard == list(STOPS)
+    assert {number: signal.getsignal(number) for number in STOPS} == before
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_stop(interrupt):
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_polite_kill_can_be_like_ctrl_c_or_come_too_late() -> None:
+    with pytest.raises(KeyboardInterrupt), on_stop(interrupt, (signal.SIGTERM,)):
+        signal.raise_signal(signal.SIGTERM)
+    with on_stop(carry_on):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_pipe_without_a_reader_is_told_from_one_with() -> None:
+    read, write = os.pipe()
+    assert not nobody_reads(write)
+    os.close(read)
+    assert nobody_reads(write)
+    os.close(write)
+
+
+def test_a_terminal_that_is_gone_is_told_from_one_that_is_there() -> None:
+    master, slave = pty.openpty()
+    assert not nobody_reads(slave)
+    os.close(master)
+    assert nobody_reads(slave)
+    os.close(slave)
+
+
+def test_a_display_is_lost_once_and_still_hears_all() -> None:
+    heard: list[dict[str, Any]] = []
+    lost: list[int] = []
+
+    def tell(line: dict[str, Any]) -> None:
+        heard.append(line)
+        raise OSError(errno.EIO, "the terminal is gone")
+
+    told = while_heard(tell, lambda: lost.append(1))
+    for number in range(3):
+        told({"number": number})
+    assert (len(heard), len(lost)) == (3, 1)

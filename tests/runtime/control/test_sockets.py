@@ -1,4 +1,4 @@
-"""What gets through a socket, what is counted and dropped, and that nothing raises out of the loop."""
+"""What gets through a socket, what is counted and dropped, and who is late."""
 
 import os
 import random
@@ -16,6 +16,7 @@ from time import monotonic
 
 import psutil
 import pytest
+import zmq
 from msgspec import structs
 
 from penstock.graph.ir import Firing
@@ -39,13 +40,26 @@ from penstock.runtime.control.messages import (
     Results,
     pack,
 )
+from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.security import Keys
-from penstock.runtime.control.sockets import MAX_DRAIN_BYTES, MAX_NOTES, Client, Server, WireError
+from penstock.runtime.control.sockets import (
+    MAX_DRAIN_BYTES,
+    MAX_NOTES,
+    PAUSE_S,
+    Client,
+    Server,
+    SharedContext,
+    Tracker,
+    WireError,
+)
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
 from penstock.runtime.tensor.shm import ObjectRef
 from tests.halt import halt
 
 from .sockets import Raw, Role, bench, mutated, stranger, until
+
+# What gets through a socket, what is counted and dropped, and that nothing raises out of the loop.
+
 
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
@@ -554,3 +568,150 @@ def test_a_goodbye_just_before_closing_arrives(tmp_path: Path) -> None:
         b.stack.pop_all()
         assert b.wait_for(2)[1][1] == Note("info", "last words")
         b.server.close()
+
+
+# A pulse goes on while its main thread is busy, and is no second peer.
+
+
+def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench(tmp_path, silence=50.0) as b:
+        b.client("generator/0", 1)
+        pulse = Pulse(b.join(), "generator/0", 1, interval=0.02).start()
+        future = monotonic() + 100
+        monkeypatch.setattr(sockets, "monotonic", lambda: future)
+        until(lambda: b.hear() == [] and b.server.heard("generator/0:1") == future)
+        pulse.stop()
+        assert b.server.peers == ("generator/0:1",)
+        assert len(b.heard) == 1
+        assert not b.server.counts
+
+
+def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+        until(lambda: b.hear() == [] and b.server.heard("generator/0:0") > 0)
+        assert not b.server.peers
+        b.client("generator/0", 0)
+        assert "generator/0:0" in b.server.peers
+        pulse.stop()
+        assert not pulse._thread.is_alive()
+
+
+def test_a_pulse_that_has_seen_its_end_before_it_is_woken_may_be_woken_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bench(tmp_path) as b:
+        pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+        wake = pulse._client.wake
+
+        def wake_late() -> None:
+            pulse._thread.join(20)
+            wake()
+
+        monkeypatch.setattr(pulse._client, "wake", wake_late)
+        pulse.stop()
+        assert pulse._client._socket.closed
+
+
+def test_a_pulse_says_what_the_main_thread_has_no_time_for(tmp_path: Path) -> None:
+    with bench(tmp_path) as b:
+        pulse = Pulse(b.join(), "generator/0", 0, interval=60.0).start()
+        note = Note("error", "generator/0 rank 0: a thread ended")
+        pulse.say(note)
+        assert b.wait_for(1) == [("generator/0:0", note)]
+        pulse.stop()
+
+
+# Silence is counted from the last sign of life, while somebody listens.
+
+
+def look(tracker: Tracker, since: int, until: int) -> list[str]:
+    """Who is late at last, when somebody looks twice a second."""
+    return [tracker.late(time / 2) for time in range(2 * since, 2 * until + 1)][-1]
+
+
+def test_a_peer_is_late_once_it_was_silent_for_longer_than_allowed() -> None:
+    tracker = Tracker(silence=5.0)
+    tracker.heard("b", 10.0)
+    tracker.heard("a", 11.0)
+    assert look(tracker, 11, 15) == []
+    assert tracker.late(15.5) == ["b"]
+    assert look(tracker, 16, 17) == ["a", "b"]
+    tracker.heard("b", 17.0)
+    assert tracker.late(17.0) == ["a"]
+    assert (tracker.last("b"), tracker.last("c")) == (17.0, -inf)
+
+
+def test_nobody_is_late_because_the_one_who_listens_was_stopped() -> None:
+    """What they said meanwhile may be read one after the other; whoever is silent from then on, or was before, is."""
+    tracker = Tracker(silence=5.0)
+    tracker.heard("a", 0.0)
+    tracker.heard("b", 1.0)
+    assert look(tracker, 1, 4) == []
+    tracker.heard("b", 64.0)
+    assert look(tracker, 64, 64) == []
+    assert look(tracker, 64, 65) == ["a"]
+    assert look(tracker, 65, 69) == ["a"]
+    assert look(tracker, 69, 70) == ["a", "b"]
+
+
+def test_what_a_stop_took_is_known_at_the_moment_that_is_asked_about() -> None:
+    """The stop may come between a look at who is late and one at another deadline."""
+    tracker = Tracker(3.0)
+    tracker.heard("a", 0.0)
+    assert tracker.late(0.5) == []
+    assert tracker.held_up(20.5) == 20.0 - PAUSE_S
+    assert tracker.late(20.6) == []
+    assert tracker.held_up(20.7) == 20.0 - PAUSE_S
+
+
+def test_a_peer_is_late_for_one_who_never_looks_often() -> None:
+    tracker = Tracker(silence=5.0)
+    tracker.heard("a", 0.0)
+    assert [tracker.late(3.0 * look) for look in range(7)][-2:] == [[], ["a"]]
+
+
+def test_a_peer_is_tracked_from_its_first_sign_until_it_is_forgotten() -> None:
+    tracker = Tracker(silence=5.0)
+    assert tracker.late(100.0) == []
+    tracker.heard("a", 100.0)
+    tracker.forget("a")
+    tracker.forget("never heard of")
+    assert look(tracker, 100, 200) == []
+
+
+# One context for all clients of a process.
+
+
+def test_users_at_the_same_time_share_one_context() -> None:
+    shared = SharedContext()
+    first, second = shared.take(), shared.take()
+    assert first is second
+    shared.give()
+    assert not second.closed
+    shared.give()
+    assert second.closed
+
+
+def test_a_user_after_the_last_one_gets_a_new_context() -> None:
+    shared = SharedContext()
+    old = shared.take()
+    shared.give()
+    new = shared.take()
+    assert not new.closed
+    assert new is not old
+    shared.give()
+
+
+def test_the_last_user_waits_for_what_another_one_still_sends() -> None:
+    shared, other = SharedContext(), zmq.Context[zmq.Socket[bytes]]()
+    sink = other.socket(zmq.PULL)
+    port = sink.bind_to_random_port("tcp://127.0.0.1")
+    pushes = [shared.take().socket(zmq.PUSH) for _ in range(2)]
+    for push in pushes:
+        push.connect(f"tcp://127.0.0.1:{port}")
+        push.send(bytes(1 << 20))
+        push.close(linger=60_000)
+        shared.give()
+    assert [len(sink.recv()) for _ in pushes if sink.poll(60_000)] == [1 << 20] * 2
+    other.destroy(linger=0)

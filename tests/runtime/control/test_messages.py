@@ -1,13 +1,15 @@
-"""Every message crosses the wire whole, and nothing else does: what does not fit its annotation is refused."""
+"""Every message crosses the wire whole, and nothing else does."""
 
+import types
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Struct
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.messages import (
@@ -20,13 +22,56 @@ from penstock.runtime.control.messages import (
     MessageError,
     Result,
     Results,
+    Seconds,
     pack,
     unpack,
 )
 from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Command, Done, Event
 
-from .annotations import values
+# Hypothesis strategies from annotations: values of every type that a message can hold.
+
+
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    str: st.text(max_size=20),
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    types.NoneType: st.none(),
+}
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(*PLAIN.values()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """Any value that fits the annotation."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Seconds:
+        return st.floats(-1e12, 1e12)
+    if annotation in PLAIN:
+        return PLAIN[annotation]
+    if annotation is Any:
+        return JSON
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*map(values, args))
+    if origin is dict:
+        return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values, args))
+    hints = get_type_hints(annotation, include_extras=True)
+    names = annotation.__struct_fields__ if issubclass(annotation, Struct) else annotation._fields
+    return st.builds(annotation, *[values(hints[name]) for name in names])
+
+
+# Every message crosses the wire whole, and nothing else does: what does not fit its annotation is refused.
+
 
 MESSAGES = get_args(Message)
 RECORDS = (*get_args(Event), *get_args(Command))
@@ -82,7 +127,7 @@ MISFITS: dict[int, tuple[Any, ...]] = {
 """For each place in a packed `Whole` (0: its tag), values that do not fit."""
 
 
-def _fields() -> list[Any]:
+def packed_fields() -> list[Any]:
     raw: list[Any] = msgpack.unpackb(CODEC.pack(WHOLE))
     return raw
 
@@ -95,21 +140,25 @@ def test_what_was_packed_is_unpacked_equal_and_of_the_same_types() -> None:
 
 
 def test_an_int_does_for_a_float_and_arrives_as_one() -> None:
-    raw = _fields()
+    raw = packed_fields()
     raw[3] = 2
     assert repr(CODEC.unpack(msgpack.packb(raw)).share) == "2.0"
 
 
 @pytest.mark.parametrize(("place", "given"), [(place, given) for place, some in MISFITS.items() for given in some])
 def test_a_field_of_another_type_is_refused(place: int, given: Any) -> None:
-    raw = _fields()
+    raw = packed_fields()
     raw[place] = given
     with pytest.raises(MessageError):
         CODEC.unpack(msgpack.packb(raw))
 
 
 def test_missing_and_extra_fields_and_bytes_are_refused() -> None:
-    for data in (msgpack.packb(_fields()[:-1]), msgpack.packb([*_fields(), "extra"]), CODEC.pack(WHOLE) + b"\0"):
+    for data in (
+        msgpack.packb(packed_fields()[:-1]),
+        msgpack.packb([*packed_fields(), "extra"]),
+        CODEC.pack(WHOLE) + b"\0",
+    ):
         with pytest.raises(MessageError):
             CODEC.unpack(data)
 

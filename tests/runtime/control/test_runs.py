@@ -1,10 +1,12 @@
-"""A session driven in this process: what a stop finds in work, and what piles up."""
+"""A run's options, its session in this process, and what is recorded of it."""
 
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace as replace_fields
+from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import replace as with_fields
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -13,23 +15,125 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.graph import trace
+from penstock.graph import load, trace
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried
+from penstock.graph.types import Context
+from penstock.programs.toy import toy
+from penstock.runtime.cli.flags import RunFlags, changes, with_changes
+from penstock.runtime.cli.run import ResumeFlags
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
+from penstock.runtime.control import recorder
 from penstock.runtime.control.inprocess import InProcess, run_in_process
 from penstock.runtime.control.messages import Order, Result, pack
-from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.recorder import EVERY, QUIET, Bars, RunRecorder, Status
 from penstock.runtime.control.run import Orders, Session, _merge
-from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfig, RunOptions, annotation, check_limits
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
-from penstock.runtime.schedule.events import Done, Published
+from penstock.runtime.schedule.compile import Rules
+from penstock.runtime.schedule.events import Arrived, Done, Published, Send, Swapped
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.quantise import ConversionError
 from penstock.runtime.tensor.shm import ObjectRef
 from penstock.runtime.tensor.weight_sync import WeightPublisher
+
+# A run's options: one dataclass from which flags, `config.json`, the ranks' setup and the scheduler's rules derive.
+
+
+HOST = Cluster(hosts=(Host(name="local", cores=2),))
+
+
+def defaults(cls: Any) -> dict[str, Any]:
+    def default(field: "Field[Any]") -> Any:
+        return field.default if field.default_factory is MISSING else field.default_factory()
+
+    return {field.name: default(field) for field in fields(cls)}
+
+
+def a_run(**options: Any) -> RunConfig:
+    return RunConfig.make(trace(load("toy"), {}), None, HOST, RunOptions(**{"device": "cpu", **options}))
+
+
+def test_every_option_is_a_flag_of_the_same_name_type_and_default() -> None:
+    options, flags = ({f.name: (f.type, f.default) for f in fields(cls)} for cls in (RunOptions, RunFlags))
+    assert options.items() <= flags.items()
+    assert not {"cluster", "out", "config", "in_process", "plain", "json"} & options.keys()
+
+
+def test_flags_give_the_options_that_they_were_given() -> None:
+    assert RunFlags(slots=7, model="/m").options("/m") == RunOptions(slots=7, model="/m")
+    assert RunFlags(model="new").options("new") == RunOptions()
+
+
+def test_config_json_has_every_option(tmp_path: Path) -> None:
+    config, folder = a_run(batch=3), RunFolder.create(tmp_path / "run")
+    config.write(folder, {})
+    folder.unlock()
+    written = json.loads(folder.config.read_text())["flags"]
+    assert written == json.loads(json.dumps(asdict(config.flags)))
+    assert list(written) == list(defaults(RunOptions))
+    assert RunConfig.load(folder) == config
+
+
+def test_an_option_outside_of_its_limits_is_refused_by_the_flag_and_by_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--slots: given 0, needed at least 1"):
+        check_limits(RunFlags(slots=0))
+    folder = RunFolder.create(tmp_path / "run")
+    with_fields(a_run(), flags=RunOptions(slots=0)).write(folder, {})
+    folder.unlock()
+    with pytest.raises(RecordError, match="slots"):
+        RunConfig.load(folder)
+
+
+def test_all_limits_that_are_broken_are_said_at_once() -> None:
+    wrong = RunOptions(updates=-1, seed=2**63, deadline=0.0, startup_deadline=float("inf"))
+    with pytest.raises(ValueError, match=r"^--updates: .*\n--seed: .*\n--deadline: .*\n--startup-deadline: .*$"):
+        check_limits(wrong)
+    check_limits(RunOptions())
+
+
+def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
+    given = {"batch": 3, "updates": 5, "max_tokens": 9, "seed": 11, "slots": 13, "dtype": "bfloat16"}
+    given |= {"model": "/model", "data": "words"}
+    assert set(NODE_OPTIONS) == given.keys()
+    config = a_run(**given)
+    for replica in config.plan.replicas:
+        for context in config.setup(replica, 0, Path("run"), None).contexts.values():
+            assert {name: getattr(context, name) for name in NODE_OPTIONS} == given
+
+
+def test_what_a_context_and_the_rules_share_with_the_options_has_their_defaults() -> None:
+    known = defaults(RunOptions)
+    assert {name: defaults(Context)[name] for name in NODE_OPTIONS} == {name: known[name] for name in NODE_OPTIONS}
+    shared = {name: value for name, value in defaults(Rules).items() if name in known and value is not MISSING}
+    assert shared.items() <= known.items()
+    assert set(shared) == {"versions", "retries", "on_failure", "drops", "failures"}
+
+
+def test_rules_have_the_options_of_their_names() -> None:
+    options: dict[str, Any] = {"batch": 2, "versions": "pinned", "retries": 3, "drops": 4, "failures": 5}
+    assert a_run(updates=7, **options).rules(6) == Rules(**options, start=6, end=7)
+
+
+def test_a_resume_takes_the_options_that_say_so_and_no_others() -> None:
+    marked = {name for name in defaults(RunOptions) if annotation(RunOptions, name, OnResume)}
+    assert marked == {"updates", "mesh"}
+    assert {field.name for field in fields(ResumeFlags)} & defaults(RunOptions).keys() == set()
+    flags: Any = with_changes(ResumeFlags)
+    assert changes(flags("runs/r")) == {}
+    assert changes(flags("runs/r", updates=0, mesh=("trainer=tp2",))) == {"updates": 0, "mesh": ("trainer=tp2",)}
+
+
+def test_a_run_on_no_device_in_particular_says_on_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert RunOptions().device == "auto"
+    assert a_run(device="auto").flags.device == "cpu"
+
+
+# A session driven in this process: what a stop finds in work, and what piles up.
+
 
 UPDATES = 5
 VALUES = ("prompts", "fake_generate", "fake_score")
@@ -257,7 +361,7 @@ def test_a_resume_that_is_stopped_before_a_group_is_done_writes_no_checkpoint_ag
     before = files_of(folder.checkpoints)
     cut, config = latest_checkpoint(folder), RunConfig.load(folder)
     assert cut is not None
-    config = replace_fields(config, flags=replace_fields(config.flags, updates=UPDATES + 3))
+    config = with_fields(config, flags=with_fields(config.flags, updates=UPDATES + 3))
     session = Watched(config, RunRecorder(folder, config, lambda line: None, monotonic(), cut), cut.cut)
     session.stop_when = lambda session, result: True
     InProcess(config, session, folder.path, cut.folder).run()
@@ -282,3 +386,98 @@ def test_a_run_of_another_format_is_refused_with_both_versions(folder: RunFolder
     told = r"run: given a run folder of another format, written by penstock 9\.0 .*given format 7, needed 1.*newer"
     with pytest.raises(RecordError, match=told):
         RunConfig.load(folder)
+
+
+# What the driver in one process hands on.
+
+
+def test_a_run_that_insists_on_tensorboard_does_not_begin_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = trace(toy, {})
+    plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
+    folder = RunFolder.create(tmp_path / "run")
+    RunConfig(graph, None, plan, RunOptions(updates=1, batch=1, tensorboard=True), "board").write(folder, {})
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    with pytest.raises(RecordError, match="--tensorboard: the package tensorboard is not installed"):
+        run_in_process(folder, lambda line: None)
+    folder.unlock()
+
+
+# The status is said not too often, with what each pool is at.
+
+
+def test_a_status_is_due_some_time_after_the_last() -> None:
+    status = Status(lambda line: None, 100.0, {})
+    assert status.due(100.0)
+    status.tell(100.0, {})
+    assert not status.due(100.0 + EVERY / 2)
+    assert status.due(100.0 + EVERY * 2)
+    assert not status.due(100.0 + EVERY * 2, QUIET)
+
+
+def test_a_pool_is_at_what_its_replicas_are_at() -> None:
+    said: list[dict[str, Any]] = []
+    live = {"generator/1": 3}
+    status = Status(said.append, 100.0, live)
+    status.doing |= {"generator/0": "generate[4]", "generator/1": "generate[5]", "trainer/0": "data"}
+    status.tell(102.0, {"stage": "train"})
+    assert said == [
+        {
+            "kind": "status",
+            "time": 2.0,
+            "stage": "train",
+            "pools": {
+                "generator": {"doing": ["generate[4]", "generate[5]"], "version": 3},
+                "trainer": {"doing": ["data"], "version": None},
+            },
+        }
+    ]
+
+
+# Bars of what replicas did; what is remembered of weights on their way does not grow.
+
+
+CHANNEL, REPLICAS = "policy>generator", ("generator/0", "generator/1")
+
+
+def publish_version(bars: Bars, version: int, began: float) -> None:
+    event = Published(CHANNEL, version, "trainer/0")
+    bars.publishes(event, Result(event, began=began, ended=began + 0.5))
+
+
+def test_weights_on_their_way_are_remembered_once_per_channel_and_replica() -> None:
+    bars = Bars()
+    for version in range(100):
+        publish_version(bars, version, began=10.0 * version)
+        for replica in REPLICAS:
+            bars.sends(Send(CHANNEL, version, "trainer/0", replica), 10.0 * version + 1)
+            bars.arrived(Arrived(CHANNEL, version, replica), 10.0 * version + 3)
+        assert (len(bars.published), len(bars.sent)) == (1, 2)
+        waited = [bars.swapped(Swapped(CHANNEL, version, replica), 10.0 * version + 4) for replica in REPLICAS]
+        assert waited == [4.0, 4.0]
+        assert bars.live == dict.fromkeys(REPLICAS, version)
+    sends = [bar for bar in bars.bars if bar.kind == "send"]
+    assert [(bar.lane, bar.index, bar.seconds) for bar in sends[:2]] == [(replica, 0, 2.0) for replica in REPLICAS]
+    assert len(bars.bars) == 300
+
+
+def test_a_version_that_is_swapped_in_late_is_counted_from_its_own_publication() -> None:
+    bars = Bars()
+    publish_version(bars, 0, began=1.0)
+    bars.sends(Send(CHANNEL, 0, "trainer/0", "generator/0"), 2.0)
+    bars.arrived(Arrived(CHANNEL, 0, "generator/0"), 3.0)
+    publish_version(bars, 1, began=6.0)
+    assert bars.swapped(Swapped(CHANNEL, 0, "generator/0"), 7.0) == 6.0
+
+
+def test_the_trace_holds_the_first_bars_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_BARS", 3)
+    folder, bars = RunFolder.create(tmp_path / "run"), Bars()
+    for version in range(5):
+        publish_version(bars, version, began=float(version))
+    bars.write(folder, "title")
+    folder.unlock()
+    trace = json.loads((folder.path / "trace.json").read_text())
+    assert trace["otherData"] == {"title": "title", "note": "the first 3 bars of the run"}
+    assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) == 3

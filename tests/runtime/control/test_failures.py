@@ -1,0 +1,257 @@
+"""Of several failures of a run, the one that explains the others is said."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from penstock.graph import Rewards
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.fake import fault
+from penstock.runtime.control.controller import Controller
+from penstock.runtime.control.failure import AGENTS_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
+from penstock.runtime.control.messages import Exited, Found, Note, Post, Ready, Result, Results, pack, unpack
+from penstock.runtime.control.process import told
+from penstock.runtime.control.recorder import RunRecorder
+from penstock.runtime.control.run import Session
+from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.control.sockets import Client
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.events import Abort
+from tests.gates.running import make_run
+
+from .sockets import Bench, bench, until
+
+# Of several failures of a run, the one that explains the others is said.
+
+
+SINCE, BEFORE, LATER = 100.0, 99.9, 100.1
+TRANSFER = Failure(FailureCode.TRANSFER, "a transfer broke", ("agent:a", "agent:b"))
+DEATH = Failure(FailureCode.RANK_DIED, "generator/0 rank 0 died")
+
+
+def verdict(*failures: Failure, now: float = SINCE) -> Verdict:
+    made = Verdict()
+    for failure in failures:
+        made.report(failure, now)
+    return made
+
+
+def test_a_held_failure_waits_a_moment_for_a_better_cause() -> None:
+    ended = Failure(FailureCode.RANK_ENDED, "a rank ended")
+    assert verdict(ended).final(SINCE + HELD_S, lambda peer: LATER) is None
+    assert verdict(ended).final(SINCE + HELD_S + 0.1, lambda peer: BEFORE) == ended
+
+
+def test_a_held_failure_waits_for_the_next_heartbeat_of_all_agents_and_not_for_ever() -> None:
+    held, heard = verdict(TRANSFER), {"agent:a": LATER, "agent:b": BEFORE}
+    assert held.final(SINCE + AGENTS_S, heard.__getitem__) is None
+    assert held.final(SINCE + AGENTS_S + 0.1, heard.__getitem__) == TRANSFER
+    heard["agent:b"] = LATER
+    assert held.final(SINCE + HELD_S, heard.__getitem__) is None
+    assert held.final(SINCE + HELD_S + 0.1, heard.__getitem__) == TRANSFER
+
+
+def test_a_death_explains_a_broken_transfer_whichever_is_heard_first() -> None:
+    for order in permutations([TRANSFER, DEATH]):
+        assert verdict(*order).final(SINCE, lambda peer: BEFORE) == DEATH
+
+
+def test_of_any_two_failures_the_one_of_the_earlier_code_is_said() -> None:
+    for one, two in permutations(FailureCode, 2):
+        said = verdict(Failure(one, "one"), Failure(two, "two")).final(SINCE + AGENTS_S + 1, lambda peer: LATER)
+        assert said is not None
+        assert said.code == min(one, two, key=PRIORITY.__getitem__)
+
+
+def test_of_two_failures_of_one_code_the_first_is_said() -> None:
+    assert verdict(DEATH, Failure(FailureCode.RANK_DIED, "another")).final(SINCE, lambda peer: BEFORE) == DEATH
+
+
+def test_a_later_report_does_not_make_a_held_failure_wait_longer() -> None:
+    held = verdict(TRANSFER)
+    held.report(TRANSFER, SINCE + AGENTS_S)
+    assert held.final(SINCE + AGENTS_S + 0.1, lambda peer: BEFORE) == TRANSFER
+
+
+def test_only_consequences_are_held_and_they_come_last_but_for_a_rank_that_has_told_why() -> None:
+    assert [code for code in FailureCode if not verdict(Failure(code, "")).certain] == list(HELD)
+    assert set(list(FailureCode)[-2:]) < set(HELD)
+
+
+def test_no_failure_ends_nothing() -> None:
+    assert Verdict().final(SINCE, lambda peer: LATER) is None
+    assert not Verdict().certain
+
+
+# Which of several pieces of bad news a controller takes for the reason of a run's end.
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> Iterator[Bench]:
+    with bench(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def controller(b: Bench, tmp_path: Path) -> Controller:
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, RunOptions()))
+    config, recorder = RunConfig.load(run), Mock(spec=RunRecorder)
+    return Controller(run, config, b.server, Session(config, recorder), None)
+
+
+def hear(controller: Controller, enough: Callable[[], object]) -> None:
+    def turn() -> object:
+        controller._turn()
+        return enough()
+
+    until(turn)
+
+
+def ended_by(controller: Controller) -> tuple[str, str]:
+    """What ends the run, of what is heard within the deadline: its code and what is said."""
+    hear(controller, lambda: not controller.session.running)
+    ended_by = controller.session.failure
+    assert ended_by is not None
+    assert (controller.session.status, controller.session.error) == ("failed", ended_by.text)
+    return ended_by.code, ended_by.text
+
+
+def test_a_rank_that_has_said_why_it_ends_is_believed_even_if_its_agent_is_heard_first(
+    b: Bench, controller: Controller
+) -> None:
+    rank, agent = b.client("generator/0"), Client(b.join(), "agent", "local", 0)
+    agent.send(Exited("generator/0", 0, 77, 1, 0, ""))
+    hear(controller, lambda: controller.session.verdict.failure)
+    assert controller.session.running
+    rank.send(Note("error", "generator/0 rank 0 could not start: no file"))
+    assert ended_by(controller) == (FailureCode.RANK_RAISED, "generator/0 rank 0 could not start: no file")
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("signal", "tail", "code", "said"),
+    [
+        (0, "", "rank-ended", "generator/0 rank 0 died: exit status 1 (pid 77)"),
+        (0, "MemoryError", "rank-died", "generator/0 rank 0 died: exit status 1 (pid 77)\nMemoryError"),
+        (9, "", "rank-died", "generator/0 rank 0 died: killed by SIGKILL (pid 77)"),
+    ],
+)
+def test_a_rank_that_has_not_is_named_with_what_is_known(
+    b: Bench, controller: Controller, signal: int, tail: str, code: str, said: str
+) -> None:
+    agent = Client(b.join(), "agent", "local", 0)
+    agent.send(Exited("generator/0", 0, 77, int(not signal), signal, tail))
+    assert ended_by(controller) == (code, said)
+    agent.close()
+
+
+def test_a_stop_is_heard_before_what_ranks_say(
+    b: Bench, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, session = b.client("generator/0"), controller.session
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "penstock.runtime.control.controller.say", lambda line: said.append((session.status, session.error))
+    )
+    for _ in range(20):
+        rank.send(Note("info", "x" * (1 << 20)))
+    controller.launcher.put("stop enough")
+    hear(controller, lambda: len(said) == 20)
+    assert said == [("stopped", "enough")] * 20
+
+
+def test_a_death_that_is_heard_after_a_broken_transfer_is_said(b: Bench, controller: Controller) -> None:
+    rank, agent = b.client("trainer/0"), Client(b.join(), "agent", "local", 0)
+    rank.send(Results((Result(Abort("trainer/0 rank 0: connection lost")),)))
+    hear(controller, lambda: controller.session.verdict.failure)
+    agent.send(Exited("generator/0", 0, 77, 0, 9, ""))
+    assert ended_by(controller) == (FailureCode.RANK_DIED, "generator/0 rank 0 died: killed by SIGKILL (pid 77)")
+    agent.close()
+
+
+def test_a_transfer_that_breaks_without_a_death_is_said_after_a_moment(b: Bench, controller: Controller) -> None:
+    b.client("trainer/0").send(Results((Result(Abort("trainer/0 rank 0: connection lost")),)))
+    hear(controller, lambda: controller.session.verdict.failure)
+    assert controller.session.running
+    assert ended_by(controller) == (FailureCode.TRANSFER, "trainer/0 rank 0: connection lost")
+
+
+def test_an_agent_that_died_explains_the_death_of_its_rank(controller: Controller) -> None:
+    controller._hear("agent:local", Exited("generator/0", 0, 77, 0, 9, ""))
+    controller.launcher.put("agent local killed by SIGKILL")
+    ranks = "trainer/0 rank 0, generator/0 rank 0, scorer/0 rank 0"
+    text = f"the agent of host local died, and with it {ranks}: killed by SIGKILL"
+    assert ended_by(controller) == (FailureCode.AGENT_DIED, text)
+
+
+def test_a_rank_that_keeps_too_much_is_told_and_counted(b: Bench, controller: Controller) -> None:
+    pulse = b.raw()
+    pulse.hello(role="heartbeat")
+    for number in range(5):
+        pulse.say(pack(Post(str(number), "0" * (1 << 20)), 2 + number))
+    hear(controller, lambda: b.server.counts["excessive"])
+    assert pulse.socket.poll(20_000)
+    _, found = unpack(pulse.socket.recv())
+    assert isinstance(found, Found)
+    assert "generator/0" in found.error
+
+
+def test_a_second_ready_of_a_rank_changes_nothing(b: Bench, controller: Controller) -> None:
+    rank = b.client("generator/0")
+    for pid in (5, 6):
+        rank.send(Ready("generator/0", 0, pid))
+    hear(controller, lambda: b.server.counts["unexpected"])
+    assert controller.pids == {("generator/0", 0): 5}
+
+
+# What is said of an exception: where it was raised, unless the library refuses what it was given.
+
+
+REFUSED = Rewards(torch.tensor([1.0]))
+"""A group of one."""
+
+
+def caught(call: Callable[[], Any], within: int = 0) -> Exception:
+    """What a call raises, without so many frames of the caller, as the executor that called it would see it."""
+    with pytest.raises(Exception) as found:  # noqa: PT011
+        call()
+    for _ in range(within):
+        assert found.value.__traceback__ is not None
+        found.value.__traceback__ = found.value.__traceback__.tb_next
+    return found.value
+
+
+def test_a_refusal_of_the_library_is_its_message() -> None:
+    said = told(caught(lambda: group_advantage.fn(REFUSED), 2))
+    assert said.startswith("ValueError: group_advantage: given 1 sample for a prompt, needed 2 or more")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_refusal_in_a_thread_is_its_message() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        said = told(caught(threads.submit(group_advantage.fn, REFUSED).result, 1))
+    assert "Traceback" not in said
+
+
+def test_a_refusal_beneath_a_users_function_shows_where_he_called() -> None:
+    said = told(caught(lambda: group_advantage.fn(REFUSED), 1))
+    assert "Traceback" in said
+    assert Path(__file__).name in said
+
+
+def test_whatever_else_is_raised_has_its_traceback() -> None:
+    assert "fake.py" in told(caught(lambda: fault("node", 3, 3, -1), 2))
+    assert "Traceback" in told(caught(lambda: torch.zeros(2) + torch.zeros(3), 1))
+
+
+def test_half_a_character_is_told_by_its_number() -> None:
+    assert "ValueError: \\ud800" in told(ValueError("\ud800"))

@@ -1,0 +1,485 @@
+"""What a rank does with its commands: it fires nodes, keeps values, saves, and offloads."""
+
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.graph import Context
+from penstock.graph.ir import Firing
+from penstock.graph.types import Rewards
+from penstock.nodes.curriculum import Varied
+from penstock.nodes.fake import FakePolicy, FakePrompts
+from penstock.runtime.cluster.placement import Plan, Rank
+from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.rank_setup import InputRead, RankSetup
+from penstock.runtime.control.rank_state import HeldValues, History, join, private
+from penstock.runtime.control.weight_channels import LocalWays
+from penstock.runtime.schedule.events import Abort, Command, Done, Failed, Fire, Free, Save, Saved
+from penstock.runtime.tensor import offload
+from penstock.runtime.tensor.checkpoint import CheckpointShard
+from penstock.runtime.tensor.codec import CodecError, decode, encode
+from penstock.runtime.tensor.shm import ObjectRef
+
+from .nodes_for_tests import baskets, graded, make_setup, noting, owned, speaking
+from .nodes_that_leave import Cupboard, Heavy, make_leaving
+
+# What graphs and plan say about names is looked up in one place.
+
+
+def test_the_names_of_nodes_and_arguments_are_found_in_all_graphs(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path)
+    assert (setup.pool, setup.holds) == ("worker", ("policy", "prompts", "basket", "doubled", "learn"))
+    assert set(setup.outputs) == {"policy", "prompts", "basket", "doubled", "learn"}
+    assert setup.declared(Firing("basket", 3), "out") is Rewards
+    assert setup.declared(Firing("prompts", 3), "out") is FakePrompts
+    assert setup.makes == {"learn": {"policy": "out"}}
+    with pytest.raises(KeyError, match="'judge'"):
+        setup.declared(Firing("judge", 0), "out")
+
+
+def test_only_what_another_process_reads_is_exported(tmp_path: Path) -> None:
+    assert make_setup(tmp_path).exported == frozenset()
+    assert make_setup(tmp_path, replicas=2).exported >= {"prompts", "basket", "doubled"}
+
+
+def test_a_rank_is_asked_from_afar_if_its_readers_are_on_other_hosts(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, replicas=2)
+    (pool,) = setup.plan.pools
+
+    def spread(*hosts: str) -> RankSetup:
+        replicas = tuple(replace(r, ranks=(Rank(h),)) for r, h in zip(pool.replicas, hosts, strict=True))
+        return replace(setup, plan=Plan((replace(pool, replicas=replicas),)))
+
+    assert spread("a", "b").asked_from_afar
+    assert not spread("b", "b").asked_from_afar
+    assert not make_setup(tmp_path).asked_from_afar
+
+
+def test_an_edge_is_typed_by_a_class(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path)
+    (graph,) = setup.graphs
+    wrong = [replace(n, outputs=tuple(replace(o, type="math:pi") for o in n.outputs)) for n in graph.nodes]
+    with pytest.raises(TypeError, match="math:pi: given a float, needed the class of an edge"):
+        replace(setup, graphs=(replace(graph, nodes=tuple(wrong)),)).declared(Firing("basket", 0), "out")
+
+
+# A rank carries out commands. What a node raises fails its firings, each of them once, and the rank goes on.
+
+
+Answers = list[tuple[str, Firing]]
+
+
+def make(folder: Path, restore: Path | None = None, traced: Any = baskets, **options: Any) -> Executor:
+    setup = make_setup(folder, restore=restore, traced=traced, **options)
+    return Executor(setup, LocalWays({}, "worker/0", 0, "cpu", {}), {})
+
+
+def order(executor: Executor, *commands: Command) -> list[Result]:
+    return [result for results in executor.carry_out(Order(commands, (), "00000000")) for result in results]
+
+
+def fire(executor: Executor, node: str, groups: Iterable[int]) -> list[Result]:
+    return order(executor, *(Fire(Firing(node, group), "worker/0", (group,)) for group in groups))
+
+
+def answers(results: Iterable[Result]) -> Answers:
+    found = []
+    for result in results:
+        assert isinstance(result.event, Done | Failed)
+        assert 0 < result.began <= result.ended
+        found.append((type(result.event).__name__, result.event.firing))
+    return found
+
+
+def of(kind: str, node: str, *groups: int) -> Answers:
+    return [(kind, Firing(node, group)) for group in groups]
+
+
+def test_a_node_that_asks_for_the_context_is_given_its_own(tmp_path: Path) -> None:
+    """It is no option: the graph does not have it."""
+    executor = make(tmp_path, traced=speaking)
+    held = executor.held.nodes["spoken"]
+    assert dict(held.node.options) == {"times": 2}
+    fire(executor, "prompts", [3])
+    fire(executor, "basket", [3])
+    executor.step()
+    (result,) = fire(executor, "spoken", [3])
+    assert result.metrics == {"max_tokens": Context().max_tokens}
+    assert held.options["context"].node == "spoken"
+
+
+def test_a_group_goes_from_its_source_to_its_update(tmp_path: Path) -> None:
+    executor = make(tmp_path)
+    assert answers(fire(executor, "prompts", [3, 4])) == of("Done", "prompts", 3, 4)
+    assert fire(executor, "basket", [3, 4]) == []
+    assert executor.busy()
+    assert answers(executor.step()) == of("Done", "basket", 3, 4)
+    assert not executor.busy()
+    results = fire(executor, "doubled", [3, 4])
+    assert [result.metrics for result in results] == [{"reward_mean": 3.0}, {"reward_mean": 4.0}]
+    (learnt,) = order(executor, Fire(Firing("learn", 0), "worker/0", (3, 4)))
+    assert learnt.metrics == {"reward_sum": 14.0}
+    policy = executor.held.carried["policy"]
+    assert isinstance(policy, FakePolicy)
+    assert policy.version == 1
+
+
+def test_firings_of_a_step_that_raises_fail_once_and_may_be_submitted_again(tmp_path: Path) -> None:
+    executor = make(tmp_path, bad=1)
+    fire(executor, "prompts", range(4))
+    fire(executor, "basket", range(3))
+    failures = executor.step()
+    assert answers(failures) == of("Failed", "basket", 0, 1, 2)
+    for failure in failures:
+        assert isinstance(failure.event, Failed)
+        assert f"{failure.event.firing} on worker/0 rank 0" in failure.event.error
+        assert "ZeroDivisionError: the basket fell" in failure.event.error
+    assert not executor.busy()
+    assert executor.step() == []
+    assert executor.doing == ""
+    fire(executor, "basket", [2, 0, 1, 3])
+    assert answers(executor.step()) == of("Done", "basket", 2, 0, 1, 3)
+    assert executor.step() == []
+
+
+def test_groups_given_up_in_a_step_that_raised_are_never_answered(tmp_path: Path) -> None:
+    executor = make(tmp_path, bad=1)
+    fire(executor, "prompts", range(4))
+    fire(executor, "basket", range(3))
+    executor.step()
+    order(executor, Free(tuple(Firing("prompts", group) for group in range(3)), "worker/0"))
+    fire(executor, "basket", [3])
+    assert answers(executor.step()) == of("Done", "basket", 3)
+
+
+def test_an_output_that_does_not_fit_fails_its_own_firing(tmp_path: Path) -> None:
+    executor = make(tmp_path, odd=1)
+    fire(executor, "prompts", range(3))
+    fire(executor, "basket", range(3))
+    done, failed, other = executor.step()
+    assert answers([done, other]) == of("Done", "basket", 0, 2)
+    assert isinstance(failed.event, Failed)
+    assert failed.event.firing == Firing("basket", 1)
+    assert "basket returned str, needed tuple[" in failed.event.error
+
+
+def test_an_exception_that_a_stream_answers_with_fails_that_firing_alone(tmp_path: Path) -> None:
+    executor = make(tmp_path, cracked=1)
+    fire(executor, "prompts", range(3))
+    fire(executor, "basket", range(3))
+    done, failed, other = executor.step()
+    assert answers([done, other]) == of("Done", "basket", 0, 2)
+    assert isinstance(failed.event, Failed)
+    assert (failed.event.firing, failed.event.replica, failed.event.rank) == (Firing("basket", 1), "worker/0", 0)
+    where, _, said = failed.event.error.partition(":\n")
+    assert re.fullmatch(r"basket\[1\] on worker/0 rank 0, written at .+\.py:\d+", where)
+    assert said == "ZeroDivisionError: one egg cracked\n"
+
+
+def fate_of_rewards(folder: Path, given: int) -> Any:
+    executor = make(folder, traced=graded, given=given)
+    fire(executor, "prompts", [0])
+    fire(executor, "say", [0])
+    return fire(executor, "grade", [0])[0].event
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_rewards_that_are_not_one_for_each_response_fail_their_group(tmp_path: Path, given: int) -> None:
+    assert isinstance(fate_of_rewards(tmp_path, 2), Done)
+    assert f"grade returned {given} rewards, needed 2, one for each response" in fate_of_rewards(tmp_path, given).error
+
+
+def test_a_node_that_leaves_the_process_has_failed_with_its_traceback(tmp_path: Path) -> None:
+    error = fate_of_rewards(tmp_path, -1).error
+    assert "in grade" in error
+    assert "SystemExit: enough of this" in error
+
+
+def test_an_input_that_is_not_there_fails_the_firing(tmp_path: Path) -> None:
+    (failed,) = fire(make(tmp_path), "doubled", [5])
+    assert isinstance(failed.event, Failed)
+    assert "worker/0: no value basket[5].out, and no handle of it" in failed.event.error
+
+
+def test_what_is_saved_is_taken_up_again(tmp_path: Path) -> None:
+    executor = make(tmp_path)
+    fire(executor, "prompts", [0, 1])
+    fire(executor, "basket", [0, 1])
+    executor.step()
+    save = Save(0, "worker/0", (Firing("basket", 1), Firing("prompts", 0)))
+    (saved,) = order(executor, save)
+    assert saved.event == Saved(0, "worker/0")
+    resumed = make(tmp_path, restore=tmp_path / "checkpoints" / "00000000")
+    assert resumed.values.kept.keys() == {(Firing("basket", 1), "out"), (Firing("prompts", 0), "out")}
+    assert resumed.restored == []  # nobody else reads them
+    assert answers(fire(resumed, "doubled", [1])) == of("Done", "doubled", 1)
+
+
+@pytest.mark.parametrize("kind", ["set", "by number", "no field"])
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start_by_its_node(tmp_path: Path, kind: str) -> None:
+    make(tmp_path, traced=noting, kind="list")
+    with pytest.raises(
+        TypeError, match=r"the state of node noted, written at .*\.py:\d+, cannot be kept in a checkpoint"
+    ):
+        make(tmp_path, traced=noting, kind=kind)
+
+
+def test_facts_that_no_checkpoint_can_hold_are_refused_at_the_start_by_their_carried_value(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"the state of policy cannot be kept in a checkpoint: .* not JSON"):
+        make(tmp_path, traced=owned)
+
+
+def test_what_is_no_rank_s_command_is_refused(tmp_path: Path) -> None:
+    from penstock.runtime.schedule.events import Finish
+
+    with pytest.raises(TypeError, match="given Finish, needed a command for a rank"):
+        order(make(tmp_path), Finish("done"))
+
+
+# Values are kept until they are freed, joined for an update, and exported only where another process reads them.
+
+
+OWN = InputRead("rewards", "basket", "out", joined=False, at_turn=False, back=False)
+HANDLE = ObjectRef("segment", 0, 8, "{}", "worker/0")
+
+
+def rewards(*values: float) -> Rewards:
+    return Rewards(torch.tensor(values))
+
+
+def test_a_group_s_reader_gets_its_own_and_an_update_s_the_batch(tmp_path: Path) -> None:
+    values = HeldValues(make_setup(tmp_path), {})
+    for group in range(3):
+        assert values.keep(Firing("doubled", group), {"out": rewards(float(group))}) == {}
+    batch = InputRead("rewards", "doubled", "out", joined=True, at_turn=False, back=False)
+    update = Fire(Firing("learn", 0), "worker/0", (0, 2))
+    assert values.read(batch, update, {}).values_N.tolist() == [0.0, 2.0]
+    values.keep(Firing("basket", 1), {"out": rewards(7.0)})
+    alone = Fire(Firing("doubled", 1), "worker/0", (1,))
+    assert values.read(OWN, alone, {}).values_N.tolist() == [7.0]
+
+
+@dataclass
+class Everything:
+    """One field of each sort that a value may have."""
+
+    tensor: torch.Tensor
+    array: Any
+    words: list[str]
+    nested: tuple[list[dict[str, list[int]]], ...]
+    plain: tuple[int, ...]
+
+
+def test_a_value_is_private_to_each_reader_and_apart_from_its_maker(tmp_path: Path) -> None:
+    values, firing = HeldValues(make_setup(tmp_path), {}), Firing("basket", 0)
+    whole = torch.arange(6.0).view(2, 3)
+    made = Everything(whole.T, np.arange(3), ["a"], ([{"x": [1]}],), (1, 2))
+    values.keep(firing, {"out": made})
+
+    def change(value: Everything) -> None:
+        value.tensor.zero_()
+        value.array[:] = 9
+        value.words.append("b")
+        value.nested[0][0]["x"].append(2)
+        value.plain = (3,)
+
+    change(made)
+    alone = Fire(Firing("doubled", 0), "worker/0", (0,))
+    for _ in range(2):
+        found = values.read(OWN, alone, {})
+        assert found.tensor.equal(torch.arange(6.0).view(2, 3).T)
+        assert found.tensor.is_contiguous()  # as one that came from another process: the bits of sums depend on it
+        assert found.array.tolist() == [0, 1, 2]
+        assert (found.words, found.nested, found.plain) == (["a"], ([{"x": [1]}],), (1, 2))
+        change(found)
+
+
+def test_a_reader_of_the_same_process_finds_what_one_of_another_does(tmp_path: Path) -> None:
+    made = Everything(torch.ones(2, requires_grad=True), np.array([1.5], np.float32), ["a"], (), (1,))
+    encoded, meta = encode(made)
+    away, here = decode(Everything, encoded, meta), private(made)
+    for name in ("tensor", "array"):
+        one, other = getattr(away, name), getattr(here, name)
+        assert (type(one), one.dtype, one.requires_grad) == (type(other), other.dtype, other.requires_grad)
+        assert one.equal(other)
+    assert (away.words, away.nested, away.plain) == (here.words, here.nested, here.plain)
+
+
+def test_what_cannot_be_copied_for_its_readers_is_refused(tmp_path: Path) -> None:
+    values = HeldValues(make_setup(tmp_path), {})
+    with pytest.raises(CodecError, match="given a lock that cannot be copied"):
+        values.keep(Firing("basket", 0), {"out": threading.Lock()})
+
+
+def test_a_delayed_value_is_private_to_each_reader() -> None:
+    history = History({"varied": 1})
+    history.note("varied", 0, Varied())
+    cast(Varied, history.of("varied", 0)).variances["+"] = 1.0
+    assert cast(Varied, history.of("varied", 0)).variances == {}
+
+
+def test_what_another_process_reads_is_exported_and_released_with_the_value(tmp_path: Path) -> None:
+    released: list[ObjectRef] = []
+    values = HeldValues(make_setup(tmp_path, replicas=2), {}, export=lambda value: HANDLE, release=released.append)
+    firing = Firing("basket", 0)
+    assert values.keep(firing, {"out": rewards(1.0)}) == {"out": HANDLE}
+    assert values.of([firing]).keys() == {(firing, "out")}
+    values.free([firing])
+    assert released == [HANDLE]
+    assert values.of([firing]) == values.kept == values.handles == {}
+    values.free([firing])
+    assert released == [HANDLE]
+
+
+def test_a_value_of_another_rank_is_fetched_as_the_class_that_the_graph_declares(tmp_path: Path) -> None:
+    fetched: list[tuple[ObjectRef, type]] = []
+
+    def fetch(handle: ObjectRef, cls: type) -> Rewards:
+        fetched.append((handle, cls))
+        return rewards(4.0)
+
+    values = HeldValues(make_setup(tmp_path), {}, fetch=fetch)
+    fire = Fire(Firing("doubled", 0), "worker/0", (0,))
+    found = values.read(OWN, fire, {(Firing("basket", 0), "out"): HANDLE})
+    assert (found.values_N.tolist(), fetched) == ([4.0], [(HANDLE, Rewards)])
+    with pytest.raises(KeyError, match=r"worker/0: no value basket\[0\]\.out, and no handle of it"):
+        values.read(OWN, fire, {})
+
+
+def test_values_of_a_class_without_concat_are_joined_as_a_tuple() -> None:
+    assert join([1.0, 2.0]) == (1.0, 2.0)
+    assert join([rewards(1.0), rewards(2.0)]).values_N.tolist() == [1.0, 2.0]
+
+
+# What leaves a rank is away between updates and there for whoever works with it; a checkpoint reads it where it is.
+
+
+STEPS = ("peek", "grow", "look_back")
+
+
+def offloading(folder: Path, restore: Path | None = None, *, on: bool = True) -> Executor:
+    setup = make_leaving(folder, restore, offload="on" if on else "off", patience=30.0)
+    return Executor(setup, LocalWays({}, "worker/0", 0, "cpu", {}), {})
+
+
+def order_one(executor: Executor, *commands: Command) -> list[Result]:
+    return [result for results in executor.carry_out(Order(commands, (), "00000001")) for result in results]
+
+
+def update(executor: Executor, number: int, steps: Iterable[str] = STEPS) -> list[Result]:
+    """An update on one group."""
+    for node in ("prompts", "basket"):
+        order_one(executor, Fire(Firing(node, number), "worker/0", (number,)))
+    executor.step()
+    return order_one(executor, *(Fire(Firing(step, number), "worker/0", (number,)) for step in steps))
+
+
+def value(executor: Executor) -> Heavy:
+    found = executor.held.carried["policy"]
+    assert isinstance(found, Heavy)
+    return found
+
+
+def where(executor: Executor) -> str:
+    executor.resting.settle()
+    return executor.resting._offloads["policy"].where
+
+
+def written(folder: Path) -> Tensor:
+    return CheckpointShard(folder, "worker/0", 0).carried("policy")[0]["momentum"]
+
+
+def test_it_is_away_but_for_those_who_work_with_it(tmp_path: Path) -> None:
+    executor = offloading(tmp_path)
+    assert where(executor) == "host"
+    host = value(executor).place
+    for number in range(3):
+        results = update(executor, number)
+        assert [type(result.event) for result in results] == [Done] * 3
+        assert where(executor) == "host"
+        assert value(executor).place == host
+    assert len(value(executor).seen) == 9
+    assert host not in value(executor).seen
+    # Once at the start; there and back for each update, and again for who reads it afterwards.
+    assert executor.resting.counts()["moves"] == 1 + 3 * 4
+
+
+def test_it_stays_for_its_update_once_somebody_has_read_it(tmp_path: Path) -> None:
+    executor = offloading(tmp_path)
+    update(executor, 0, ["peek"])
+    assert where(executor) == "device"
+    order_one(executor, Fire(Firing("grow", 0), "worker/0", (0,)))
+    assert where(executor) == "host"
+
+
+def test_a_checkpoint_that_is_written_while_it_is_away_is_that_of_one_that_stayed(tmp_path: Path) -> None:
+    folders = []
+    for name, on in (("away", True), ("stayed", False)):
+        (tmp_path / name).mkdir()
+        executor = offloading(tmp_path / name, on=on)
+        update(executor, 0)
+        (saved,) = order_one(executor, Save(1, "worker/0", ()))
+        assert isinstance(saved.event, Saved)
+        folders.append(tmp_path / name / "checkpoints" / "00000001")
+        assert not on or where(executor) == "host"
+    assert written(folders[0]).tolist() == written(folders[1]).tolist()
+    ends = []
+    for folder, on in zip(folders, (True, False), strict=True):
+        executor = offloading(tmp_path / "again", folder, on=on)
+        assert not on or where(executor) == "host"
+        update(executor, 1)
+        ends.append(value(executor).momentum_W.tolist())
+    assert ends[0] == ends[1] != written(folders[0]).tolist()
+
+
+def test_a_stream_gives_up_its_memory_when_it_has_nothing_left(tmp_path: Path) -> None:
+    for on in (True, False):
+        executor = offloading(tmp_path, on=on)
+        for group in range(3):
+            order_one(executor, *(Fire(Firing(node, group), "worker/0", (group,)) for node in ("prompts", "basket")))
+        executor.step()
+        executor.step()
+        (held,) = executor.held.streams
+        assert isinstance(held.state, Cupboard)
+        assert held.state.released == int(on)
+
+
+def test_a_move_that_fails_is_told_once_and_fails_whoever_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(offload, "touched", refuse)
+    executor = offloading(tmp_path)
+    executor.resting._offloads["policy"]._over.wait(30)  # type: ignore[union-attr]
+    (told,) = executor.step()
+    why = r"^policy of worker/0 rank 0: 1 tensors, \d+ bytes, to the host: no room"
+    assert isinstance(told.event, Abort)
+    assert executor.step() == []
+    (saved,) = order_one(executor, Save(0, "worker/0", ()))
+    assert isinstance(saved.event, Abort)
+    for abort in (told.event, saved.event):
+        with pytest.raises(ValueError, match=why):
+            raise ValueError(abort.error)
+    executor = offloading(tmp_path)
+    (failed,) = update(executor, 0, ["peek"])
+    assert isinstance(failed.event, Failed)
+    assert "no room" in failed.event.error
+
+
+def test_a_rank_that_must_offload_and_has_nothing_that_can_leave_is_refused(tmp_path: Path) -> None:
+    ways = LocalWays({}, "worker/0", 0, "cpu", {})
+    setup = replace(make_setup(tmp_path), offload="on")
+    with pytest.raises(ValueError, match="--offload on: worker/0 rank 0: given policy, a FakePolicy, needed a value"):
+        Executor(setup, ways, {})
+    assert Executor(replace(setup, offload="auto"), ways, {}).resting.counts() == {}
