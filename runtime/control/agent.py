@@ -47,10 +47,10 @@ from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import make_folder, open_append
 from penstock.runtime.tensor.shm import SHM, sweep
 
+# Seconds for the kernel to end what was killed.
 LAST_S = 10.0
-"""Seconds for the kernel to end what was killed."""
+# Libraries that ask at their import how many threads they may have would start them in what forks.
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Libraries that ask at their import how many threads they may have would start them in what forks."""
 
 
 class Ended(NamedTuple):
@@ -132,8 +132,8 @@ class RankProcesses:
 
 
 WORKER = ("-m", "penstock.runtime.control.worker")
+# Seconds that ranks have to end by themselves after a goodbye.
 LEAVE_S = 3.0
-"""Seconds that ranks have to end by themselves after a goodbye."""
 
 
 class Agent:

@@ -50,12 +50,12 @@ from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
+# Seconds between two looks at deadlines and at what the launcher says, when nothing is heard.
 TICK = 0.1
-"""Seconds between two looks at deadlines and at what the launcher says, when nothing is heard."""
+# Warnings that the summary keeps.
 MAX_WARNINGS = 200
-"""Warnings that the summary keeps."""
+# Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
-"""Seconds for ranks and agents to end after a goodbye."""
 
 
 class Controller:

@@ -169,8 +169,8 @@ class Resting:
         self._offloads[name].leave(value.offloadable())
 
 
+# What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid.
 _RAISED = (Exception, SystemExit)
-"""What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid."""
 
 
 class Executor:

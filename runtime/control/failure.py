@@ -35,12 +35,12 @@ class FailureCode(StrEnum):
 
 
 PRIORITY = {code: number for number, code in enumerate(FailureCode)}
+# Failures that wait for a better cause.
 HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)
-"""Failures that wait for a better cause."""
+# Seconds for which they wait in any case.
 HELD_S = 1.0
-"""Seconds for which they wait in any case."""
+# Seconds after which no agent's heartbeat is waited for any more: the agent may be what is wrong.
 AGENTS_S = 5.0
-"""Seconds after which no agent's heartbeat is waited for any more: the agent may be what is wrong."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from penstock.runtime.control.weight_channels import LocalWays, channels_of
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint, sweep_checkpoints
 
+# Signals that come closer together are one.
 ONE_SIGNAL_S = 0.5
-"""Signals that come closer together are one."""
 
 
 class InProcess:

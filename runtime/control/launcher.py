@@ -41,18 +41,18 @@ from penstock.runtime.tensor.shm import SHM, sweep
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
 AGENT = ("-m", "penstock.runtime.control.agent")
 DONE, FAILED, INTERRUPTED = 0, 1, 130
+# Seconds from the first Ctrl-C to the end of everything, whether there is a checkpoint by then or not.
 STOP_S = 4.5
-"""Seconds from the first Ctrl-C to the end of everything, whether there is a checkpoint by then or not."""
+# Seconds for agents to end after their controller has.
 LEAVE_S = 3.5
-"""Seconds for agents to end after their controller has."""
 
+# Seconds for a controller that has lost an agent to end the run.
 LOST_S = 8.0
-"""Seconds for a controller that has lost an agent to end the run."""
 _TICK = 0.1
+# Seconds to wait for a line of a controller that has ended, where another process keeps its stdout open.
 LAST_LINE_S = 1.0
-"""Seconds to wait for a line of a controller that has ended, where another process keeps its stdout open."""
+# Bytes of a line, beyond which it is taken for several.
 _LONGEST_LINE = 64 << 20
-"""Bytes of a line, beyond which it is taken for several."""
 
 Line = dict[str, Any]
 Child = subprocess.Popen[bytes]

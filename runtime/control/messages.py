@@ -25,12 +25,12 @@ from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
 PROTOCOL: Literal[6] = 6
+# Characters of a text for the user: the middle of a longer one is left out.
 MAX_TEXT = 16 << 10
-"""Characters of a text for the user: the middle of a longer one is left out."""
+# Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
 MAX_BYTES = 4 << 20
-"""Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs."""
+# On a clock of some machine. A peer's infinity or NaN would spoil the run's figures.
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""On a clock of some machine. A peer's infinity or NaN would spoil the run's figures."""
 
 
 # To the controller ----------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ Question = Post | Count | Look
 ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Exited | Question
 Message = ToController | Setup | Order | Found | Goodbye | Launch
 
+# The exit status of a rank that has said in a `Note` why it ends.
 TOLD = 3
-"""The exit status of a rank that has said in a `Note` why it ends."""
 
 
 def rank_peer(replica: str, rank: int) -> str:
@@ -249,14 +249,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+# The version of these messages.
 EXCHANGE: Literal[1] = 1
-"""The version of these messages."""
+# Bytes of a block that one answer holds at most.
 CHUNK = 1 << 20
-"""Bytes of a block that one answer holds at most."""
+# Questions that may be under way to one owner: enough for a chunk to be on its way while others are copied.
 WINDOW = 8
-"""Questions that may be under way to one owner: enough for a chunk to be on its way while others are copied."""
+# Bytes of a question: a handle and two numbers.
 MAX_QUESTION = 4096
-"""Bytes of a question: a handle and two numbers."""
 
 
 class Ask(Packable, frozen=True):
@@ -349,10 +349,10 @@ _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, Part | Refused]] = Codec(tuple[Literal[1], int, Part | Refused], "answer")
 
+# An event or command as bytes.
 record_bytes = _RECORD.pack
-"""An event or command as bytes."""
+# An event or command of bytes. Raises MessageError for what no version of this program wrote.
 read_record = _RECORD.unpack
-"""An event or command of bytes. Raises MessageError for what no version of this program wrote."""
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:

@@ -29,14 +29,14 @@ from penstock.runtime.control.messages import shortened, signal_name
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import open_append, open_regular
 
+# Environment variable of every process of a run: the run's id.
 RUN = "PENSTOCK_RUN"
-"""Environment variable of every process of a run: the run's id."""
+# Environment variable: the pid with which a child must end.
 PARENT = "PENSTOCK_PARENT"
-"""Environment variable: the pid with which a child must end."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # as in linux/prctl.h
 _TAIL_LINES, _TAIL_BYTES = 12, 4000
+# Of a sweep: it counts looks and no seconds, for what was killed has no time to end while the whole machine stands.
 _LOOKS, _LOOK_S = 250, 0.02
-"""Of a sweep: it counts looks and no seconds, for what was killed has no time to end while the whole machine stands."""
 
 
 def start(
@@ -146,8 +146,8 @@ def read_line(line: bytes) -> dict[str, object] | None:
     return None
 
 
+# The most of an order.
 PACKET_BYTES = 1 << 17
-"""The most of an order."""
 
 
 class ForkOrder(TypedDict):

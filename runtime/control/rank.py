@@ -34,9 +34,9 @@ from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from penstock.runtime.tensor.process_group import AtOnce, Lockstep, Pace, open_world
 from penstock.runtime.tensor.shm import SHM, owner_of
 
+# Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
+# found by its connection, long before that.
 ANSWER_S = 600.0
-"""Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
-found by its connection, long before that."""
 
 
 class Meeting(C10dStore):
@@ -90,8 +90,8 @@ class Meeting(C10dStore):
         return {key: bytes.fromhex(value) for key, value in found.items()}
 
 
+# The share of the deadline that a wait within a sync of weights may take.
 PATIENCE = 0.75
-"""The share of the deadline that a wait within a sync of weights may take."""
 
 
 @dataclass(frozen=True)

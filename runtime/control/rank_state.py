@@ -188,8 +188,8 @@ class Holdings:
 
 
 T = TypeVar("T")
+# A value's name: the firing that made it, and the output's name.
 Key = tuple[Firing, str]
-"""A value's name: the firing that made it, and the output's name."""
 
 
 class HeldValues:

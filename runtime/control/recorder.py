@@ -52,8 +52,8 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import Ledger
 
+# Bars kept for the trace: beyond them it holds the run's first part only, and says so.
 MAX_BARS = 200_000
-"""Bars kept for the trace: beyond them it holds the run's first part only, and says so."""
 
 
 @dataclass
@@ -105,10 +105,10 @@ class Bars:
 
 Say = Callable[[dict[str, Any]], None]
 
+# Seconds between two statuses for the display.
 EVERY = 0.2
-"""Seconds between two statuses for the display."""
+# Seconds after which a run without news says its status again.
 QUIET = 1.0
-"""Seconds after which a run without news says its status again."""
 
 
 def tell_node_warnings(tell: Callable[[str], None]) -> Callable[[], None]:
@@ -153,10 +153,10 @@ class Status:
         return pools
 
 
+# Seconds between two looks whether the run folder is still there.
 LOOK_S = 0.5
-"""Seconds between two looks whether the run folder is still there."""
+# Characters of the last traceback that are kept for the display and the summary: those at its end.
 TOLD = 8000
-"""Characters of the last traceback that are kept for the display and the summary: those at its end."""
 
 
 class RunRecorder:

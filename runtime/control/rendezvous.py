@@ -31,17 +31,17 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
 
+# Characters that are kept of one peer: of its keys and values, and of its questions that are not answered yet. A group
+# of a hundred ranks needs some 60,000 of each.
 MAX_KEPT = 4 << 20
-"""Characters that are kept of one peer: of its keys and values, and of its questions that are not answered yet. A group
-of a hundred ranks needs some 60,000 of each."""
+# Characters that are kept in all.
 MAX_BOARD = 256 << 20
-"""Characters that are kept in all."""
+# Characters of all answers to one peer in a run, which wait in memory if it does not read them.
 MAX_ANSWERED = 256 << 20
-"""Characters of all answers to one peer in a run, which wait in memory if it does not read them."""
+# Characters of one answer, so that it fits in a frame.
 MAX_ANSWER = MAX_BYTES - 4096
-"""Characters of one answer, so that it fits in a frame."""
+# What a key or question costs beside its characters.
 _EACH = 64
-"""What a key or question costs beside its characters."""
 
 
 class Board:
@@ -135,8 +135,8 @@ def _size(question: Question) -> int:
             return _cost(key, "0" * 40)
 
 
+# Seconds from one heartbeat to the next.
 INTERVAL = 1.0
-"""Seconds from one heartbeat to the next."""
 
 
 class Pulse:

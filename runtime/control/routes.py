@@ -17,9 +17,9 @@ from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.tensor.reshard import chain
 from penstock.runtime.tensor.wire_format import mesh_of, plan_of
 
+# By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that
+# stands still finds it out before the others, and names it.
 GRACE = 0.25
-"""By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that
-stands still finds it out before the others, and names it."""
 
 
 class Routes:

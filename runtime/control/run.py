@@ -47,8 +47,8 @@ from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
+# What each replica's ranks are to do, in order.
 Orders = dict[str, Order]
-"""What each replica's ranks are to do, in order."""
 
 
 class Manifests:
@@ -75,8 +75,8 @@ class Manifests:
         return structs.replace(self._newest[channel], layout="" if known else self.layouts[channel])
 
 
+# Seconds at most between two looks at what is awaited, after which what was answered is forgotten.
 LOOK_S = 10.0
-"""Seconds at most between two looks at what is awaited, after which what was answered is forgotten."""
 
 
 class Stage:
@@ -234,11 +234,11 @@ def _key(command: Command) -> tuple[Any, ...] | None:
     return None
 
 
+# Seconds from the user's wish to stop until a checkpoint is given up.
 STOP_BUDGET = 3.5
-"""Seconds from the user's wish to stop until a checkpoint is given up."""
 
+# Seconds between two checkpoints where the user did not say how many updates: what a crash may cost.
 CHECKPOINT_S = 120.0
-"""Seconds between two checkpoints where the user did not say how many updates: what a crash may cost."""
 
 
 class Session:

@@ -35,8 +35,8 @@ from penstock.runtime.schedule.compile import Channel, Rules, compile_tables
 
 A = TypeVar("A")
 
+# What the names of the evaluation graph's nodes and sources begin with.
 EVALUATION = "evaluate."
-"""What the names of the evaluation graph's nodes and sources begin with."""
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -146,10 +146,10 @@ class RunOptions:
         return read
 
 
+# Options that a context has in another form, as the plan makes it of them: a rank's device and mesh.
 PLACE = ("device", "mesh")
-"""Options that a context has in another form, as the plan makes it of them: a rank's device and mesh."""
+# Options that nodes see as they are.
 NODE_OPTIONS = tuple(f.name for f in fields(Context) if f.name in RunOptions.__annotations__ and f.name not in PLACE)
-"""Options that nodes see as they are."""
 
 
 def annotation(cls: type, name: str, kind: type[A]) -> A | None:

@@ -32,10 +32,10 @@ from penstock.runtime.control.messages import Hello
 from penstock.runtime.record.folder import create_file, make_folder
 from penstock.runtime.record.typed_json import parse_json
 
+# Connections at most that have not said anything of use yet; fewer where a process may open few files.
 MAX_WAITING = 256
-"""Connections at most that have not said anything of use yet; fewer where a process may open few files."""
+# Seconds for a connection to prove its key.
 HANDSHAKE_S = 10.0
-"""Seconds for a connection to prove its key."""
 _ZAP = "inproc://zeromq.zap.01"
 
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+# Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it.
 _SENT_BY_A_PROCESS = 0
-"""Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it."""
 
 Act = Callable[[int, FrameType | None], None]
 Tell = Callable[[dict[str, Any]], None]

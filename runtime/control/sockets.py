@@ -87,8 +87,8 @@ def try_endpoint(endpoint: str) -> None:
         context.destroy(linger=0)
 
 
+# Seconds between two looks that count at most: whoever looks at nobody for longer was held up, not they.
 PAUSE_S = 1.0
-"""Seconds between two looks that count at most: whoever looks at nobody for longer was held up, not they."""
 
 
 class Tracker:
@@ -131,34 +131,34 @@ class Tracker:
         return now - self.held_up(now)
 
 
+# Seconds without a sign of life after which a peer is taken for dead.
 SILENCE = 15.0
-"""Seconds without a sign of life after which a peer is taken for dead."""
+# Seconds that a process tries to reach its controller for the first time.
 JOIN_S = 60.0
-"""Seconds that a process tries to reach its controller for the first time."""
+# Messages that may wait for one peer: past it the peer is stuck, and sending fails.
 MAX_WAITING = 100_000
-"""Messages that may wait for one peer: past it the peer is stuck, and sending fails."""
+# Frames of one connection that the controller keeps before it has read them; the others wait with their sender.
 MAX_UNREAD = 64
-"""Frames of one connection that the controller keeps before it has read them; the others wait with their sender."""
+# Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears and
+# from its deadlines.
 MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
-"""Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears
-and from its deadlines."""
+# Characters of what a peer says that it is at.
 MAX_DOING = 200
-"""Characters of what a peer says that it is at."""
+# Notes of one peer that are handed on. Those that say why it ends are not counted.
 MAX_NOTES = 100
-"""Notes of one peer that are handed on. Those that say why it ends are not counted."""
+# Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted.
 _CUT_OFF = MAX_BYTES + (64 << 10)
-"""Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
+# Seconds for what is still being sent when a socket is closed.
 FLUSH_S = 0.5
-"""Seconds for what is still being sent when a socket is closed."""
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
+# What a connection of each role may say after its Hello.
 _SAYS: Mapping[str, tuple[type, ...]] = {
     "agent": (AgentReady, Exited, Heartbeat, Note),
     "rank": (Ready, Results, Heartbeat, Note),
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }
-"""What a connection of each role may say after its Hello."""
 
 
 def tune(socket: zmq.Socket[bytes]) -> None:

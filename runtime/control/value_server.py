@@ -42,11 +42,11 @@ from penstock.runtime.record.errors import visible
 from penstock.runtime.tensor.object_store import ObjectReader
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
 
+# Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted.
 _CUT_OFF = 4 * MAX_QUESTION
-"""Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted."""
+# Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW questions
+# under way never meets this bound, and one that does not read costs so many chunks, no more.
 _MAX_WAITING = 4 * WINDOW
-"""Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW
-questions under way never meets this bound, and one that does not read costs so many chunks, no more."""
 
 
 class ExchangeServer:

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from penstock.runtime.control.rank import RankRuntime
 
 
+# Seconds for which an answer may wait for the next command's, to travel with it.
 HOLD = 0.001
-"""Seconds for which an answer may wait for the next command's, to travel with it."""
+# Seconds between two looks at the controller's life, when there is nothing to do.
 IDLE = 1.0
-"""Seconds between two looks at the controller's life, when there is nothing to do."""
 
 RAISED = (Exception, SystemExit)
 
+# What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
+# modules of the run's nodes (`RunConfig.modules`), which are this process's arguments.
 NEEDED = "penstock.runtime.control.rank"
-"""What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
-modules of the run's nodes (`RunConfig.modules`), which are this process's arguments."""
 
 
 def main() -> None:
