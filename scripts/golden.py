@@ -1,9 +1,9 @@
 """What users see, kept as files and compared: the outputs of all verbs on all programs, and the bits of short runs.
 
-    python tests/golden.py                     compare this tree with tests/golden
-    python tests/golden.py --write             write tests/golden
-    python tests/golden.py --against COMMIT    compare this tree with another commit, to the byte
-    python tests/golden.py --only aipo toy     some programs
+    python scripts/golden.py                     compare this tree with tests/golden
+    python scripts/golden.py --write             write tests/golden
+    python scripts/golden.py --against COMMIT    compare this tree with another commit, to the byte
+    python scripts/golden.py --only aipo toy     some programs
 
 Every verb is called in a child that is forked from one process with torch and Penstock loaded, so that all programs
 take about a minute. The processes that a verb starts (the one that traces, the one of `--in-process`) are forked, too.
