@@ -1,4 +1,4 @@
-"""What users see of the programs is what it was; `python scripts/golden.py --write` keeps what is changed on purpose."""
+"""What users see of the programs is what it was; `python scripts/golden.py --write` keeps what is meant to change."""
 
 import subprocess
 import sys
