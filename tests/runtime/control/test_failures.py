@@ -1,6 +1,6 @@
 """Of several failures of a run, the one that explains the others is said."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
@@ -25,7 +25,7 @@ from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Abort
 from tests.gates.running import make_run
 
-from .sockets import Bench, bench, until
+from .sockets import Bench, until
 
 # Of several failures of a run, the one that explains the others is said.
 
@@ -93,12 +93,6 @@ def test_no_failure_ends_nothing() -> None:
 
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def b(tmp_path: Path) -> Iterator[Bench]:
-    with bench(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from time import monotonic
 
@@ -56,7 +56,7 @@ from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fi
 from penstock.runtime.tensor.shm import ObjectRef
 from tests.halt import halt
 
-from .sockets import Raw, Role, bench, mutated, stranger, until
+from .sockets import Bench, Raw, Role, bench, mutated, stranger, until
 
 # What gets through a socket, what is counted and dropped, and that nothing raises out of the loop.
 
@@ -72,56 +72,44 @@ def replace_owner(handle: ObjectRef) -> ObjectRef:
 
 
 @pytest.mark.parametrize("endpoint", ["", TCP])
-def test_messages_go_both_ways_after_a_hello(tmp_path: Path, endpoint: str) -> None:
-    with bench(tmp_path, endpoint) as b:
-        client = b.client("generator/0", 0)
-        ((peer, hello),) = b.heard
-        assert isinstance(hello, Hello)
-        assert (peer, hello.pid, hello.host) == ("generator/0:0", os.getpid(), "local")
-        order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),))
-        assert b.server.send(peer, order)
-        assert until(lambda: client.receive(0.1)) == [order]
-        client.send(RESULTS)
-        assert b.wait_for(2)[1] == (peer, RESULTS)
-        assert not b.server.counts
+def test_messages_go_both_ways_after_a_hello(b: Bench) -> None:
+    client = b.client("generator/0", 0)
+    ((peer, hello),) = b.heard
+    assert isinstance(hello, Hello)
+    assert (peer, hello.pid, hello.host) == ("generator/0:0", os.getpid(), "local")
+    order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),))
+    assert b.server.send(peer, order)
+    assert until(lambda: client.receive(0.1)) == [order]
+    client.send(RESULTS)
+    assert b.wait_for(2)[1] == (peer, RESULTS)
+    assert not b.server.counts
 
 
-def test_one_receive_drains_all_that_waits(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        for _ in range(500):
-            assert client.send(RESULTS)
-        b.wait_for(501)
-        assert not b.server.counts
+def test_a_frame_before_hello_and_a_hello_with_another_token_are_unknown(b: Bench) -> None:
+    raw = b.raw()
+    raw.say(pack(RESULTS, 1))
+    raw.hello(token="guess", sequence=2)
+    raw.hello(token="", sequence=3)
+    raw.say(pack(RESULTS, 4))
+    b.wait_for_count("unknown", 4)
+    assert (b.heard, b.server.peers) == ([], ())
+    assert "another run's token" in b.server.dropped[1]
+    raw.hello(sequence=5)
+    b.wait_for(1)
 
 
-def test_a_frame_before_hello_and_a_hello_with_another_token_are_unknown(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        raw = b.raw()
-        raw.say(pack(RESULTS, 1))
-        raw.hello(token="guess", sequence=2)
-        raw.hello(token="", sequence=3)
-        raw.say(pack(RESULTS, 4))
-        b.wait_for_count("unknown", 4)
-        assert (b.heard, b.server.peers) == ([], ())
-        assert "another run's token" in b.server.dropped[1]
-        raw.hello(sequence=5)
-        b.wait_for(1)
-
-
-def test_a_frame_whose_number_does_not_grow_is_replayed_and_dropped(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        raw = b.raw()
-        raw.hello(sequence=1)
-        frame = pack(RESULTS, 2)
-        raw.say(frame)
-        raw.say(frame)
-        raw.say(pack(RESULTS, 1))
-        raw.hello(sequence=1)
-        raw.say(pack(RESULTS, 3))
-        assert len(b.wait_for(3)) == 3
-        b.wait_for_count("replayed", 3)
-        assert "frame 2 after frame 2" in b.server.dropped[0]
+def test_a_frame_whose_number_does_not_grow_is_replayed_and_dropped(b: Bench) -> None:
+    raw = b.raw()
+    raw.hello(sequence=1)
+    frame = pack(RESULTS, 2)
+    raw.say(frame)
+    raw.say(frame)
+    raw.say(pack(RESULTS, 1))
+    raw.hello(sequence=1)
+    raw.say(pack(RESULTS, 3))
+    assert len(b.wait_for(3)) == 3
+    b.wait_for_count("replayed", 3)
+    assert "frame 2 after frame 2" in b.server.dropped[0]
 
 
 def test_random_truncated_and_oversized_frames_are_counted_and_the_loop_goes_on(tmp_path: Path) -> None:
@@ -142,24 +130,22 @@ def test_random_truncated_and_oversized_frames_are_counted_and_the_loop_goes_on(
         assert len(b.server.dropped) == b.server.dropped.maxlen
 
 
-def test_a_frame_beyond_all_limits_ends_its_own_connection_alone(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client, raw = b.client(), b.raw()
-        raw.hello("scorer/0")
-        b.wait_for(2)
-        raw.say(bytes(4 * MAX_BYTES + 1))
-        until(lambda: b.hear() is not None and not b.server.send("scorer/0:0", Goodbye("")))
-        client.send(RESULTS)
-        assert b.wait_for(3)[2] == ("generator/0:0", RESULTS)
+def test_a_frame_beyond_all_limits_ends_its_own_connection_alone(b: Bench) -> None:
+    client, raw = b.client(), b.raw()
+    raw.hello("scorer/0")
+    b.wait_for(2)
+    raw.say(bytes(4 * MAX_BYTES + 1))
+    until(lambda: b.hear() is not None and not b.server.send("scorer/0:0", Goodbye("")))
+    client.send(RESULTS)
+    assert b.wait_for(3)[2] == ("generator/0:0", RESULTS)
 
 
-def test_a_message_that_only_a_controller_says_is_unexpected(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        client.send(Goodbye("from a rank"))
-        client.send(Order(()))
-        b.wait_for_count("unexpected", 2)
-        assert len(b.heard) == 1
+def test_a_message_that_only_a_controller_says_is_unexpected(b: Bench) -> None:
+    client = b.client()
+    client.send(Goodbye("from a rank"))
+    client.send(Order(()))
+    b.wait_for_count("unexpected", 2)
+    assert len(b.heard) == 1
 
 
 OTHERS: list[tuple[str, Message]] = [
@@ -181,190 +167,127 @@ OTHERS: list[tuple[str, Message]] = [
 
 
 @pytest.mark.parametrize("endpoint", ["", TCP])
-def test_a_hosts_key_speaks_for_its_own_agent_and_ranks_and_a_rank_for_itself(tmp_path: Path, endpoint: str) -> None:
-    with bench(tmp_path, endpoint) as b:
-        speakers = {"rank": b.raw("b"), "agent": b.raw("b")}
-        speakers["rank"].hello("generator/7")
-        speakers["agent"].hello("b", role="agent")
-        b.wait_for(2)
-        for number, (role, message) in enumerate(OTHERS, 2):
-            speakers[role].say(pack(message, number))
-        b.wait_for_count("unauthorised", len(OTHERS))
-        own = Results((Result(Saved(3, "generator/7")),))
-        speakers["rank"].say(pack(own, 100))
-        speakers["agent"].say(pack(Exited("generator/7", 1, 1, 0, 9, ""), 100))
-        assert {peer for peer, _ in b.wait_for(4)[2:]} == {"generator/7:0", "agent:b"}
-        assert b.server.counts == {"unauthorised": len(OTHERS)}
-        assert all(("key of host b" in text) == bool(endpoint) for text in b.server.dropped)
+def test_a_hosts_key_speaks_for_its_own_agent_and_ranks_and_a_rank_for_itself(b: Bench, endpoint: str) -> None:
+    speakers = {"rank": b.raw("b"), "agent": b.raw("b")}
+    speakers["rank"].hello("generator/7")
+    speakers["agent"].hello("b", role="agent")
+    b.wait_for(2)
+    for number, (role, message) in enumerate(OTHERS, 2):
+        speakers[role].say(pack(message, number))
+    b.wait_for_count("unauthorised", len(OTHERS))
+    own = Results((Result(Saved(3, "generator/7")),))
+    speakers["rank"].say(pack(own, 100))
+    speakers["agent"].say(pack(Exited("generator/7", 1, 1, 0, 9, ""), 100))
+    assert {peer for peer, _ in b.wait_for(4)[2:]} == {"generator/7:0", "agent:b"}
+    assert b.server.counts == {"unauthorised": len(OTHERS)}
+    assert all(("key of host b" in text) == bool(endpoint) for text in b.server.dropped)
 
 
 @pytest.mark.parametrize("role", ["rank", "heartbeat", "agent"])
-def test_a_key_lets_in_only_what_is_on_its_host(tmp_path: Path, role: Role) -> None:
-    with bench(tmp_path, TCP) as b:
-        raw = b.raw("b")
-        other, own = ("local", "b") if role == "agent" else ("trainer/0", "generator/7")
-        for number, (name, host) in enumerate([(other, "b"), (other, "local"), (own, "local"), ("unknown/0", "b")]):
-            raw.hello(name, sequence=number + 1, role=role, host=host)
-        b.wait_for_count("unauthorised", 4)
-        assert (b.heard, b.server.peers) == ([], ())
-        raw.hello(own, sequence=9, role=role)
-        raw.say(pack(Note("info", "in"), 10))
-        until(lambda: b.hear() is not None and ("info" in repr(b.heard)))
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_key_lets_in_only_what_is_on_its_host(b: Bench, role: Role) -> None:
+    raw = b.raw("b")
+    other, own = ("local", "b") if role == "agent" else ("trainer/0", "generator/7")
+    for number, (name, host) in enumerate([(other, "b"), (other, "local"), (own, "local"), ("unknown/0", "b")]):
+        raw.hello(name, sequence=number + 1, role=role, host=host)
+    b.wait_for_count("unauthorised", 4)
+    assert (b.heard, b.server.peers) == ([], ())
+    raw.hello(own, sequence=9, role=role)
+    raw.say(pack(Note("info", "in"), 10))
+    until(lambda: b.hear() is not None and ("info" in repr(b.heard)))
 
 
-def test_a_connection_that_takes_anothers_identity_is_a_stranger(tmp_path: Path) -> None:
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_connection_that_takes_anothers_identity_is_a_stranger(b: Bench) -> None:
     """libzmq lets a client choose the name by which the server's socket knows it, once that is free."""
-    with bench(tmp_path, TCP) as b:
-        first = b.raw()
-        first.socket.close()
-        first = Raw(b.join(), identity=b"trainer")
-        b.stack.callback(first.context.destroy, linger=0)
-        first.hello("trainer/0")
-        b.wait_for(1)
-        first.socket.close(linger=0)
-        until(lambda: b.hear() is not None and not b.server.send("trainer/0:0", Goodbye("")))
-        second = Raw(b.join("b"), identity=b"trainer")
-        b.stack.callback(second.context.destroy, linger=0)
-        second.say(pack(Results((Result(Saved(3, "trainer/0")),)), 5))
-        b.wait_for_count("unknown")
-        assert len(b.heard) == 1
+    first = b.raw()
+    first.socket.close()
+    first = Raw(b.join(), identity=b"trainer")
+    b.stack.callback(first.context.destroy, linger=0)
+    first.hello("trainer/0")
+    b.wait_for(1)
+    first.socket.close(linger=0)
+    until(lambda: b.hear() is not None and not b.server.send("trainer/0:0", Goodbye("")))
+    second = Raw(b.join("b"), identity=b"trainer")
+    b.stack.callback(second.context.destroy, linger=0)
+    second.say(pack(Results((Result(Saved(3, "trainer/0")),)), 5))
+    b.wait_for_count("unknown")
+    assert len(b.heard) == 1
 
 
-def test_notes_are_handed_on_up_to_a_number_and_a_length(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        for _ in range(MAX_NOTES + 50):
-            client.send(Note("warning", "x" * (1 << 20)))
-        b.wait_for_count("excessive", 50)
-        client.send(Note("error", "y" * MAX_TEXT + "the end"))
-        texts = [note.text for _, note in b.wait_for(MAX_NOTES + 2)[1:] if isinstance(note, Note)]
-        assert len(texts) == MAX_NOTES + 1
-        assert max(map(len, texts)) < 2 * MAX_TEXT
-        assert texts[-1].endswith("the end")
+def test_notes_are_handed_on_up_to_a_number_and_a_length(b: Bench) -> None:
+    client = b.client()
+    for _ in range(MAX_NOTES + 50):
+        client.send(Note("warning", "x" * (1 << 20)))
+    b.wait_for_count("excessive", 50)
+    client.send(Note("error", "y" * MAX_TEXT + "the end"))
+    texts = [note.text for _, note in b.wait_for(MAX_NOTES + 2)[1:] if isinstance(note, Note)]
+    assert len(texts) == MAX_NOTES + 1
+    assert max(map(len, texts)) < 2 * MAX_TEXT
+    assert texts[-1].endswith("the end")
 
 
-def test_an_answer_of_no_time_is_malformed(tmp_path: Path) -> None:
-    """It would be written into the run's files, which hold numbers alone."""
-    with bench(tmp_path) as b:
-        client, done = b.client(), Done(Firing("generate", 3), "generator/0")
-        for began, ended in [(nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, -inf), (1e300, 1e300)]:
-            client.send(Results((Result(done), Result(done, began=began, ended=ended))))
-        client.send(RESULTS)
-        assert b.wait_for(2)[1] == ("generator/0:0", RESULTS)
-        assert b.server.counts == {"malformed": 5}
-
-
-def test_mutated_frames_are_messages_or_counted_on_both_sides(tmp_path: Path) -> None:
+def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
     """Of a rank and its heartbeat to a controller, and of a controller to a rank."""
     chance, number = random.Random(7), 3000
     order = Order((Fire(Firing("generate", 3), "generator/0", (3,)),), ((Firing("prompts", 3), "out", AFAR),))
-    with bench(tmp_path) as b:
-        client, raw = b.client("scorer/0"), b.raw()
-        raw.hello()
-        b.wait_for(2)
-        ready = Ready("generator/0", 0, 1, ((Firing("x", 1), "out", AFAR),))
-        own: list[Message] = [RESULTS, ready, Note("info", "x"), Post("k", "0")]
-        for sent in range(1, number + 1):
-            raw.say(mutated(chance, [pack(message, 1 << 30) for message in own]))
-            if sent % 50 == 0:  # a sender waits while too many are not read
-                until(lambda: b.hear() is not None and b.server.counts.total() + len(b.heard) - 2 == sent)  # noqa: B023
-        identity = b.server._routes["scorer/0:0"].identity
-        theirs: list[Message] = [order, Goodbye("x"), Found(1, {"k": "0"})]
-        for _ in range(number):
-            frame = mutated(chance, [pack(message, 1 << 30) for message in theirs])
-            b.server._socket.send_multipart([identity, frame])
-        heard: list[Message] = []
+    client, raw = b.client("scorer/0"), b.raw()
+    raw.hello()
+    b.wait_for(2)
+    ready = Ready("generator/0", 0, 1, ((Firing("x", 1), "out", AFAR),))
+    own: list[Message] = [RESULTS, ready, Note("info", "x"), Post("k", "0")]
+    for sent in range(1, number + 1):
+        raw.say(mutated(chance, [pack(message, 1 << 30) for message in own]))
+        if sent % 50 == 0:  # a sender waits while too many are not read
+            until(lambda: b.hear() is not None and b.server.counts.total() + len(b.heard) - 2 == sent)  # noqa: B023
+    identity = b.server._routes["scorer/0:0"].identity
+    theirs: list[Message] = [order, Goodbye("x"), Found(1, {"k": "0"})]
+    for _ in range(number):
+        frame = mutated(chance, [pack(message, 1 << 30) for message in theirs])
+        b.server._socket.send_multipart([identity, frame])
+    heard: list[Message] = []
 
-        def all_taken() -> bool:
-            heard.extend(client.receive(0.1))
-            return client.counts.total() + len(heard) == number
+    def all_taken() -> bool:
+        heard.extend(client.receive(0.1))
+        return client.counts.total() + len(heard) == number
 
-        until(all_taken)
-
-
-def test_one_receive_takes_a_bounded_number_of_bytes(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        frame = Note("info", "x" * (3 << 20))
-        for _ in range(40):
-            client.send(frame)
-        until(lambda: b.hear() is not None and len(b.heard) > 1)
-        while len(b.heard) < 41:
-            assert len(b.hear()) <= MAX_DRAIN_BYTES // (3 << 20) + 1
+    until(all_taken)
 
 
-def test_a_rank_has_one_connection_for_its_heartbeats(tmp_path: Path) -> None:
+def test_one_receive_takes_a_bounded_number_of_bytes(b: Bench) -> None:
+    client = b.client()
+    frame = Note("info", "x" * (3 << 20))
+    for _ in range(40):
+        client.send(frame)
+    until(lambda: b.hear() is not None and len(b.heard) > 1)
+    while len(b.heard) < 41:
+        assert len(b.hear()) <= MAX_DRAIN_BYTES // (3 << 20) + 1
+
+
+def test_a_rank_has_one_connection_for_its_heartbeats(b: Bench) -> None:
     """Or their number would have no bound."""
-    with bench(tmp_path) as b:
-        first, second = b.raw(), b.raw()
-        first.hello(role="heartbeat")
-        until(lambda: b.hear() is not None and b.server.answer("generator/0:0", Found(1, {})))
-        second.hello(role="heartbeat")
-        second.say(pack(Post("key", "01"), 2))
-        b.wait_for_count("duplicate")
-        b.wait_for_count("unknown")
-        first.say(pack(Post("key", "02"), 2))
-        assert b.wait_for(1) == [("generator/0:0", Post("key", "02"))]
+    first, second = b.raw(), b.raw()
+    first.hello(role="heartbeat")
+    until(lambda: b.hear() is not None and b.server.answer("generator/0:0", Found(1, {})))
+    second.hello(role="heartbeat")
+    second.say(pack(Post("key", "01"), 2))
+    b.wait_for_count("duplicate")
+    b.wait_for_count("unknown")
+    first.say(pack(Post("key", "02"), 2))
+    assert b.wait_for(1) == [("generator/0:0", Post("key", "02"))]
 
 
-STOPPED = """
-import sys
-from pathlib import Path
-from penstock.runtime.control import sockets
-from penstock.runtime.control.security import Door
-from penstock.runtime.control.messages import Goodbye, Note
-sockets.SILENCE = float(sys.argv[2])
-server = sockets.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local"})
-print(server.endpoint, flush=True)
-while True:
-    for peer, message in server.receive(0.1):
-        if isinstance(message, Note):
-            server.send(peer, Goodbye(message.text))
-"""
-
-
-@pytest.mark.parametrize("endpoint", ["", TCP])
-def test_a_controller_that_was_stopped_goes_on_with_the_same_connections(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
-    silence = 0.5
-    keys = Keys.make("run", endpoint or ipc_endpoint(tmp_path), ["local", "b"])
-    keys.door.write(tmp_path / "door.json")
-    command = [sys.executable, "-c", STOPPED, str(tmp_path / "door.json"), str(silence)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        join = keys.join("local", child.stdout.readline().strip(), tmp_path)
-        monkeypatch.setattr(sockets, "SILENCE", silence)
-        client = Client(join, "rank", "generator/0")
-        client.send(Note("info", "before"))
-        assert until(lambda: client.receive(0.1)) == [Goodbye("before")]
-        halt(child)
-        client.send(Note("info", "meanwhile"))
-        end = monotonic() + 5 * silence
-        while monotonic() < end:
-            assert client.receive(0.1) == []
-            assert client.lost(monotonic()) == 0
-        child.send_signal(signal.SIGCONT)
-        assert until(lambda: client.receive(0.1)) == [Goodbye("meanwhile")]
-        assert client.lost(monotonic()) == 0
-        client.close()
-    finally:
-        child.kill()
-        child.communicate()
-
-
-CROWDED = """
+SERVER = """
 import resource, sys, threading
 from contextlib import ExitStack
 from pathlib import Path
-from penstock.runtime.control.security import raise_descriptors
-from penstock.runtime.control.security import Door
+from penstock.runtime.control import sockets
 from penstock.runtime.control.messages import Goodbye, Note
-from penstock.runtime.control.sockets import Server
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
-assert raise_descriptors() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-server = Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local", "generator/0:1": "local"})
+from penstock.runtime.control.security import Door, raise_descriptors
+sockets.SILENCE, descriptors = float(sys.argv[2]), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(descriptors, 100), descriptors))
+assert raise_descriptors() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == descriptors
+server = sockets.Server(Door.read(Path(sys.argv[1])), {"generator/0:0": "local", "generator/0:1": "local"})
 print(server.endpoint, flush=True)
 def checkpoint():
     for line in sys.stdin:
@@ -384,70 +307,95 @@ while True:
 """
 
 
-def test_connections_of_idle_strangers_leave_descriptors_for_files_and_for_ranks(tmp_path: Path) -> None:
-    keys = Keys.make("run", TCP, ["local", "b"])
-    keys.door.write(tmp_path / "door.json")
-    command = [sys.executable, "-c", CROWDED, str(tmp_path / "door.json")]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+class Child:
+    """A server in a process of its own, which answers a note with a goodbye of the same text. A number on its stdin
+    makes it open so many files."""
+
+    def __init__(self, folder: Path, endpoint: str, stack: ExitStack, silence: float = 60.0, files: int = 300) -> None:
+        keys, self.stack = Keys.make("run", endpoint or ipc_endpoint(folder), ["local", "b"]), stack
+        keys.door.write(folder / "door.json")
+        command = [sys.executable, "-c", SERVER, str(folder / "door.json"), str(silence), str(files)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(self.process.communicate)
+        stack.callback(self.process.kill)
+        self.join = keys.join("local", self.read(), folder)
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def opens(self, files: int) -> bool:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{files}\n")
+        self.process.stdin.flush()
+        return self.read() == "saved"
+
+    def client(self, rank: int = 0) -> Client:
+        client = Client(self.join, "rank", "generator/0", rank)
+        self.stack.callback(client.close)
+        answers(client)
+        return client
+
+
+def answers(client: Client, text: str = "here") -> None:
+    client.send(Note("info", text))
+    assert until(lambda: client.receive(0.1)) == [Goodbye(text)]
+
+
+@pytest.mark.parametrize("endpoint", ["", TCP])
+def test_a_controller_that_was_stopped_goes_on_with_the_same_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    silence = 0.5
+    monkeypatch.setattr(sockets, "SILENCE", silence)
     with ExitStack() as stack:
-        stack.callback(child.communicate)
-        stack.callback(child.kill)
-        assert child.stdin is not None
-        assert child.stdout is not None
-        endpoint = child.stdout.readline().strip()
-        join = keys.join("local", endpoint, tmp_path)
+        child = Child(tmp_path, endpoint, stack, silence)
+        client = child.client()
+        halt(child.process)
+        client.send(Note("info", "meanwhile"))
+        end = monotonic() + 5 * silence
+        while monotonic() < end:
+            assert client.receive(0.1) == []
+            assert client.lost(monotonic()) == 0
+        child.process.send_signal(signal.SIGCONT)
+        assert until(lambda: client.receive(0.1)) == [Goodbye("meanwhile")]
+        assert client.lost(monotonic()) == 0
 
-        def says(rank: int) -> Client:
-            client = Client(join, "rank", "generator/0", rank)
-            stack.callback(client.close)
-            return speaks(client)
 
-        def speaks(client: Client) -> Client:
-            client.send(Note("info", "here"))
-            assert until(lambda: client.receive(0.1)) == [Goodbye("here")]
-            return client
-
-        first = says(0)
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+def test_connections_of_idle_strangers_leave_descriptors_for_files_and_for_ranks(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        child = Child(tmp_path, TCP, stack)
+        first = child.client()
+        host, _, port = child.join.endpoint.removeprefix("tcp://").rpartition(":")
         for _ in range(600):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-
-        def saved() -> bool:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write("200\n")
-            child.stdin.flush()
-            return child.stdout.readline() == "saved\n"
-
-        until(saved)  # at last: strangers are let go one by one
-        until(lambda: len(os.listdir(f"/proc/{child.pid}/fd")) < 100)
-        says(1)
-        speaks(first)
+        until(lambda: child.opens(200))  # at last: strangers are let go one by one
+        until(lambda: len(os.listdir(f"/proc/{child.process.pid}/fd")) < 100)
+        child.client(1)
+        answers(first)
 
 
-def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        first = b.client()
-        second = b.raw()
-        second.hello(sequence=1)
-        b.wait_for_count("duplicate")
-        assert b.server.send("generator/0:0", Goodbye("to the first"))
-        assert until(lambda: first.receive(0.1)) == [Goodbye("to the first")]
-        b.server.forget("generator/0:0")
-        assert not b.server.send("generator/0:0", Goodbye(""))
-        second.hello(sequence=2)
-        b.wait_for(2)
-        first.send(RESULTS)
-        b.wait_for_count("unknown")
+def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(b: Bench) -> None:
+    first = b.client()
+    second = b.raw()
+    second.hello(sequence=1)
+    b.wait_for_count("duplicate")
+    assert b.server.send("generator/0:0", Goodbye("to the first"))
+    assert until(lambda: first.receive(0.1)) == [Goodbye("to the first")]
+    b.server.forget("generator/0:0")
+    assert not b.server.send("generator/0:0", Goodbye(""))
+    second.hello(sequence=2)
+    b.wait_for(2)
+    first.send(RESULTS)
+    b.wait_for_count("unknown")
 
 
-def test_a_peer_that_never_came_or_is_gone_cannot_be_sent_to(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        assert not b.server.send("generator/9:0", Goodbye(""))
-        client = Client(b.join(), "rank", "generator/0")
-        b.wait_for(1)
-        client.close()
-        until(lambda: not b.server.send("generator/0:0", Goodbye("")))
+def test_a_peer_that_never_came_or_is_gone_cannot_be_sent_to(b: Bench) -> None:
+    assert not b.server.send("generator/9:0", Goodbye(""))
+    client = Client(b.join(), "rank", "generator/0")
+    b.wait_for(1)
+    client.close()
+    until(lambda: not b.server.send("generator/0:0", Goodbye("")))
 
 
 def test_a_peer_is_late_when_it_gives_no_sign_of_life(tmp_path: Path) -> None:
@@ -470,56 +418,54 @@ def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pyt
         assert len(b.heard) == 1
 
 
-def test_a_client_is_woken_by_another_thread_and_by_a_descriptor(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        until(lambda: client.receive(0.0) == [] and client.lost(monotonic()) == 0)
-        threading.Timer(0.05, client.wake).start()
-        began = monotonic()
-        assert client.receive(30.0) == []
-        reader, writer = os.pipe()
-        client.watch(reader)
-        os.write(writer, b"x")
-        assert client.receive(30.0) == []
-        client.unwatch(reader)
-        assert monotonic() - began < 30.0
-        os.close(reader)
-        os.close(writer)
+def test_a_client_is_woken_by_another_thread_and_by_a_descriptor(b: Bench) -> None:
+    client = b.client()
+    until(lambda: client.receive(0.0) == [] and client.lost(monotonic()) == 0)
+    threading.Timer(0.05, client.wake).start()
+    began = monotonic()
+    assert client.receive(30.0) == []
+    reader, writer = os.pipe()
+    client.watch(reader)
+    os.write(writer, b"x")
+    assert client.receive(30.0) == []
+    client.unwatch(reader)
+    assert monotonic() - began < 30.0
+    os.close(reader)
+    os.close(writer)
 
 
-def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) == 0)
-        connection = b.server._routes["generator/0:0"]
-        for sequence in (1, 1, 2):
-            b.server._socket.send_multipart([connection.identity, pack(Order(()), sequence)])
-        b.server._socket.send_multipart([connection.identity, b"junk"])
-        until(lambda: client.receive(0.05) is not None and client.counts["malformed"])
-        assert client.counts == {"replayed": 1, "malformed": 1}
-        b.server.close()
-        until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) > 0)
+def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(b: Bench) -> None:
+    client = b.client()
+    until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) == 0)
+    connection = b.server._routes["generator/0:0"]
+    for sequence in (1, 1, 2):
+        b.server._socket.send_multipart([connection.identity, pack(Order(()), sequence)])
+    b.server._socket.send_multipart([connection.identity, b"junk"])
+    until(lambda: client.receive(0.05) is not None and client.counts["malformed"])
+    assert client.counts == {"replayed": 1, "malformed": 1}
+    b.server.close()
+    until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) > 0)
 
 
-def test_a_key_that_is_not_on_the_list_is_refused(tmp_path: Path) -> None:
-    with bench(tmp_path, TCP) as b:
-        client = Client(stranger(b.join()), "rank", "generator/0")
-        until(lambda: b.hear() == [] and client.receive(0.05) == [] and client.refused)
-        assert b.server.counts["refused"] >= 1
-        assert (b.server.peers, b.heard) == ((), [])
-        b.client("scorer/0")
-        client.close()
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_key_that_is_not_on_the_list_is_refused(b: Bench) -> None:
+    client = Client(stranger(b.join()), "rank", "generator/0")
+    until(lambda: b.hear() == [] and client.receive(0.05) == [] and client.refused)
+    assert b.server.counts["refused"] >= 1
+    assert (b.server.peers, b.heard) == ((), [])
+    b.client("scorer/0")
+    client.close()
 
 
-def test_a_client_that_knows_another_server_key_gets_nowhere(tmp_path: Path) -> None:
-    with bench(tmp_path, TCP) as b:
-        wrong = Client(replace(b.join(), server=stranger(b.join()).public), "rank", "generator/0")
-        end = monotonic() + 1.0
-        while monotonic() < end:
-            assert b.hear() == []
-            assert wrong.receive(0.01) == []
-        assert wrong.lost(monotonic()) > 0
-        wrong.close()
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_client_that_knows_another_server_key_gets_nowhere(b: Bench) -> None:
+    wrong = Client(replace(b.join(), server=stranger(b.join()).public), "rank", "generator/0")
+    end = monotonic() + 1.0
+    while monotonic() < end:
+        assert b.hear() == []
+        assert wrong.receive(0.01) == []
+    assert wrong.lost(monotonic()) > 0
+    wrong.close()
 
 
 def test_tcp_without_keys_is_never_listened_on(tmp_path: Path) -> None:
@@ -527,12 +473,12 @@ def test_tcp_without_keys_is_never_listened_on(tmp_path: Path) -> None:
         Server(replace(b.keys.door, endpoint=TCP, secret="", allowed={}), {})
 
 
-def test_a_port_in_use_and_an_address_of_another_machine_are_named(tmp_path: Path) -> None:
-    with bench(tmp_path, TCP) as b:
-        with pytest.raises(WireError, match=f"{b.server.endpoint}.*in use"):
-            Server(replace(b.keys.door, endpoint=b.server.endpoint), {})
-        with pytest.raises(WireError, match=r"192\.0\.2\.1.*no such address"):
-            Server(replace(b.keys.door, endpoint="tcp://192.0.2.1:5000"), {})
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_port_in_use_and_an_address_of_another_machine_are_named(b: Bench) -> None:
+    with pytest.raises(WireError, match=f"{b.server.endpoint}.*in use"):
+        Server(replace(b.keys.door, endpoint=b.server.endpoint), {})
+    with pytest.raises(WireError, match=r"192\.0\.2\.1.*no such address"):
+        Server(replace(b.keys.door, endpoint="tcp://192.0.2.1:5000"), {})
 
 
 def test_a_server_listens_on_loopback_alone_and_its_socket_file_is_private(tmp_path: Path) -> None:
@@ -560,14 +506,13 @@ def test_a_run_folder_with_a_long_path_works(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_a_goodbye_just_before_closing_arrives(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        client = b.client()
-        client.send(Note("info", "last words"))
-        client.close()
-        b.stack.pop_all()
-        assert b.wait_for(2)[1][1] == Note("info", "last words")
-        b.server.close()
+def test_a_goodbye_just_before_closing_arrives(b: Bench) -> None:
+    client = b.client()
+    client.send(Note("info", "last words"))
+    client.close()
+    b.stack.pop_all()
+    assert b.wait_for(2)[1][1] == Note("info", "last words")
+    b.server.close()
 
 
 # A pulse goes on while its main thread is busy, and is no second peer.
@@ -586,40 +531,37 @@ def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch
         assert not b.server.counts
 
 
-def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
-        until(lambda: b.hear() == [] and b.server.heard("generator/0:0") > 0)
-        assert not b.server.peers
-        b.client("generator/0", 0)
-        assert "generator/0:0" in b.server.peers
-        pulse.stop()
-        assert not pulse._thread.is_alive()
+def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(b: Bench) -> None:
+    pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+    until(lambda: b.hear() == [] and b.server.heard("generator/0:0") > 0)
+    assert not b.server.peers
+    b.client("generator/0", 0)
+    assert "generator/0:0" in b.server.peers
+    pulse.stop()
+    assert not pulse._thread.is_alive()
 
 
 def test_a_pulse_that_has_seen_its_end_before_it_is_woken_may_be_woken_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    b: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with bench(tmp_path) as b:
-        pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
-        wake = pulse._client.wake
+    pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
+    wake = pulse._client.wake
 
-        def wake_late() -> None:
-            pulse._thread.join(20)
-            wake()
+    def wake_late() -> None:
+        pulse._thread.join(20)
+        wake()
 
-        monkeypatch.setattr(pulse._client, "wake", wake_late)
-        pulse.stop()
-        assert pulse._client._socket.closed
+    monkeypatch.setattr(pulse._client, "wake", wake_late)
+    pulse.stop()
+    assert pulse._client._socket.closed
 
 
-def test_a_pulse_says_what_the_main_thread_has_no_time_for(tmp_path: Path) -> None:
-    with bench(tmp_path) as b:
-        pulse = Pulse(b.join(), "generator/0", 0, interval=60.0).start()
-        note = Note("error", "generator/0 rank 0: a thread ended")
-        pulse.say(note)
-        assert b.wait_for(1) == [("generator/0:0", note)]
-        pulse.stop()
+def test_a_pulse_says_what_the_main_thread_has_no_time_for(b: Bench) -> None:
+    pulse = Pulse(b.join(), "generator/0", 0, interval=60.0).start()
+    note = Note("error", "generator/0 rank 0: a thread ended")
+    pulse.say(note)
+    assert b.wait_for(1) == [("generator/0:0", note)]
+    pulse.stop()
 
 
 # Silence is counted from the last sign of life, while somebody listens.
@@ -683,7 +625,7 @@ def test_a_peer_is_tracked_from_its_first_sign_until_it_is_forgotten() -> None:
 # One context for all clients of a process.
 
 
-def test_users_at_the_same_time_share_one_context() -> None:
+def test_users_at_the_same_time_share_one_context_and_a_later_one_gets_a_new_one() -> None:
     shared = SharedContext()
     first, second = shared.take(), shared.take()
     assert first is second
@@ -691,15 +633,9 @@ def test_users_at_the_same_time_share_one_context() -> None:
     assert not second.closed
     shared.give()
     assert second.closed
-
-
-def test_a_user_after_the_last_one_gets_a_new_context() -> None:
-    shared = SharedContext()
-    old = shared.take()
-    shared.give()
     new = shared.take()
+    assert new is not second
     assert not new.closed
-    assert new is not old
     shared.give()
 
 

@@ -1,0 +1,20 @@
+"""A listening server for each test that asks for one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .sockets import Bench, bench
+
+
+@pytest.fixture
+def endpoint() -> str:
+    """Where `b` listens: a Unix socket, unless a test's parameters say otherwise."""
+    return ""
+
+
+@pytest.fixture
+def b(tmp_path: Path, endpoint: str) -> Iterator[Bench]:
+    with bench(tmp_path, endpoint) as made:
+        yield made
