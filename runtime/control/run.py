@@ -26,6 +26,7 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.schedule.compile import Rules, compile_tables
 from penstock.runtime.schedule.events import (
     Abort,
+    Answer,
     Begin,
     Checkpoint,
     Command,
@@ -36,11 +37,11 @@ from penstock.runtime.schedule.events import (
     Finish,
     Fire,
     Free,
-    Publish,
     Published,
+    Question,
     Save,
     Send,
-    Swap,
+    answer,
 )
 from penstock.runtime.schedule.idle_causes import step
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -94,7 +95,7 @@ class Stage:
         self.reads = {node.name: input_reads(origin.graph, node) for node in origin.graph.nodes if node.fires}
         self.scheduler = origin.scheduler(self.tables)
         self.finish: Finish | None = None
-        self.asked: dict[tuple[Any, ...], tuple[Command, float]] = {}
+        self.asked: dict[Answer, tuple[Question, float]] = {}
         self._held_up = self._look_at = 0.0
         self.handles: dict[Firing, dict[str, ObjectRef]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
@@ -144,7 +145,7 @@ class Stage:
             command, since = self.asked[key]
             waited = now - since
             if waited > deadline:
-                what, replica = f"{key[0]} {' '.join(map(str, key[1:-1]))}", key[-1]
+                what, replica = _words(command), command.replica
                 if isinstance(command, Send):
                     what += f" from {self._sender(command)}"
                 names = ", ".join(self.plan.spelled(replica, rank) for rank in sorted(ranks))
@@ -201,8 +202,8 @@ class Stage:
                     if firing in self.handles:
                         self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
             batches[command.replica].append(command)
-            if (key := _key(command)) is not None:
-                self.asked[key] = command, now
+            if isinstance(command, Question):
+                self.asked[answer(command)] = command, now
         return {
             replica: Order(tuple(items), tuple(handles[replica]), cut, tuple(manifests[replica]))
             for replica, items in batches.items()
@@ -218,20 +219,10 @@ class Stage:
         ]
 
 
-def _key(command: Command) -> tuple[Any, ...] | None:
-    """The scheduler's name for the answers to a command; None for one that nobody answers."""
-    match command:
-        case Fire(firing, replica):
-            return ("fire", firing, replica)
-        case Publish(channel, version, replica):
-            return ("publish", channel, version, replica)
-        case Send(channel, version, _, replica):
-            return ("send", channel, version, replica)
-        case Swap(channel, version, replica):
-            return ("swap", channel, version, replica)
-        case Save(update, replica):
-            return ("save", update, replica)
-    return None
+def _words(command: Question) -> str:
+    """A command without its replica: "fire generate[3]", "send policy>generator 2"."""
+    fields = structs.astuple(command)[: 1 if isinstance(command, Fire | Save) else 2]
+    return " ".join([type(command).__name__.lower(), *map(str, fields)])
 
 
 # Seconds from the user's wish to stop until a checkpoint is given up.
@@ -330,8 +321,8 @@ class Session:
 
     def _awaited(self) -> str:
         """Who has not answered yet, and to what."""
-        asked = self.stage.scheduler.answers if self.stage else {}
-        names = [f"{' '.join(map(str, what))} on {replica}" for _, *what, replica in asked]
+        asked = [self.stage.asked[key][0] for key in self.stage.scheduler.answers] if self.stage else []
+        names = [f"{_words(command).partition(' ')[2]} on {command.replica}" for command in asked]
         return f": still in work were {', '.join(names)}" if names else ""
 
     # From stage to stage ----------------------------------------------------------------------------------

@@ -155,9 +155,8 @@ def publish_weights(state: State, channels: tuple[Channel, ...]) -> None:
             continue
         if sent.may_publish(version) and _is_read(state, channel, version):
             sent.publishing = True
-            source = channel.source.name
-            state.weigh(source, 1)
-            state.ask(Publish(channel.name, version, source), ("publish", channel.name, version, source), source)
+            state.weigh(channel.source.name, 1)
+            state.ask(Publish(channel.name, version, channel.source.name))
 
 
 def _is_read(state: State, channel: Channel, version: int) -> bool:
@@ -229,14 +228,13 @@ def move_weights(state: State) -> None:
         for replica in together:
             channel.send(replica)
             source = state.tables.channels[name].source.name
-            send = Send(name, channel.published, source, replica, together if len(together) > 1 else ())
-            state.ask(send, ("send", name, channel.published, replica), replica)
+            state.ask(Send(name, channel.published, source, replica, together if len(together) > 1 else ()))
         for replica in channel.to_swap():
             version = channel.receivers[replica].staged
             if _may_swap(state, name, replica, version):
                 channel.swap(replica)
                 state.sort(replica)
-                state.ask(Swap(name, version, replica), ("swap", name, version, replica), replica)
+                state.ask(Swap(name, version, replica))
 
 
 def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:

@@ -4,6 +4,8 @@ A *replica* is named "pool/index". A *channel* carries the weights of one carrie
 "policy>generator". A command goes to every rank of its replica; each rank answers with its own event.
 """
 
+from msgspec import structs
+
 from penstock.graph.ir import Firing
 from penstock.runtime.packable import Packable
 
@@ -34,31 +36,26 @@ class Failed(Packable, frozen=True):
     error: str
 
 
-class Published(Packable, frozen=True):
+class _OfVersion(Packable, frozen=True):
+    channel: str
+    version: int
+    replica: str
+
+
+class _VersionAnswer(_OfVersion, frozen=True):
+    rank: int = 0
+
+
+class Published(_VersionAnswer, frozen=True):
     """A rank of the sender has copied the weights of `channel` aside as `version`."""
 
-    channel: str
-    version: int
-    replica: str
-    rank: int = 0
 
-
-class Arrived(Packable, frozen=True):
+class Arrived(_VersionAnswer, frozen=True):
     """A rank has `version` staged in its second buffer, and the digests are right."""
 
-    channel: str
-    version: int
-    replica: str
-    rank: int = 0
 
-
-class Swapped(Packable, frozen=True):
+class Swapped(_VersionAnswer, frozen=True):
     """A rank made `version` live."""
-
-    channel: str
-    version: int
-    replica: str
-    rank: int = 0
 
 
 class Checkpoint(Packable, frozen=True):
@@ -81,7 +78,8 @@ class Abort(Packable, frozen=True):
     error: str
 
 
-Event = Begin | Done | Failed | Published | Arrived | Swapped | Checkpoint | Saved | Abort
+Answer = Done | Failed | Published | Arrived | Swapped | Saved
+Event = Begin | Answer | Checkpoint | Abort
 
 
 # Commands -------------------------------------------------------------------------------------------------
@@ -99,12 +97,8 @@ class Fire(Packable, frozen=True):
     update: int = 0
 
 
-class Publish(Packable, frozen=True):
+class Publish(_OfVersion, frozen=True):
     """Copy the weights of `channel` aside as `version`, on every rank of `replica`, which holds them."""
-
-    channel: str
-    version: int
-    replica: str
 
 
 class Send(Packable, frozen=True):
@@ -121,12 +115,8 @@ class Send(Packable, frozen=True):
     together: tuple[str, ...] = ()
 
 
-class Swap(Packable, frozen=True):
+class Swap(_OfVersion, frozen=True):
     """Make what is staged in the second buffer live, between two steps."""
-
-    channel: str
-    version: int
-    replica: str
 
 
 class Free(Packable, frozen=True):
@@ -165,4 +155,28 @@ class Finish(Packable, frozen=True):
     error: str = ""
 
 
-Command = Fire | Publish | Send | Swap | Free | CommitTurn | Save | Commit | Finish
+Question = Fire | Publish | Send | Swap | Save
+Command = Question | Free | CommitTurn | Commit | Finish
+
+
+def answer(command: Question, rank: int = 0) -> Answer:
+    """What a rank says that has done what a command asks for."""
+    match command:
+        case Fire(firing, replica):
+            return Done(firing, replica, rank)
+        case Save(update, replica):
+            return Saved(update, replica, rank)
+        case Publish(channel, version, replica):
+            return Published(channel, version, replica, rank)
+        case Send(channel, version, _, replica):
+            return Arrived(channel, version, replica, rank)
+        case Swap(channel, version, replica):
+            return Swapped(channel, version, replica, rank)
+
+
+def first_answer(event: Answer) -> Answer:
+    """The `answer` of rank 0 to what an event answers, without what the event tells: one for all ranks of a replica."""
+    match event:
+        case Done(firing, replica) | Failed(firing, replica):
+            return Done(firing, replica)
+    return structs.replace(event, rank=0)

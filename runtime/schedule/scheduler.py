@@ -50,7 +50,6 @@ from penstock.runtime.schedule.events import (
     Failed,
     Published,
     Saved,
-    Swapped,
 )
 from penstock.runtime.schedule.state import State
 
@@ -99,33 +98,47 @@ class Scheduler(State):
     def _hear(self, event: Event) -> Sequence[NodeStep] | None:
         """Move the state by an event. Returns the steps that may start because of it; None for a look at everything."""
         match event:
-            case Done() | Failed():
-                return self._answer(event)
-            case Published(channel, version, replica, rank):
-                if not self.answered(("publish", channel, version, replica), rank):
-                    return ()
-                self.weigh(replica, -1)
-                self.channels[channel].publish(version)
-            case Arrived() | Swapped():
-                return self._weights(event)
-            case Saved(update, replica, rank):
-                last = self.answered(("save", update, replica), rank)
-                if not last or any(key[0] == "save" for key in self.answers):
-                    return ()
-                transitions.commit(self)
+            case Begin():
+                return None
             case Checkpoint():
                 # A final one turns one that is under way into the last; nothing turns a final one back.
                 self.checkpoint = event if self.checkpoint is None or event.final else self.checkpoint
+                return None
             case Abort():
                 self.finish("failed", event.error)
-            case Begin():
-                pass
-        return None
+                return None
+        last = self.answered(event)
+        if isinstance(event, Done | Failed):
+            return self._fired(event, last)
+        if not last:
+            return ()
+        if isinstance(event, Saved):
+            if any(isinstance(awaited, Saved) for awaited in self.answers):
+                return ()
+            transitions.commit(self)
+            return None
+        steps: Sequence[NodeStep] = ()
+        channel, pool = self.channels[event.channel], self.tables.pool_of[event.replica]
+        if isinstance(event, Published):
+            self.weigh(event.replica, -1)
+            channel.publish(event.version)
+            return None
+        if isinstance(event, Arrived):
+            channel.arrive(event.replica, event.version)
+            settled = not channel.owed
+        else:
+            channel.swapped(event.replica, event.version)
+            self.sort(event.replica)
+            steps, settled = self.tables.group_steps[pool], not self.answers
+        if settled or self.tables.update_steps[pool] or self.checkpoint is not None:
+            return None
+        # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
+        admission.move_weights(self)
+        return steps
 
-    def _answer(self, event: Done | Failed) -> Sequence[NodeStep] | None:
-        """A rank has answered for a firing. Any rank of the replica may have failed, or dropped its group."""
+    def _fired(self, event: Done | Failed, last: bool) -> Sequence[NodeStep] | None:
+        """A rank, perhaps the `last` one, has answered for a firing. Any may have failed, or dropped its group."""
         firing, replica = event.firing, event.replica
-        last = self.answered(("fire", firing, replica), event.rank)
         step = self.tables.steps[firing.node]
         if isinstance(event, Failed):
             # An update cannot be taken back, and a state may have changed before it failed.
@@ -151,25 +164,6 @@ class Scheduler(State):
         else:
             return transitions.group_done(self, step, firing, replica, verdicts)
         return None
-
-    def _weights(self, event: Arrived | Swapped) -> Sequence[NodeStep] | None:
-        kind = "send" if isinstance(event, Arrived) else "swap"
-        if not self.answered((kind, event.channel, event.version, event.replica), event.rank):
-            return ()
-        steps: Sequence[NodeStep] = ()
-        channel, pool = self.channels[event.channel], self.tables.pool_of[event.replica]
-        if isinstance(event, Arrived):
-            channel.arrive(event.replica, event.version)
-            last = not channel.owed
-        else:
-            channel.swapped(event.replica, event.version)
-            self.sort(event.replica)
-            steps, last = self.tables.group_steps[pool], not self.answers
-        if last or self.tables.update_steps[pool] or self.checkpoint is not None:
-            return None
-        # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
-        admission.move_weights(self)
-        return steps
 
     def _dispatch(self) -> None:
         """Apply every rule. One pass is enough: what starts here enables nothing before it answers, but for a swap."""

@@ -6,8 +6,8 @@ when something next happens in it, and again whenever something begins there.
 What it leaves out: time spent between an answer and the next command. So a real run differs from its simulation by
 durations and by the runtime's own cost.
 
-In this file: `Account` (where the time of replicas and queues goes), `Durations` (how long things take), `Verdicts`
-(what filters and environments decide), `Simulation` (what came of it), and `simulate`.
+In this file: `Durations` (how long things take), `Verdicts` (what filters and environments decide), `Simulation` (what
+came of it), and `simulate`.
 """
 
 import hashlib
@@ -20,13 +20,14 @@ from math import exp, inf, isclose
 from statistics import NormalDist, fmean
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from penstock.graph.ir import Firing
 from penstock.runtime.collection import uncollected
 from penstock.runtime.record.timeline import Bar, Kind, Utilisation, excerpt
 from penstock.runtime.record.trace_formats import gantt_svg
-from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import (
-    Arrived,
     Begin,
     Command,
     Done,
@@ -35,57 +36,15 @@ from penstock.runtime.schedule.events import (
     Fire,
     Publish,
     Published,
+    Question,
     Save,
-    Saved,
     Send,
     Swap,
     Swapped,
+    answer,
 )
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
-
-
-class Account:
-    """Follows one scheduler. Between two calls of `let` each replica does one thing.
-
-    replicas: the time of each, with something in work and without by cause. depths: for each node but sources the
-    seconds in which so many groups waited for it: ready, and not begun.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        tables = scheduler.tables
-        self.replicas = Utilisation(tables.replicas, 0.0)
-        self.depths: dict[str, dict[int, float]] = {
-            s.name: {} for s in tables.steps.values() if not s.source and (not s.per_update or s.groups)
-        }
-        self._queues = [(self.depths[s], scheduler.ready[s]) for s in self.depths if not tables.steps[s].per_update]
-        self._updates = [self.depths[s] for s in self.depths if tables.steps[s].per_update]
-        self._receivers = {
-            replica: tuple(c.receivers[replica] for c in scheduler.channels.values() if replica in c.receivers)
-            for replica in tables.replicas
-        }
-        for replica in tables.replicas:
-            self.note(replica)
-
-    def let(self, time: float) -> None:
-        """Let the clock go on to `time`."""
-        seconds = time - self.replicas.now
-        self.replicas.let(time, partial(cause, self.scheduler))
-        for depths, queue in self._queues:
-            depths[len(queue)] = depths.get(len(queue), 0.0) + seconds
-        waiting = self.scheduler.ledger.finished - len(self.scheduler.batch or ())
-        for depths in self._updates:
-            depths[waiting] = depths.get(waiting, 0.0) + seconds
-
-    def note(self, replica: str) -> None:
-        """Something was begun or has ended on a replica, or weights went live there."""
-        if self.scheduler.load[replica]:
-            self.replicas.change(replica, "busy")
-        else:
-            # Idle replicas of a pool have one cause if they have had the same weights at all.
-            had = tuple(receiver.live < 0 for receiver in self._receivers[replica])
-            self.replicas.join(replica, (self.scheduler.tables.pool_of[replica], had))
 
 
 class SimulatedEngine(Protocol):
@@ -318,26 +277,30 @@ Alarm = tuple[str, str]
 
 
 class _Clock:
-    """Runs a scheduler. `_answers` is a heap by the time at which answers come, and alarms go off; equal times in the
-    order in which they were asked for."""
+    """Runs a scheduler, and accounts for the time of its replicas and queues. `_answers` is a heap by the time at which
+    answers come, and alarms go off; equal times in the order in which they were asked for."""
 
     def __init__(self, scheduler: Scheduler, durations: Durations, verdicts: Verdicts) -> None:
         self.tables, self.durations, self.verdicts = scheduler.tables, durations, verdicts
         self.scheduler = scheduler
-        self.account = Account(self.scheduler)
         self.now = 0.0
-        self.result = Simulation(max_lag=scheduler.tables.max_lag)
+        steps = {s.name: s for s in self.tables.steps.values() if not s.source and (not s.per_update or s.groups)}
+        self.result = Simulation(max_lag=scheduler.tables.max_lag, depths={name: {} for name in steps})
+        self._replicas = Utilisation(self.tables.replicas, 0.0)
+        self._queues = [(depths, steps[name]) for name, depths in self.result.depths.items()]
         self._answers: list[tuple[float, int, Event | Alarm]] = []
         self._versions: dict[int, int] = {}
         self._asked = 0
         # Nodes of one duration share its engines, under the name of the first of them.
         self._owners = {id(duration): name for name, duration in reversed(list(durations.nodes.items()))}
-        self._engines: dict[tuple[str, str], SimulatedEngine] = {}
+        self._engines: dict[Alarm, SimulatedEngine] = {}
         self._alarms: dict[Alarm, int] = {}
-        self._begun: dict[Firing, Bar] = {}
+        self._begun: dict[Firing, tuple[Fire, Bar]] = {}
 
     def run(self, observe: Observer | None) -> Simulation:
         event: Event = Begin()
+        for replica in self.tables.replicas:
+            self._note(replica)
         while True:
             update = self.scheduler.update
             commands = self.scheduler.handle(event)
@@ -347,14 +310,33 @@ class _Clock:
             if self.scheduler.update > update:
                 self.result.ends.append(self.now)
             if isinstance(event, Done | Published | Swapped):
-                self.account.note(event.replica)
+                self._note(event.replica)
             for command in commands:
                 self._do(command)
             if self.scheduler.finished:
                 return self._over()
             event = self._next()
-            if self.now > self.account.replicas.now:
-                self.account.let(self.now)
+            if self.now > self._replicas.now:
+                self._pass()
+
+    def _pass(self) -> None:
+        """Account for the time until now, in which each replica did one thing and no queue changed."""
+        seconds = self.now - self._replicas.now
+        self._replicas.let(self.now, partial(cause, self.scheduler))
+        kept = self.scheduler.ledger.finished - len(self.scheduler.batch or ())
+        for depths, step in self._queues:
+            waiting = kept if step.per_update else len(self.scheduler.ready[step.name])
+            depths[waiting] = depths.get(waiting, 0.0) + seconds
+
+    def _note(self, replica: str) -> None:
+        """Something was begun or has ended on a replica, or weights went live there."""
+        if self.scheduler.load[replica]:
+            self._replicas.change(replica, "busy")
+        else:
+            # Idle replicas of a pool have one cause if they have had the same weights at all.
+            channels = [c.receivers[replica] for c in self.scheduler.channels.values() if replica in c.receivers]
+            had = tuple(receiver.live < 0 for receiver in channels)
+            self._replicas.join(replica, (self.tables.pool_of[replica], had))
 
     def _next(self) -> Event:
         """The next answer; what happens within engines before it needs no scheduler."""
@@ -364,18 +346,16 @@ class _Clock:
                 return due
             # If something has begun in the engine since, a later alarm has taken this one's place.
             if self._alarms[due] == asked:
-                _, replica = due
                 for firing in self._engines[due].finish():
-                    bar = self._begun.pop(firing)
+                    command, bar = self._begun.pop(firing)
                     bar.end = self.now
-                    self.result.bars.append(bar)
-                    self._done(firing, replica, 0.0)
+                    self._answer(command, bar)
                 self._watch(due)
 
     def _over(self) -> Simulation:
         result = self.result
         result.wall_s, result.dropped = self.now, self.scheduler.ledger.outcomes["dropped"]
-        result.idle, result.depths = self.account.replicas.take(), self.account.depths
+        result.idle = self._replicas.take()
         result.busy = {replica: states.pop("busy", 0.0) for replica, states in result.idle.items()}
         for node in dict.fromkeys(node for node, _ in self._engines):
             found = [engine.spans for (name, _), engine in self._engines.items() if name == node]
@@ -385,25 +365,24 @@ class _Clock:
         return result
 
     def _do(self, command: Command) -> None:
+        durations = self.durations
         match command:
             case Fire():
                 self._fire(command)
-                self.account.note(command.replica)
             case Publish(channel, version, replica):
-                seconds = self.durations.publish
-                self._take(seconds, "publish", replica, channel, version, version)
-                self._answer(seconds, replica, lambda rank: Published(channel, version, replica, rank))
-                self.account.note(replica)
+                self._answer(command, self._bar(durations.publish, replica, channel, version, "publish", version))
             case Send(channel, version, _, replica):
-                self._take(self.durations.wire, "send", f"{channel}/{replica.rpartition('/')[2]}", channel, version)
-                self._answer(self.durations.wire, replica, lambda rank: Arrived(channel, version, replica, rank))
+                lane = f"{channel}/{replica.rpartition('/')[2]}"
+                self._answer(command, self._bar(durations.wire, lane, channel, version, "send"))
             case Swap(channel, version, replica):
-                self._take(self.durations.swap, "swap", f"{channel}/{replica.rpartition('/')[2]}", "swap", version)
-                self._answer(self.durations.swap, replica, lambda rank: Swapped(channel, version, replica, rank))
+                lane = f"{channel}/{replica.rpartition('/')[2]}"
+                self._answer(command, self._bar(durations.swap, lane, "swap", version, "swap"))
             case Save(update, replica):
-                self._answer(0.0, replica, lambda rank: Saved(update, replica, rank))
+                self._answer(command, self._bar(0.0, replica, "save", update, "save"))
             case Finish("failed", error):
                 raise ValueError(f"simulation: {error}")
+        if isinstance(command, Fire | Publish):
+            self._note(command.replica)
 
     def _fire(self, command: Fire) -> None:
         firing, replica = command.firing, command.replica
@@ -412,29 +391,24 @@ class _Clock:
         version: int | None = firing.index
         kind: Kind = "update" if step.per_update else "source" if step.source else "group"
         if not step.per_update:
-            version = self._version(step, firing.index, replica)
+            # The oldest live weights that it reads; the oldest of all are what its group is made with.
+            channels = (*(channel for channel, _ in step.weights), *step.fixed)
+            version = min((self.scheduler.live(channel, replica) for channel in channels), default=None)
+            if version is not None:
+                self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
         elif step.groups:
             # Of several steps that take the groups of an update only the first one still finds their versions.
             known = [self._versions.pop(g) for g in command.groups if g in self._versions]
             self.result.lags.update(firing.index - made_with for made_with in known)
         if isinstance(seconds, int | float):
-            self._take(seconds, kind, replica, firing.node, firing.index, version)
-            self._done(firing, replica, seconds)
+            self._answer(command, self._bar(seconds, replica, firing.node, firing.index, kind, version))
         else:
-            self._begun[firing] = Bar(replica, firing.node, firing.index, self.now, self.now, kind, version)
+            self._begun[firing] = command, self._bar(inf, replica, firing.node, firing.index, kind, version)
             engine = self._owners[id(seconds)], replica
             if engine not in self._engines:
                 self._engines[engine] = seconds.engine()
             self._engines[engine].begin(firing, self.now)
             self._watch(engine)
-
-    def _version(self, step: NodeStep, ordinal: int, replica: str) -> int | None:
-        """The oldest live weights that a per-group step reads; noted as what its group is made with."""
-        channels = (*(channel for channel, _ in step.weights), *step.fixed)
-        version = min((self.scheduler.live(channel, replica) for channel in channels), default=None)
-        if version is not None:
-            self._versions[ordinal] = min(version, self._versions.get(ordinal, version))
-        return version
 
     def _watch(self, engine: Alarm) -> None:
         """Set the alarm of an engine."""
@@ -443,17 +417,21 @@ class _Clock:
         if self._engines[engine].due < inf:
             heapq.heappush(self._answers, (self._engines[engine].due, self._asked, engine))
 
-    def _done(self, firing: Firing, replica: str, seconds: float) -> None:
-        step = self.tables.steps[firing.node]
-        dropped = step.filters and self.verdicts.dropped(firing)
-        again = step.answers and self.verdicts.goes_on(firing)
-        self._answer(seconds, replica, lambda rank: Done(firing, replica, rank, dropped, again))
+    def _bar(self, seconds: float, lane: str, name: str, index: int, kind: Kind, version: int | None = None) -> Bar:
+        return Bar(lane, name, index, self.now, self.now + seconds, kind, version)
 
-    def _take(self, seconds: float, kind: Kind, lane: str, name: str, index: int, version: int | None = None) -> None:
-        if seconds > 0 or kind == "update":
-            self.result.bars.append(Bar(lane, name, index, self.now, self.now + seconds, kind, version))
-
-    def _answer(self, seconds: float, replica: str, event: Callable[[int], Event]) -> None:
-        for rank in range(len(self.tables.replicas[replica].ranks)):
+    def _answer(self, command: Question, bar: Bar) -> None:
+        """Every rank answers a command at the end of its bar."""
+        if bar.kind == "update" or bar.end > bar.start:
+            self.result.bars.append(bar)
+        dropped = again = False
+        if isinstance(command, Fire):
+            step = self.tables.steps[command.firing.node]
+            dropped = step.filters and self.verdicts.dropped(command.firing)
+            again = step.answers and self.verdicts.goes_on(command.firing)
+        for rank in range(len(self.tables.replicas[command.replica].ranks)):
+            event = answer(command, rank)
+            if dropped or again:
+                event = structs.replace(event, dropped=dropped, again=again)
             self._asked += 1
-            heapq.heappush(self._answers, (self.now + seconds, self._asked, event(rank)))
+            heapq.heappush(self._answers, (bar.end, self._asked, event))

@@ -19,7 +19,17 @@ from penstock.graph.ir import Firing
 from penstock.runtime.cluster.placement import Replica
 from penstock.runtime.schedule.channel import ChannelState, LeastLoadedQueue
 from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
-from penstock.runtime.schedule.events import Checkpoint, Command, Finish, Fire, Free
+from penstock.runtime.schedule.events import (
+    Answer,
+    Checkpoint,
+    Command,
+    Finish,
+    Fire,
+    Free,
+    Question,
+    answer,
+    first_answer,
+)
 
 
 @dataclass(slots=True)
@@ -150,11 +160,6 @@ class Ledger:
         self._walked = self.first
 
 
-Key = tuple[Any, ...]
-"""What a rank was asked: ("fire", firing, replica), ("save", update, replica), or with "publish", "send" or "swap"
-("publish", channel, version, replica)."""
-
-
 class UnawaitedError(ValueError):
     """An answer that was not asked for, or came twice: a peer's fault. Nothing has changed."""
 
@@ -176,7 +181,7 @@ class State:
     the last update.
     checkpoint: the one that is due or being written. saving: the state that is being written, as JSON. complete: the
     state of the newest complete checkpoint (see `Scheduler`).
-    answers: the ranks that are still to answer what was asked.
+    answers: the ranks that are still to answer what was asked, by the `answer` of the first one.
     """
 
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
@@ -208,7 +213,7 @@ class State:
         self.saving = ""
         self.complete: Mapping[str, Any] | None = None
         self.finished = False
-        self.answers: dict[Key, set[int]] = {}
+        self.answers: dict[Answer, set[int]] = {}
         self.out: list[Command] = []
         self.passed = dict.fromkeys(tables.steps, 0)
         """For each step, an ordinal below which all groups have been through it; for `first_unfired`."""
@@ -216,17 +221,18 @@ class State:
 
     # Asking and answering ---------------------------------------------------------------------------------
 
-    def ask(self, command: Command, key: Key, replica: str) -> None:
-        """Say a command that every rank of `replica` will answer."""
-        self.answers[key] = set(range(len(self.tables.replicas[replica].ranks)))
+    def ask(self, command: Question) -> None:
+        """Say a command that every rank of its replica will answer."""
+        self.answers[answer(command)] = set(range(len(self.tables.replicas[command.replica].ranks)))
         self.out.append(command)
 
-    def answered(self, key: Key, rank: int) -> bool:
+    def answered(self, event: Answer) -> bool:
         """Note a rank's answer; true when it was the last one awaited. Raises UnawaitedError if none is awaited."""
+        key = first_answer(event)
         ranks = self.answers.get(key)
-        if ranks is None or rank not in ranks:
-            raise UnawaitedError(f"scheduler: an answer that nobody awaits: {key}, rank {rank}")
-        ranks.remove(rank)
+        if ranks is None or event.rank not in ranks:
+            raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
+        ranks.remove(event.rank)
         if ranks:
             return False
         del self.answers[key]
@@ -237,7 +243,7 @@ class State:
         self.running[firing] = replica
         if not step.source:
             self.weigh(replica, 1)
-        self.ask(Fire(firing, replica, groups, update), ("fire", firing, replica), replica)
+        self.ask(Fire(firing, replica, groups, update))
 
     def weigh(self, replica: str, firings: int) -> None:
         """Note that `firings` more are in work on a replica; less if negative."""

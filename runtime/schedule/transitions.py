@@ -264,7 +264,7 @@ def save(state: State) -> None:
             if group.readers[name]:
                 values[replica].append(Firing(name, group.ordinal))
     for replica, firings in values.items():
-        state.ask(Save(state.update, replica, tuple(firings)), ("save", state.update, replica), replica)
+        state.ask(Save(state.update, replica, tuple(firings)))
 
 
 def commit(state: State) -> None:

@@ -359,8 +359,8 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     made = Stage(origin, RunRecorder(folder, config, lambda line: None, 0.0), flags)
     made.recorder.open_stage(origin, 0.0)
     made.feed(Begin(), 0.0)
-    while prompts := [what for kind, what, *_ in made.scheduler.answers if kind == "fire" and what.node == "prompts"]:
-        made.answer(Result(Done(prompts[0], "generator/0")), 1.0)
+    while prompts := [one for one in made.scheduler.answers if isinstance(one, Done) and one.firing.node == "prompts"]:
+        made.answer(Result(prompts[0]), 1.0)
     layout = json.dumps(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     published = Result(Published(CHANNEL, 0, "trainer/0"), manifest=Manifest(CHANNEL, 0, {}, layout))
     sends = [one for order in made.answer(published, 1.0).values() for one in order.commands if isinstance(one, Send)]
