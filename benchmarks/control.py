@@ -24,7 +24,7 @@ from penstock.graph import trace
 from penstock.programs.aipo import aipo
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import place
-from penstock.runtime.schedule.compile import Rules, Tables, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.simulator import Durations, simulate
@@ -67,7 +67,7 @@ def scheduler_events_per_s(repeats: int = 5) -> dict[str, Any]:
     The events are those of a simulated run; only handling them is timed, in one thread.
     """
     graph = trace(aipo, {"lag": LAG})
-    tables = compile_tables(graph, place([graph], Cluster.local(), generators=GENERATORS))
+    tables = Tables(graph, place([graph], Cluster.local(), generators=GENERATORS))
     rules = {"free": Rules(BATCH, UPDATES), "pinned": Rules(BATCH, UPDATES, versions="pinned")}
     figures: dict[str, Any] = {"batch": BATCH, "updates": UPDATES, "lag": LAG, "generators": GENERATORS}
     for versions, chosen in rules.items():

@@ -18,7 +18,7 @@ from penstock.graph import Graph, Program, load, trace
 from penstock.graph.analysis import period_bound
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import Plan, place
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Durations, simulate
 
 PICTURE = ROOT / "docs" / "img" / "period.svg"
@@ -48,7 +48,7 @@ def periods(lag: int, score: float, update: float) -> tuple[float, float]:
     """Seconds per update: simulated, and the bound."""
     graph = aipo(lag)
     seconds = {"generate": 1.0, "score": score, "group_advantage": 0.0, "aipo_update": update}
-    tables = compile_tables(graph, alone(graph))
+    tables = Tables(graph, alone(graph))
     simulated = simulate(tables, Rules(BATCH, UPDATES), Durations(seconds)).period_s
     return simulated, period_bound(graph, seconds, BATCH, SERVERS).seconds
 

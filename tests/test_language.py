@@ -27,7 +27,7 @@ from penstock.runtime.record.metrics import columns, prefixes
 from penstock.runtime.report.page import page
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import make_report
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 
@@ -65,7 +65,7 @@ def simulated(name: str, seconds: Mapping[str, float], updates: int = 40, **opti
     made = graph(name, **options)
     plan = place([made], Cluster(hosts=(Host(name="local", cores=4),)), slots=4)
     durations = {n.name: seconds.get(n.name, 0.0) for n in made.nodes if n.fires}
-    return made, simulate(compile_tables(made, plan), Rules(batch=BATCH, end=updates), Durations(durations))
+    return made, simulate(Tables(made, plan), Rules(batch=BATCH, end=updates), Durations(durations))
 
 
 def prepared(tmp_path: Path, name: str, flags: RunOptions = TOY, **options: Any) -> Path:
@@ -536,7 +536,7 @@ def test_a_slow_environment_stalls_nothing_within_the_lag() -> None:
     made = graph("talking", lag=3, turns=2)
     plan = place([made], Cluster(hosts=(Host(name="local", cores=4),)), slots=16)
     wide = type(plan)(tuple(p if p.name != "environment" else _wide(p) for p in plan.pools))
-    found = simulate(compile_tables(made, wide), Rules(batch=BATCH, end=40), Durations(seconds))
+    found = simulate(Tables(made, wide), Rules(batch=BATCH, end=40), Durations(seconds))
     assert found.period_s == pytest.approx(2.1 / 4)
 
 

@@ -28,7 +28,7 @@ from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.record.metrics import LOST, Row, read_rows
-from penstock.runtime.schedule.compile import check_rules, compile_tables
+from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import SegmentOrigin
 
@@ -61,7 +61,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
         needed = "needed another path or name, for it travels in messages; a run folder may have any"
         raise CommandError(f"given {given!r}, which is no UTF-8; {needed}", 2) from None
     with usage_errors():
-        check_rules(compile_tables(config.graph, config.plan), config.rules(0))
+        check_rules(Tables(config.graph, config.plan), config.rules(0))
     for channel in config.channels().values():
         if why := why_not(flags.transport, channel.source, channel.replicas):
             raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)

@@ -43,7 +43,7 @@ from penstock.runtime.record.folder import (
     update_of,
 )
 from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
-from penstock.runtime.schedule.compile import compile_tables
+from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.scheduler import Scheduler
 
 
@@ -185,7 +185,7 @@ def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
         raise RecordError(f"{path}: {given}; needed that before the update of the folder's name")
     try:
         rules = replace(config, flags=replace(config.flags, updates=saved.update)).rules(0)
-        Scheduler(compile_tables(config.graph, config.plan), rules, saved.cut)
+        Scheduler(Tables(config.graph, config.plan), rules, saved.cut)
     except ValueError as error:
         raise RecordError(f"{path}: {error}; needed what the run wrote") from None
     parts = (part_path(saved.folder, replica.name, 0) for pool in config.plan.pools for replica in pool.replicas)

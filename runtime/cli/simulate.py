@@ -34,7 +34,7 @@ from penstock.runtime.cluster.placement import place, served
 from penstock.runtime.plan.roles import assumptions, roles_of
 from penstock.runtime.plan.simulate import Scene, read_costed
 from penstock.runtime.record.errors import visible
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, Verdicts, simulate
 
 BATCH = 8
@@ -94,7 +94,7 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
     rules = Rules(batch, flags.updates, versions=flags.versions)
     verdicts = deciding(graph, flags.drop, flags.again)
-    result = simulate(compile_tables(graph, plan), rules, durations, verdicts=verdicts)
+    result = simulate(Tables(graph, plan), rules, durations, verdicts=verdicts)
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
     bound, period = period_bound(graph, means, batch, capacity), result.period_s
     # Where they are equal, their sums are rounded apart.

@@ -43,7 +43,7 @@ from penstock.runtime.report.what_if import (
     with_lag,
     with_replicas,
 )
-from penstock.runtime.schedule.compile import check_rules, compile_tables
+from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 
 FLAG = "--from"
@@ -109,7 +109,7 @@ def recorded(flags: RecordedFlags) -> Schedule:
         durations = with_crowding(stage, durations, pool, crowd)
     names = [*(node.name for node in graph.nodes if node.fires), *SYNC]
     durations, _ = given_durations(durations, flags.duration, names)
-    tables = compile_tables(graph, served(graph, plan))
+    tables = Tables(graph, served(graph, plan))
     check_rules(tables, rules)
     result = simulate(tables, rules, durations, live, verdicts=fitted.verdicts, saved=saved)
     found = bound(graph, plan, _means(graph, durations, result), durations.publish, rules)

@@ -35,7 +35,7 @@ from penstock.runtime.record.metrics import (
 )
 from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
 from penstock.runtime.record.trace_formats import chrome_trace
-from penstock.runtime.schedule.compile import compile_tables
+from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Command,
@@ -184,7 +184,7 @@ class RunRecorder:
         self.metrics = MetricsFile(folder.metrics)
         self.tensorboard: TensorBoard | None = open_tensorboard(folder.path, required=tensorboard, keep=kept)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
-        steps = [s for s in compile_tables(config.graph, config.plan).steps.values() if s.per_update]
+        steps = [s for s in Tables(config.graph, config.plan).steps.values() if s.per_update]
         self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed)
         if cut and cut.figures:
             self.rows.restore(cut.figures)

@@ -23,7 +23,7 @@ from penstock.runtime.control.messages import Manifest, Order, Result, rank_peer
 from penstock.runtime.control.rank_setup import input_reads
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import (
     Abort,
     Answer,
@@ -91,7 +91,7 @@ class Stage:
     ) -> None:
         self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
         self.recorder, self.flags = recorder, flags
-        self.tables = compile_tables(origin.graph, origin.plan)
+        self.tables = Tables(origin.graph, origin.plan)
         self.reads = {node.name: input_reads(origin.graph, node) for node in origin.graph.nodes if node.fires}
         self.scheduler = origin.scheduler(self.tables)
         self.finish: Finish | None = None

@@ -31,7 +31,7 @@ from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile
-from penstock.runtime.schedule.compile import Channel, Rules, compile_tables
+from penstock.runtime.schedule.compile import Channel, Rules, Tables
 
 A = TypeVar("A")
 
@@ -293,7 +293,7 @@ class RunConfig:
         try:
             config = RunConfig.from_json({**data, **graphs, "plan": plan})
             for graph in config.graphs:
-                compile_tables(graph, config.plan)
+                Tables(graph, config.plan)
             return config
         except (ValueError, TypeError, KeyError) as error:
             asked = data.get("asked", {})
@@ -304,7 +304,7 @@ class RunConfig:
 
     def channels(self) -> dict[str, Channel]:
         """The ways of weights of all graphs: those of the same carried value to the same pool are one."""
-        return {name: c for graph in self.graphs for name, c in compile_tables(graph, self.plan).channels.items()}
+        return {name: c for graph in self.graphs for name, c in Tables(graph, self.plan).channels.items()}
 
     def rules(self, start: int) -> Rules:
         options = vars(self.flags)

@@ -46,7 +46,7 @@ from penstock.runtime.plan.search import Solution
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import IntArray, Workload, draws
 from penstock.runtime.record.typed_json import parse_json
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, Simulation, Spans, Verdicts, simulate
 
 
@@ -375,7 +375,7 @@ class Scene:
 
     def run(self, updates: int) -> "Simulated":
         graph = relagged(self.graph, self.roles, self.lag)
-        tables = compile_tables(graph, self.places(graph))
+        tables = Tables(graph, self.places(graph))
         rules = Rules(self.plan.work.prompts, updates)
         return Simulated(self, simulate(tables, rules, self.durations(), verdicts=self.verdicts))
 

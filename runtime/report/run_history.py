@@ -22,7 +22,7 @@ from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
 from penstock.runtime.record.timeline import Utilisation
 from penstock.runtime.record.typed_json import ConfigFile, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, RankId, Work, lanes, streams
-from penstock.runtime.schedule.compile import Tables, compile_tables
+from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -226,7 +226,7 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
 def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
     try:
         origin = SegmentOrigin.from_json(log.facts)
-        tables = compile_tables(origin.graph, origin.plan)
+        tables = Tables(origin.graph, origin.plan)
         begin = zero + round(log.steps[0].time * NS)
         replayed = _Replayed(origin, tables, begin, end)
     except ValueError as error:

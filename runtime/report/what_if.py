@@ -25,7 +25,7 @@ from penstock.runtime.cluster.placement import Plan, served
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
 from penstock.runtime.report.run_history import StageRecord
-from penstock.runtime.schedule.compile import NodeStep, Rules, Tables, compile_tables
+from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.simulator import Durations, Spans, Verdicts, draw, simulate
 
@@ -174,7 +174,7 @@ def predict(stage: StageRecord, fitted: Fit) -> Prediction | None:
         return None
     updates, origin = quick_updates(stage), stage.origin
     rules = replace(origin.rules, end=min(origin.rules.end, origin.rules.start + updates))
-    tables = compile_tables(origin.graph, served(origin.graph, origin.plan))
+    tables = Tables(origin.graph, served(origin.graph, origin.plan))
     follow = Follow(tables, streams(origin.graph), origin.live)
 
     def observe(time: float, event: Event, commands: list[Command]) -> None:
@@ -296,7 +296,7 @@ def what_if(stage: StageRecord, fitted: Fit, out_of_time: Callable[[], bool]) ->
             # With too small a lag for how seldom weights are sent, some update would wait for ever.
             if check(other):
                 raise ValueError
-            tables = compile_tables(other, served(other, grown))
+            tables = Tables(other, served(other, grown))
             found = simulate(tables, limits, durations, verdicts=fitted.verdicts)
         except ValueError:
             # Such a lag or plan is refused, or filters drop too much.

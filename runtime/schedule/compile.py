@@ -1,10 +1,10 @@
 """The graph and the plan compiled into what the scheduler looks up: steps, channels, readers. Pure, made once.
 
-`compile_tables` also finds out whether the graph can run as the plan places it, and `check_rules` whether a run's rules
-are possible for it. The errors are ValueErrors, as those of `check` are.
+`Tables` also finds out whether the graph can run as the plan places it, and `check_rules` whether a run's rules are
+possible for it. The errors are ValueErrors, as those of `check` are.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from math import gcd
@@ -81,7 +81,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """A node or a source, compiled. `place` is its order in the program.
+    """A node or a source, compiled.
 
     groups: per-group values it reads. waits: those that a firing waits for; before two steps take turns, the inputs of
     both must be there. updates: per-update values of the same update it reads.
@@ -98,40 +98,38 @@ class NodeStep:
     """
 
     name: str
-    place: int
     pool: str
     per_update: bool
-    source: bool = False
-    stateful: bool = False
-    makes: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
-    waits: tuple[str, ...] = ()
-    updates: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    weights: tuple[tuple[str, int], ...] = ()
-    fixed: tuple[str, ...] = ()
-    readers: tuple[str, ...] = ()
-    publishes: tuple[str, ...] = ()
-    private: bool = False
-    every: int = 1
-    off_path: bool = False
-    filters: bool = False
-    delays: tuple[tuple[str, int], ...] = ()
-    turns: int = 0
-    partner: str = ""
-    answers: bool = False
-    recalls: bool = False
-    where: str = ""
+    source: bool
+    stateful: bool
+    makes: tuple[str, ...]
+    groups: tuple[str, ...]
+    waits: tuple[str, ...]
+    updates: tuple[str, ...]
+    carried: tuple[str, ...]
+    after: tuple[str, ...]
+    weights: tuple[tuple[str, int], ...]
+    fixed: tuple[str, ...]
+    readers: tuple[str, ...]
+    publishes: tuple[str, ...]
+    private: bool
+    every: int
+    off_path: bool
+    filters: bool
+    delays: tuple[tuple[str, int], ...]
+    turns: int
+    partner: str
+    answers: bool
+    recalls: bool
+    where: str
 
     def due(self, update: int) -> int:
         """The first update from `update` on at which a per-update step fires."""
         return update + -(update + 1) % self.every
 
 
-@dataclass(frozen=True)
 class Tables:
-    """Steps and channels by name, and by what asks for them.
+    """What the scheduler looks up at each event, compiled once: steps and channels by name, and by what asks for them.
 
     group_steps, update_steps, sends: what each pool runs per group (latest first), per update (first those off the
     critical path), and publishes. critical: the per-update steps on the critical path.
@@ -139,82 +137,55 @@ class Tables:
     per-group step is done. weight_readers: who reads a channel.
     lagged: whether some step reads weights that change, at most `max_lag` updates old.
     makers: the step that makes the next value of each carried value that changes.
+
+    Raises ValueError for what cannot work, as `check` does.
     """
 
-    steps: dict[str, NodeStep]
-    channels: dict[str, Channel]
-    replicas: dict[str, Replica]
-    pool_of: dict[str, str]
-    by_pool: dict[str, tuple[Replica, ...]]
-    group_steps: dict[str, tuple[NodeStep, ...]]
-    update_steps: dict[str, tuple[NodeStep, ...]]
-    sends: dict[str, tuple[Channel, ...]]
-    critical: tuple[str, ...]
-    begins: dict[str, tuple[NodeStep, ...]]
-    stirs: dict[str, tuple[NodeStep, ...]]
-    sources: tuple[NodeStep, ...]
-    stateful: frozenset[str]
-    weight_readers: dict[str, tuple[tuple[NodeStep, int], ...]]
-    makers: dict[str, str]
-    lagged: bool
-    max_lag: int
-    num_group_steps: int
-    takes_groups: bool
-
-
-def compile_tables(graph: Graph, plan: Plan) -> Tables:
-    """Look up once what the scheduler needs at each event. Raises ValueError for what cannot work, as `check` does."""
-    makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
-    _check_plan(graph, plan, makers)
-    channels, edges = _channels(graph, plan)
-    steps = _steps(graph, plan, makers, channels, edges)
-    try:
-        TopologicalSorter({s.name: {*s.updates, *s.after} for s in steps.values() if s.per_update}).prepare()
-    except CycleError as error:
-        names = " -> ".join(error.args[1])
-        raise ValueError(
-            f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
-            "output; needed an order in which every carried value is read before the node that makes its next value"
-        ) from None
-    by_pool = {p.name: p.replicas for p in plan.pools}
-
-    def select(pools: Collection[str], per_update: bool) -> tuple[NodeStep, ...]:
-        chosen = [s for s in steps.values() if s.pool in pools and s.per_update == per_update]
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
+        _check_plan(graph, plan, self.makers)
+        self.replicas = {r.name: r for r in plan.replicas}
+        self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
+        self.by_pool = {p.name: p.replicas for p in plan.pools}
+        self.channels, edges = _channels(graph, plan)
+        self.steps = _steps(graph, plan, self.makers, self.channels, edges)
+        steps = self.steps.values()
+        try:
+            TopologicalSorter({s.name: {*s.updates, *s.after} for s in steps if s.per_update}).prepare()
+        except CycleError as error:
+            names = " -> ".join(error.args[1])
+            raise ValueError(
+                f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
+                "output; needed an order in which every carried value is read before the node that makes its next value"
+            ) from None
         # Latest first: what is nearer to the update gets the room. Off the critical path first: it holds versions up.
-        return tuple(sorted(chosen, key=lambda s: (not s.off_path, s.place) if per_update else (False, -s.place)))
-
-    def begun(step: NodeStep) -> tuple[NodeStep, ...]:
-        # Turns begin with the step that speaks, which waits for the inputs of the one that answers, too.
-        names = dict.fromkeys(steps[r].partner if steps[r].answers else r for r in step.readers)
-        return tuple(steps[name] for name in names if not steps[name].per_update)
-
-    return Tables(
-        steps=steps,
-        channels=channels,
-        replicas={r.name: r for r in plan.replicas},
-        pool_of={r.name: p.name for p in plan.pools for r in p.replicas},
-        by_pool=by_pool,
-        group_steps={p: select({p}, False) for p in by_pool},
-        update_steps={p: select({p}, True) for p in by_pool},
-        sends={p: tuple(c for c in channels.values() if c.source in by_pool[p]) for p in by_pool},
-        critical=tuple(s.name for s in steps.values() if s.per_update and not s.off_path),
-        begins={s.name: begun(s) for s in steps.values()},
-        stirs={
-            s.name: select({s.pool, *(reader.pool for reader in begun(s))}, False)
-            for s in steps.values()
-            if not s.per_update
-        },
-        sources=tuple(s for s in steps.values() if s.source),
-        stateful=frozenset(s.name for s in steps.values() if s.stateful),
-        weight_readers={
-            name: tuple((s, lag) for s in steps.values() for c, lag in s.weights if c == name) for name in channels
-        },
-        makers=makers,
-        lagged=any(s.weights for s in steps.values()),
-        max_lag=max((lag for s in steps.values() for _, lag in s.weights), default=0),
-        num_group_steps=sum(not s.per_update for s in steps.values()),
-        takes_groups=any(s.groups for s in steps.values() if s.per_update),
-    )
+        per_group = [s for s in reversed(steps) if not s.per_update]
+        per_update = sorted((s for s in steps if s.per_update), key=lambda s: not s.off_path)
+        self.group_steps = {pool: tuple(s for s in per_group if s.pool == pool) for pool in self.by_pool}
+        self.update_steps = {pool: tuple(s for s in per_update if s.pool == pool) for pool in self.by_pool}
+        self.sends = {
+            pool: tuple(c for c in self.channels.values() if c.source in replicas)
+            for pool, replicas in self.by_pool.items()
+        }
+        self.critical = tuple(s.name for s in per_update if not s.off_path)
+        self.begins: dict[str, tuple[NodeStep, ...]] = {}
+        self.stirs: dict[str, tuple[NodeStep, ...]] = {}
+        for step in steps:
+            # Turns begin with the step that speaks, which waits for the inputs of the one that answers, too.
+            readers = [self.steps[name] for name in step.readers]
+            begun = dict.fromkeys(r.partner if r.answers else r.name for r in readers if not r.per_update)
+            self.begins[step.name] = tuple(self.steps[name] for name in begun)
+            pools = {step.pool, *(reader.pool for reader in self.begins[step.name])}
+            self.stirs[step.name] = tuple(s for s in per_group if s.pool in pools)
+        self.sources = tuple(s for s in steps if s.source)
+        self.weight_readers = {
+            name: tuple((s, lag) for s in steps for channel, lag in s.weights if channel == name)
+            for name in self.channels
+        }
+        lags = [lag for s in steps for _, lag in s.weights]
+        self.lagged, self.max_lag = bool(lags), max(lags, default=0)
+        self.num_group_steps = len(per_group)
+        self.takes_groups = any(s.groups for s in per_update)
 
 
 def channel_name(carried: str, pool: str) -> str:
@@ -269,48 +240,47 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
 def _steps(
     graph: Graph, plan: Plan, makers: dict[str, str], channels: dict[str, Channel], edges: Edges
 ) -> dict[str, NodeStep]:
-    calls = [n for n in graph.nodes if n.fires]
-    clocks = {n.name: n.clock for n in calls} | {s.name: "group" for s in graph.sources}
-    delays = {n.name for n in graph.nodes if n.construct == "delay"}
-    steps: dict[str, NodeStep] = {}
-    shared = {plan.pool_of(n.name).name for n in calls if n.clock == "update"}
+    sources = [Node(s.name, "source", (), ()) for s in graph.sources]
+    nodes = [*sources, *(n for n in graph.nodes if n.fires)]
+    per_update = {n.name: n.clock == "update" for n in nodes}
+    pools = {n.name: plan.pool_of(n.name).name for n in nodes}
+    shared = {pools[name] for name, slow in per_update.items() if slow}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
-    for place, source in enumerate(graph.sources):
-        readers = tuple(n.name for n in _readers_of(calls, source.name))
-        pool = plan.pool_of(source.name).name
-        steps[source.name] = NodeStep(
-            source.name, place, pool, False, source=True, readers=readers, private=pool not in shared
-        )
-    own = {node.name: _reads(node, _partner(calls, node)) for node in calls}
-    for place, node in enumerate(calls, start=len(steps)):
-        partner, reads = _partner(calls, node), own[node.name]
+    delays = {n.name for n in graph.nodes if n.construct == "delay"}
+    partners = {n.name: _partner(nodes, n) for n in nodes}
+    # What a node reads of its own update or group, but for what the turns make.
+    own = {
+        n.name: list(dict.fromkeys(i.ref.node for i in n.inputs if not i.back and i.ref.node != partners[n.name]))
+        for n in nodes
+    }
+    steps: dict[str, NodeStep] = {}
+    for node in nodes:
+        partner, reads = partners[node.name], own[node.name]
         begun_by = dict.fromkeys((*reads, *(own[partner] if partner and not node.answers else ())))
         changing = tuple(r for r in reads if r in makers)
         made = tuple(c for c, maker in makers.items() if maker == node.name)
-        pool = plan.pool_of(node.name).name
-        lagged = tuple(dict.fromkeys(edges.get(node.name, [])))
-        others = [n.name for c in made for n in _readers_of(calls, c) if n.name != node.name]
-        readers = tuple(n.name for n in _readers_of(calls, node.name) if n.name != partner)
-        plain = not (made or readers or changing or any(r in clocks for r in reads))
+        lagged = dict.fromkeys(edges.get(node.name, []))
+        readers = tuple(n.name for n in _readers_of(nodes, node.name) if n.name != partner)
+        plain = not (made or readers or changing or any(r in per_update for r in reads))
         steps[node.name] = NodeStep(
             name=node.name,
-            place=place,
-            pool=pool,
-            per_update=node.clock == "update",
+            pool=pools[node.name],
+            per_update=per_update[node.name],
+            source=node in sources,
             stateful=node.stateful,
             makes=made,
-            groups=tuple(r for r in reads if clocks.get(r) == "group"),
-            waits=tuple(r for r in begun_by if clocks.get(r) == "group"),
-            updates=tuple(r for r in reads if clocks.get(r) == "update"),
+            groups=tuple(r for r in reads if per_update.get(r) is False),
+            waits=tuple(r for r in begun_by if per_update.get(r) is False),
+            updates=tuple(r for r in reads if per_update.get(r)),
             carried=changing,
-            after=tuple(dict.fromkeys(others)),
+            after=tuple(dict.fromkeys(n.name for c in made for n in _readers_of(nodes, c) if n is not node)),
             weights=tuple(e for e in lagged if channels[e[0]].carried in makers),
             fixed=tuple(channel for channel, _ in lagged if channels[channel].carried not in makers),
             readers=readers,
             publishes=tuple(c.name for c in channels.values() if c.carried in made),
-            private=pool not in shared,
+            private=pools[node.name] not in shared,
             every=node.every,
-            off_path=node.clock == "update" and plain,
+            off_path=per_update[node.name] and plain,
             filters=node.construct == "keep",
             delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if r in delays),
             turns=node.turns or 0,
@@ -320,11 +290,6 @@ def _steps(
             where=node.where,
         )
     return steps
-
-
-def _reads(node: Node, partner: str) -> tuple[str, ...]:
-    """What a node reads of its own update or group, but for what the turns make."""
-    return tuple(dict.fromkeys(i.ref.node for i in node.inputs if not i.back and i.ref.node != partner))
 
 
 def _partner(nodes: Sequence[Node], node: Node) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import Plan
-from penstock.runtime.schedule.compile import Rules, Tables, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Command, Commit, Event, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -41,7 +41,7 @@ class SegmentOrigin:
 
     def scheduler(self, tables: Tables | None = None) -> Scheduler:
         """A new one. `tables` are those of the graph and plan, if they are there already."""
-        tables = tables or compile_tables(self.graph, self.plan)
+        tables = tables or Tables(self.graph, self.plan)
         return Scheduler(tables, self.rules, self.saved, self.live, self.complete)
 
     def to_json(self) -> dict[str, Any]:

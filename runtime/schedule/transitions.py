@@ -249,7 +249,7 @@ def save(state: State) -> None:
     """When nothing that changes state is in work, have every replica write its part of the checkpoint."""
     if state.saving or state.begun() or any(channel.publishing for channel in state.channels.values()):
         return
-    if any(f.node in state.tables.stateful for f in state.running) or not drained(state):
+    if any(state.tables.steps[f.node].stateful for f in state.running) or not drained(state):
         return
     saved = {"update": state.update, **state.ledger.to_json(), "trailing": state.off_path}
     # A final checkpoint with no more in it than the newest complete one is not worth the time of a stop.

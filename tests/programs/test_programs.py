@@ -13,7 +13,7 @@ from penstock import programs
 from penstock.graph import Graph, Program, check, load, trace
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Durations, simulate
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(programs.__path__))
@@ -151,6 +151,6 @@ def test_a_programs_schedule_can_be_simulated(name: str, lag: int) -> None:
     made = graph(name, **({"lag": lag} if any(flag.name == "lag" for flag in program(name).flags) else {}))
     plan = place([made], Cluster(hosts=(Host(name="local", cores=2),)), slots=64)
     durations = Durations({node.name: 0.01 for node in made.nodes if node.fires})
-    simulated = simulate(compile_tables(made, plan), Rules(batch=4, end=8), durations)
+    simulated = simulate(Tables(made, plan), Rules(batch=4, end=8), durations)
     assert len(simulated.ends) == 8
     assert simulated.period_s > 0

@@ -14,7 +14,7 @@ from penstock.runtime.control.messages import record_bytes
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.replay import ReplayError, SegmentOrigin
 from penstock.runtime.schedule.simulator import simulate
@@ -34,7 +34,7 @@ def record(path: Path, *, lag: int = 1, told: int = 1) -> RunFolder:
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         log.step(time, record_bytes(event), map(record_bytes, commands))
 
-    simulate(compile_tables(graphs[lag], plan), rules, timing(graphs[lag], ())[0], observe=observe)
+    simulate(Tables(graphs[lag], plan), rules, timing(graphs[lag], ())[0], observe=observe)
     log.end({"status": "done"})
     folder.write_json("summary.json", {"status": "done", "records": log.records})
     folder.unlock()

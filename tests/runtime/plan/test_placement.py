@@ -21,7 +21,7 @@ from penstock.runtime.cluster.placement import (
     why_no_turns,
     why_not,
 )
-from penstock.runtime.schedule.compile import compile_tables
+from penstock.runtime.schedule.compile import Tables
 
 TYPE = "penstock.graph.types:Rollouts"
 
@@ -78,7 +78,7 @@ def test_a_pool_holds_the_arguments_and_nodes_of_its_label_over_all_graphs() -> 
 def test_the_plan_serves_every_graph() -> None:
     plan = place([TRAIN, EVALUATE], _cluster(), generators=2)
     for graph in (TRAIN, EVALUATE):
-        compile_tables(graph, plan)
+        Tables(graph, plan)
 
 
 def test_a_value_is_held_where_the_first_graph_says() -> None:

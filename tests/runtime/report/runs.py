@@ -13,7 +13,7 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.event_log import LogWriter
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import MetricsFile
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.simulator import Durations, LognormalSeconds, Simulation, simulate
@@ -64,7 +64,7 @@ def simulated_run(
     folder = RunFolder.create(path)
     config.write(folder, {"program": program, "command": ["toy", "--lag", str(lag)], "penstock": "0.1.0"})
     rules = Rules(batch, updates)
-    tables = compile_tables(graph, _served(plan))
+    tables = Tables(graph, _served(plan))
     log = LogWriter(folder.events)
     log.segment(None, {"run": config.run})
     log.stage({**SegmentOrigin("train", graph, _served(plan), rules).to_json(), "accuracy": {"before": ACCURACY}})

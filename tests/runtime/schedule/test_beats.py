@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Fire, Publish, Save, Send
 from penstock.runtime.schedule.idle_causes import cause
 
@@ -131,7 +131,7 @@ def test_two_broadcasts_to_a_pool_share_its_channel() -> None:
         call("update", ["policy", "judge"], "trainer", "update"),
     )
     made = graph("shared", {"policy": "update"}, ["prompts"], nodes)
-    assert compile_tables(made, place(made)).channels["policy>generator"].every == 2
+    assert Tables(made, place(made)).channels["policy>generator"].every == 2
 
 
 @pytest.mark.parametrize(("lag", "every", "sent"), [(0, 1, range(8)), (0, 3, [2, 5]), (1, 4, [2, 3, 6, 7]), (0, 9, [])])
@@ -276,7 +276,7 @@ def test_a_step_is_waited_for_as_soon_as_it_reads_or_is_read() -> None:
         made = graph(
             "some", {"policy": "update"}, ["prompts"], [*aipo(1).nodes, broadcast("mine", "policy", 0), *nodes]
         )
-        return [s.name for s in compile_tables(made, place(made)).steps.values() if s.off_path]
+        return [s.name for s in Tables(made, place(made)).steps.values() if s.off_path]
 
     assert trails(call("watch", ["mine"], "generator", "update")) == ["watch"]
     assert trails(call("watch", ["mine", "generate"], "generator", "update")) == []

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, Finish, Free, Save
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -74,7 +74,7 @@ def test_a_finished_run_can_be_saved() -> None:
     made = world(aipo(), Rules(batch=1, end=2))
     finish(made)
     cut = {"update": 2, **made.scheduler.ledger.to_json()}
-    tables = compile_tables(aipo(), place(aipo()))
+    tables = Tables(aipo(), place(aipo()))
     told = Scheduler(tables, Rules(batch=1, end=2, start=2), json.loads(json.dumps(cut))).handle(Checkpoint(final=True))
     assert told == [Save(2, replica) for replica in tables.replicas]
 

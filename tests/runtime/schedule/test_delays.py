@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Graph
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Begin, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -66,7 +66,7 @@ def test_a_value_that_is_left_as_it_is_holds_no_group_up() -> None:
 def test_pinned_versions_need_a_delay_of_at_least_the_lag() -> None:
     def scheduler(lag: int) -> Scheduler:
         made = curriculum(lag, weights=2)
-        return Scheduler(compile_tables(made, place(made)), Rules(batch=1, end=3, versions="pinned"))
+        return Scheduler(Tables(made, place(made)), Rules(batch=1, end=3, versions="pinned"))
 
     scheduler(2)
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_pinned_versions_need_a_delay_of_at_least_the_lag() -> None:
 
 def test_groups_that_read_something_delayed_are_not_replaced() -> None:
     def scheduler(made: Graph) -> Scheduler:
-        return Scheduler(compile_tables(made, place(made)), Rules(batch=1, end=3, on_failure="replace"))
+        return Scheduler(Tables(made, place(made)), Rules(batch=1, end=3, on_failure="replace"))
 
     scheduler(aipo())
     with pytest.raises(

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Checkpoint, Finish, Free
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -106,5 +106,5 @@ def test_pinned_versions_refuse_filters_and_slow_broadcasts_beforehand() -> None
     nodes = [n for n in filtered(1).nodes if n.construct != "broadcast"]
     slow = graph("slow", {"policy": "update"}, ["prompts"], [broadcast("broadcast", "policy", 1, every=2), *nodes])
     with pytest.raises(ValueError, match="given the filter keep, broadcast with every=…; needed none"):
-        Scheduler(compile_tables(slow, place(slow)), Rules(batch=1, end=1, versions="pinned"))
-    Scheduler(compile_tables(slow, place(slow)), Rules(batch=1, end=1))
+        Scheduler(Tables(slow, place(slow)), Rules(batch=1, end=1, versions="pinned"))
+    Scheduler(Tables(slow, place(slow)), Rules(batch=1, end=1))

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Finish, Fire
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
@@ -80,7 +80,7 @@ def test_a_graph_without_weights_runs_ahead_of_its_updates() -> None:
 
 
 def test_no_updates_are_done_at_once() -> None:
-    scheduler = Scheduler(compile_tables(aipo(), place(aipo())), Rules(batch=2, end=3, start=3))
+    scheduler = Scheduler(Tables(aipo(), place(aipo())), Rules(batch=2, end=3, start=3))
     assert scheduler.handle(Begin()) == [Finish("done")]
 
 
@@ -93,7 +93,7 @@ def test_pinned_versions_need_one_lag() -> None:
         call("update", ["policy", "judge"], "trainer", "update"),
     )
     two_lags = graph("two_lags", {"policy": "update"}, ["prompts"], nodes)
-    tables = compile_tables(two_lags, place(two_lags))
+    tables = Tables(two_lags, place(two_lags))
     with pytest.raises(ValueError, match="given generate lag=0, judge lag=2; needed one lag"):
         Scheduler(tables, Rules(batch=1, end=2, versions="pinned"))
     Scheduler(tables, Rules(batch=1, end=2))

@@ -11,7 +11,7 @@ import pytest
 from penstock.graph.analysis import Bound, period_bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import Plan
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, Verdicts, simulate
 
 from .graphs import aipo, alternate, broadcast, call, evaluate, graph, keep, place, sft
@@ -25,7 +25,7 @@ BURSTS = {"generate": 4.0, "score": 0.0, "advantage": 0.0, "update": 1.0}
 def simulated(
     graph: Graph, plan: Plan, rules: Rules, seconds: Mapping[str, float], sync: tuple[float, float, float] = (0, 0, 0)
 ) -> Simulation:
-    return simulate(compile_tables(graph, plan), rules, Durations(seconds, *sync))
+    return simulate(Tables(graph, plan), rules, Durations(seconds, *sync))
 
 
 def bound(graph: Graph, plan: Plan, rules: Rules, seconds: Mapping[str, float], sync: float = 0.0) -> Bound:
@@ -92,7 +92,7 @@ def test_the_simulated_scheduler_keeps_its_invariants() -> None:
         )
         checker = Checker(setting.graph, setting.plan, rules)
         result = simulate(
-            compile_tables(setting.graph, setting.plan),
+            Tables(setting.graph, setting.plan),
             rules,
             durations,
             observe=lambda now, event, commands, checker=checker: checker.see(event, commands),  # type: ignore[misc]
@@ -110,7 +110,7 @@ def test_lag_zero_takes_the_sum_and_a_lag_the_slowest_pool() -> None:
 
 
 def test_the_same_durations_give_the_same_schedule() -> None:
-    tables = compile_tables(aipo(2), place(aipo(), {"generator": 2}))
+    tables = Tables(aipo(2), place(aipo(), {"generator": 2}))
     durations = Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8)}, 0.1, 0.2, 0.01)
     first, second = (simulate(tables, Rules(4, 20), durations) for _ in range(2))
     assert first == second
@@ -172,7 +172,7 @@ def conversing(turns: int) -> Graph:
 def conversed(turns: int, updates: int, verdicts: Verdicts, speak: Duration = 1.0) -> Simulation:
     """One group at a time."""
     made = conversing(turns)
-    tables = compile_tables(made, place(made, capacity={"generator": 1}))
+    tables = Tables(made, place(made, capacity={"generator": 1}))
     durations = Durations({"speak": speak, "answer": 0.5, "update": 2.0})
     return simulate(tables, Rules(1, updates), durations, verdicts=verdicts)
 
@@ -223,13 +223,11 @@ def test_verdicts_are_checked(verdicts: Verdicts, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         conversed(2, 1, verdicts)
     with pytest.raises(ValueError, match="needed none, since no node of the graph decides it"):
-        simulate(
-            compile_tables(sft(), place(sft())), Rules(1, 1), Durations({"pack": 0, "update": 0}), None, None, verdicts
-        )
+        simulate(Tables(sft(), place(sft())), Rules(1, 1), Durations({"pack": 0, "update": 0}), None, None, verdicts)
 
 
 def test_durations_are_checked() -> None:
-    tables = compile_tables(aipo(), place(aipo()))
+    tables = Tables(aipo(), place(aipo()))
     with pytest.raises(ValueError, match="given generate; needed one for each node of prompts, generate, score"):
         simulate(tables, Rules(1, 1), Durations({"generate": 1.0}))
     with pytest.raises(ValueError, match="given judge, generate"):
@@ -246,7 +244,7 @@ def test_a_keyed_duration_has_the_given_mean() -> None:
 
 
 def test_a_thousand_updates_are_simulated_and_the_speed_is_printed() -> None:
-    tables = compile_tables(aipo(1), place(aipo(), {"generator": 2}, {"generator": 8}))
+    tables = Tables(aipo(1), place(aipo(), {"generator": 2}, {"generator": 8}))
     start = perf_counter()
     result = simulate(tables, Rules(32, 1000), Durations(SECONDS, 0.05, 0.1, 0.01))
     seconds = perf_counter() - start

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from penstock.runtime.cluster.placement import Plan, Pool
-from penstock.runtime.schedule.compile import Rules, check_rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
 from .graphs import actor_critic, aipo, broadcast, call, evaluate, graph, place, sft
 
 
 def test_steps_know_what_they_read_and_who_reads_them() -> None:
-    steps = compile_tables(aipo(lag=3), place(aipo())).steps
+    steps = Tables(aipo(lag=3), place(aipo())).steps
     assert steps["prompts"].source
     assert steps["generate"].weights == (("policy>generator", 3),)
     assert steps["generate"].readers == ("score", "update")
@@ -21,14 +21,14 @@ def test_steps_know_what_they_read_and_who_reads_them() -> None:
 
 
 def test_who_reads_a_carried_value_comes_before_who_donates_it() -> None:
-    steps = compile_tables(actor_critic(), place(actor_critic())).steps
+    steps = Tables(actor_critic(), place(actor_critic())).steps
     assert steps["update_critic"].after == ("targets",)
     assert steps["update_critic"].updates == ("targets",)
     assert "reference" not in steps["refer"].carried
 
 
 def test_a_value_that_never_changes_has_no_lag() -> None:
-    steps = compile_tables(evaluate(), place(evaluate())).steps
+    steps = Tables(evaluate(), place(evaluate())).steps
     assert steps["evaluate.generate"].weights == ()
     assert steps["evaluate.generate"].fixed == ("policy>generator",)
 
@@ -37,13 +37,13 @@ def test_a_plan_must_hold_everything() -> None:
     plan = place(aipo())
     short = Plan(tuple(Pool(p.name, tuple(h for h in p.holds if h != "score"), p.replicas) for p in plan.pools))
     with pytest.raises(ValueError, match="no pool holds score; the pools hold advantage, generate"):
-        compile_tables(aipo(), short)
+        Tables(aipo(), short)
 
 
 def test_a_carried_value_is_held_by_one_replica() -> None:
     for made in (aipo(), sft()):
         with pytest.raises(ValueError, match="holds the carried value 'policy' and has 2 replicas; needed 1"):
-            compile_tables(made, place(made, {"trainer": 2}))
+            Tables(made, place(made, {"trainer": 2}))
 
 
 def test_a_carried_value_is_held_where_it_is_read() -> None:
@@ -53,7 +53,7 @@ def test_a_carried_value_is_held_where_it_is_read() -> None:
     with pytest.raises(
         ValueError, match="update reads the carried value 'policy' and is in pool 'trainer'; needed 'else"
     ):
-        compile_tables(sft(), moved)
+        Tables(sft(), moved)
 
 
 def test_two_updates_that_donate_what_the_other_reads_have_no_order() -> None:
@@ -63,13 +63,13 @@ def test_two_updates_that_donate_what_the_other_reads_have_no_order() -> None:
     )
     crossed = graph("crossed", {"policy": "actor", "critic": "judge"}, ["texts"], nodes)
     with pytest.raises(ValueError, match="wait for each other"):
-        compile_tables(crossed, place(crossed))
+        Tables(crossed, place(crossed))
 
 
 def test_pinned_versions_need_the_current_one_in_per_update_nodes() -> None:
     nodes = (*aipo(1).nodes, broadcast("mine", "policy", 2), call("watch", ["mine"], "generator", "update"))
     watched = graph("watched", {"policy": "update"}, ["prompts"], nodes)
-    tables = compile_tables(watched, place(watched))
+    tables = Tables(watched, place(watched))
     check_rules(tables, Rules(batch=1, end=1))
     with pytest.raises(ValueError, match="given generate lag=1, watch lag=2"):
         check_rules(tables, Rules(batch=1, end=1, versions="pinned"))

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Begin, Checkpoint, Commit, CommitTurn, Done, Finish, Fire, Free
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -218,9 +218,9 @@ def test_pinned_groups_take_all_their_turns_with_one_version_over_any_stop() -> 
 
 def test_steps_in_a_cycle_know_each_other() -> None:
     made = talking(turns=3)
-    steps = compile_tables(made, place(made)).steps
+    steps = Tables(made, place(made)).steps
     assert (steps[SPEAK].partner, steps[ANSWER].partner) == (ANSWER, SPEAK)
     assert (steps[SPEAK].answers, steps[ANSWER].answers) == (False, True)
     assert (steps[SPEAK].groups, steps[ANSWER].groups) == (("prompts",), ())
     assert steps[SPEAK].readers == steps[ANSWER].readers == ("score",)
-    assert Scheduler(compile_tables(made, place(made)), Rules(1, 1)).handle(Begin())
+    assert Scheduler(Tables(made, place(made)), Rules(1, 1)).handle(Begin())

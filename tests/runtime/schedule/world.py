@@ -10,7 +10,7 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.cluster.placement import Plan
-from penstock.runtime.schedule.compile import Rules, compile_tables
+from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
@@ -67,7 +67,7 @@ class World:
         live: Live | None = None,
     ) -> None:
         self.setting, self.cut, self.live, self.lineage = setting, cut, live, lineage
-        self.tables = compile_tables(setting.graph, setting.plan)
+        self.tables = Tables(setting.graph, setting.plan)
         rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
         self.scheduler = Scheduler(self.tables, rules, cut, live, cut or {})
         self.checker = Checker(setting.graph, setting.plan, setting.rules, lineage, live)
