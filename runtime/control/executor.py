@@ -17,7 +17,7 @@ memory before it answers its last firing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
@@ -27,11 +27,11 @@ from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter
 from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
-from penstock.runtime.control.messages import Manifest, Order, Result
+from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import told
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key
-from penstock.runtime.control.weight_channels import Ways
+from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.record.folder import update_of
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.events import (
@@ -61,7 +61,7 @@ def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, 
     setup = holdings.setup
     folder = setup.folder / "checkpoints" / name
     states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
-    earlier = {_earlier(name, version): value for name, version, value in holdings.history.before(update)}
+    earlier = {f"{name}@{v}": holdings.history.of(name, v) for name, v in holdings.history.before(update)}
     ranks = len(setup.plan.replica(setup.replica).ranks)
     kept = values.of(firings)
     write_shard(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
@@ -74,11 +74,10 @@ def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[
     for name, value in holdings.carried.items():
         value.restore(*part.carried(name, layout_of(value)))
         holdings.history.note(name, update, value)
-    for name, lag in holdings.history.lags.items():
-        for version in range(needed_version(update, lag), update):
-            value = holdings.make(name)
-            value.restore(*part.carried(_earlier(name, version), layout_of(value)))
-            holdings.history.note(name, version, value)
+    for name, version in holdings.history.before(update):
+        value = holdings.make(name)
+        value.restore(*part.carried(f"{name}@{version}", layout_of(value)))
+        holdings.history.note(name, version, value)
     for name, held in holdings.nodes.items():
         if held.node.stateful:
             held.state = part.value(f"state/{name}", type(held.state))
@@ -87,10 +86,6 @@ def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[
         value = part.value(value_name(firing, output), setup.declared(firing, output))
         restored += [(firing, name, handle) for name, handle in values.keep(firing, {output: value}).items()]
     return restored
-
-
-def _earlier(name: str, version: int) -> str:
-    return f"{name}@{version}"
 
 
 class Resting:
@@ -174,30 +169,22 @@ _RAISED = (Exception, SystemExit)
 
 
 class Executor:
-    """Runs commands. `kept`, `fetch`, `export` and `release` are those of its `Values`; `ways` moves weights.
+    """Runs commands of one rank; `channels` moves weights, and `values` keeps what nodes make.
 
     `restored` are the handles of the values that a checkpoint had. `threads` is how many the rank has for its work.
+    `doing` is the command or step in work, as text when somebody asks; "" for none.
     """
 
-    def __init__(
-        self,
-        setup: RankSetup,
-        ways: Ways,
-        kept: dict[Key, Any],
-        fetch: Callable[[ObjectRef, type], Any] | None = None,
-        export: Callable[[Any], ObjectRef] | None = None,
-        release: Callable[[ObjectRef], None] | None = None,
-    ) -> None:
-        self.setup, self.ways = setup, ways
-        self.values = HeldValues(setup, kept, fetch, export, release)
+    def __init__(self, setup: RankSetup, channels: LocalChannels, values: HeldValues) -> None:
+        self.setup, self.channels, self.values = setup, channels, values
         self.held = Holdings(setup)
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
         require_savable(states, self.held.carried)
         self.threads = setup.plan.replica(setup.replica).ranks[setup.rank].threads
-        self._doing: object = None
-        self._checkpoint = ""
-        self._manifests: dict[tuple[str, int], Manifest] = {}
+        self.doing: object = ""
+        self._order = Order(())
+        self._handles: dict[Key, ObjectRef] = {}
         self.restored: list[tuple[Firing, str, ObjectRef]] = []
         if setup.restore is not None:
             self.restored = restore(setup.restore, self.held, self.values)
@@ -205,41 +192,26 @@ class Executor:
 
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
         """Carry out one command after the other; the answers to each that are there at once."""
-        handles = {(firing, output): handle for firing, output, handle in order.handles}
-        self._checkpoint = order.checkpoint
-        self._manifests = {(one.channel, one.version): one for one in order.manifests}
+        self._order, self._handles = order, {(firing, output): handle for firing, output, handle in order.handles}
         for command in order.commands:
-            self._doing = command
-            yield self.do(command, handles)
-        self._doing = None
+            self.doing = type(command).__name__
+            yield self._do(command)
+        self.doing = ""
 
-    @property
-    def doing(self) -> str:
-        """The command or step in work; "" for none. For a thread that watches this one, so made up when it asks."""
-        match self._doing:
-            case None:
-                return ""
-            case Fire(firing):
-                return str(firing)
-            case Publish(channel, version):
-                return f"{channel}[{version}]"
-            case Held(node):
-                return f"a step of {node.name}"
-        return type(self._doing).__name__
-
-    def do(self, command: Command, handles: Mapping[Key, ObjectRef]) -> list[Result]:
+    def _do(self, command: Command) -> list[Result]:
         """Carry out one command; the answers that are there at once."""
         replica, rank = self.setup.replica, self.setup.rank
         match command:
             case Fire():
-                return self._fire(command, handles)
+                return self._fire(command)
             case Publish(channel, version):
                 return [self._publish(channel, version)]
             case Send(channel, version):
-                self.ways.send(command, self._manifests.get((channel, version)))
+                told = (one for one in self._order.manifests if (one.channel, one.version) == (channel, version))
+                self.channels.send(command, next(told, None))
                 return []
             case Swap(channel, version, _):
-                self.ways.swap(channel, version)
+                self.channels.swap(channel, version)
                 return [Result(Swapped(channel, version, replica, rank))]
             case Free(firings):
                 self.values.free(firings)
@@ -252,7 +224,7 @@ class Executor:
                     self.resting.settle()
                 except OffloadError as error:
                     return [Result(Abort(str(error)))]
-                save(self._checkpoint, update, firings, self.held, self.values)
+                save(self._order.checkpoint, update, firings, self.held, self.values)
                 return [Result(Saved(update, replica, rank))]
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
 
@@ -262,15 +234,15 @@ class Executor:
 
     def step(self) -> list[Result]:
         """One step of each stream that has work; the firings it finished, and what came of things in the background."""
-        results = [Result(event) for event in self.ways.arrived()]
+        results = [Result(event) for event in self.channels.arrived()]
         results += [Result(Abort(fault)) for fault in self.resting.faults()]
         for held in self.held.streams:
             if held.submitted:
-                self._doing = held
+                self.doing = held
                 results += self._step(held)
                 if not held.submitted:
                     self.resting.finished(held)
-        self._doing = None
+        self.doing = ""
         return results
 
     def _step(self, held: Held) -> list[Result]:
@@ -283,16 +255,17 @@ class Executor:
             return [self._failure(firing, began, error) for firing, began in lost.items()]
         return [self._answer(held, firing, result, held.submitted.pop(firing)) for firing, result in finished]
 
-    def _fire(self, command: Fire, handles: Mapping[Key, ObjectRef]) -> list[Result]:
-        firing, began = command.firing, monotonic()
+    def _fire(self, command: Fire) -> list[Result]:
+        self.doing = firing = command.firing
+        began = monotonic()
         try:
             if firing.node in self.held.sources:
                 value = self.held.sources[firing.node].read(firing.index)
-                return [self._done(firing, began, self.values.keep(firing, {"out": value}), {})]
+                handles = self.values.keep(firing, {"out": value})
+                return [Result(Done(firing, self.setup.replica, self.setup.rank), handles, {}, began, monotonic())]
             held = self.held.nodes[firing.node]
             self.resting.call(firing)
-            inputs = self._inputs(held, command, handles)
-            inputs |= {name: self.ways.weights(channel) for name, channel in held.channels.items()}
+            inputs = self._inputs(held, command)
             if held.stream:
                 held.state.submit(firing, inputs)
                 held.submitted[firing] = began
@@ -300,7 +273,7 @@ class Executor:
             self.resting.settle(firing.node)
             result = held.call(inputs)
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
-                result = tuple(self._inputs(held, command, handles).values())  # whatever the predicate did to its own
+                result = tuple(self._inputs(held, command).values())  # whatever the predicate did to its own
         except _RAISED as error:
             return [self._failure(firing, began, error)]
         answer = self._answer(held, firing, result, began, inputs)
@@ -309,72 +282,61 @@ class Executor:
 
     def _publish(self, channel: str, version: int) -> Result:
         replica, rank, began = self.setup.replica, self.setup.rank, monotonic()
+        self.doing = Firing(channel, version)
         try:
-            manifest = self.ways.publish(channel, version, self.held.carried)
+            manifest = self.channels.publish(channel, version, self.held.carried)
             self.resting.settle()
         except _RAISED as error:
-            return Result(Abort(f"{channel}[{version}] on {replica} rank {rank}:\n{told(error)}"))
+            return Result(Abort(f"{self.doing} on {replica} rank {rank}:\n{told(error)}"))
         return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
 
-    def _inputs(self, held: Held, command: Fire, handles: Mapping[Key, ObjectRef]) -> dict[str, Any]:
-        """Carried values as they are or were; anything else as a value that some firing made."""
+    def _inputs(self, held: Held, command: Fire) -> dict[str, Any]:
+        """Weights as they are live; carried values as they are or were; anything else as some firing made it."""
         inputs: dict[str, Any] = {}
         firing, per_update = command.firing, held.node.clock == "update"
-        for name, carried, made, read in held.inputs:
-            if carried:
+        for name, channel, carried, made, lag, read in held.inputs:
+            value: Any
+            if channel:
+                value = self.channels.weights(channel)
+            elif lag is not None:
+                value = self.held.history.of(carried, needed_version(command.update, lag))
+            elif read is None:
                 value = self.held.carried[carried]
+            elif read.back and not firing.turn:
+                continue  # what the turn before has made, at the first one
             else:
-                assert read is not None
-                if read.back and not firing.turn:
-                    continue  # what the turn before has made, at the first one
-                value = self.values.read(read, command, handles)
+                value = self.values.read(read, command, self._handles)
             if per_update and isinstance(value, Model):
                 # So many updates are over for it: the one under way, too, for a next value.
                 value.version = firing.index + made
             inputs[name] = value
-        for name, (carried, lag) in held.delays.items():
-            inputs[name] = self.held.history.of(carried, needed_version(command.update, lag))
         return inputs
 
     def _answer(
         self, held: Held, firing: Firing, result: Any, began: float, inputs: Mapping[str, Any] = MappingProxyType({})
     ) -> Result:
-        """What a node returned becomes its state and outputs, if it fits what the node declares."""
+        """What a node returned becomes its state and outputs, if it fits what the node declares: a carried value's next
+        value replaces it, others wait for their readers."""
         if isinstance(result, BaseException):
             return self._failure(firing, began, result)
+        replica, rank = self.setup.replica, self.setup.rank
+        if isinstance(result, Dropped):
+            return Result(Done(firing, replica, rank, dropped=True), {}, {}, began, monotonic())
         try:
-            return self._finish(held, firing, result, began, inputs)
+            state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
+            _require_rows(held.node.name, inputs, outputs)
+            again = held.node.answers and not _done_talking(held.node, outputs)
+            if held.stateful:
+                held.state = state
+            made = self.setup.makes.get(held.node.name, {})
+            for name, output in made.items():
+                self.held.carried[name] = outputs[output]
+                self.held.history.note(name, firing.index + 1, outputs[output])
+            kept = {name: value for name, value in outputs.items() if name not in made.values()}
+            handles = self.values.keep(firing, kept)
         except Exception as error:
             return self._failure(firing, began, error)
-
-    def _finish(self, held: Held, firing: Firing, result: Any, began: float, inputs: Mapping[str, Any]) -> Result:
-        """Keep a node's outputs: a carried value's next value replaces it, others wait for their readers."""
-        if isinstance(result, Dropped):
-            return self._done(firing, began, {}, {}, dropped=True)
-        state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
-        _require_rows(held.node.name, inputs, outputs)
-        again = held.answers and not _done_talking(held.node, outputs)
-        if held.stateful:
-            held.state = state
-        made = self.setup.makes.get(held.node.name, {})
-        for name, output in made.items():
-            self.held.carried[name] = outputs[output]
-            self.held.history.note(name, firing.index + 1, outputs[output])
-        kept = {name: value for name, value in outputs.items() if name not in made.values()}
-        return self._done(firing, began, self.values.keep(firing, kept), metrics, again=again)
-
-    def _done(
-        self,
-        firing: Firing,
-        began: float,
-        outputs: dict[str, ObjectRef],
-        metrics: Mapping[str, float],
-        *,
-        dropped: bool = False,
-        again: bool = False,
-    ) -> Result:
-        done = Done(firing, self.setup.replica, self.setup.rank, dropped, again)
-        return Result(done, outputs, dict(metrics), began, monotonic())
+        return Result(Done(firing, replica, rank, again=again), handles, dict(metrics), began, monotonic())
 
     def _failure(self, firing: Firing, began: float, error: BaseException) -> Result:
         held = self.held.nodes.get(firing.node)

@@ -20,12 +20,12 @@ from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import told
-from penstock.runtime.control.rank_state import Key
+from penstock.runtime.control.rank_state import HeldValues, Key
 from penstock.runtime.control.recorder import RunRecorder, Say, tell_node_warnings
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import on_stop, unheard
-from penstock.runtime.control.weight_channels import LocalWays, channels_of
+from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint, sweep_checkpoints
 
@@ -40,25 +40,13 @@ class InProcess:
         self.session = session
         self.interrupted = 0.0
         self.values: dict[Key, Any] = {}
-        peers: dict[str, LocalWays] = {}
-        channels = config.channels()
-        self.executors: dict[str, list[Executor]] = {}
+        peers: dict[str, LocalChannels] = {}
+        self.executors: dict[str, Executor] = {}
         for replica in config.plan.replicas:
-            self.executors[replica.name] = [
-                Executor(
-                    config.setup(replica, index, folder, restore),
-                    LocalWays(
-                        channels_of(channels, replica.name),
-                        replica.name,
-                        index,
-                        rank.device,
-                        peers,
-                        config.flags.wire,
-                    ),
-                    self.values,
-                )
-                for index, rank in enumerate(replica.ranks)
-            ]
+            (rank,) = replica.ranks  # a mesh takes processes
+            setup = config.setup(replica, 0, folder, restore)
+            channels = LocalChannels(config.channels(), replica.name, 0, rank.device, peers, config.flags.wire)
+            self.executors[replica.name] = Executor(setup, channels, HeldValues(setup, self.values))
 
     def run(self) -> str:
         """Run all stages; the status."""
@@ -83,8 +71,7 @@ class InProcess:
         self.interrupted = self.interrupted or monotonic()
 
     def _queue(self, pending: deque[tuple[Executor, Order]], orders: Mapping[str, Order]) -> None:
-        for replica, order in orders.items():
-            pending.extend((executor, order) for executor in self.executors[replica])
+        pending.extend((self.executors[replica], order) for replica, order in orders.items())
 
     def _work(self, pending: deque[tuple[Executor, Order]]) -> list[Result]:
         """Carry out one order if there is one, else one step of every executor's streams."""
@@ -93,10 +80,10 @@ class InProcess:
             _take_threads(executor)
             return [result for results in executor.carry_out(order) for result in results]
         results = []
-        for executor in (executor for ranks in self.executors.values() for executor in ranks):
+        for executor in self.executors.values():
             _take_threads(executor)
             results += executor.step()
-        if not results and not any(e.busy() for ranks in self.executors.values() for e in ranks):
+        if not results and not any(executor.busy() for executor in self.executors.values()):
             awaited = self.session.stage.scheduler.answers if self.session.stage else {}
             raise RuntimeError(f"nothing is left to do, and still awaited: {awaited}")
         return results

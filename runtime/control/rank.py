@@ -1,6 +1,6 @@
-"""What a rank's process is made of: its executor, its store of values in shared memory, its ways of weights.
+"""What a rank's process is made of: its executor, its store of values in shared memory, its weight channels.
 
-When it closes, it prints one line of JSON with what its store, its exchange and its ways of weights have done.
+When it closes, it prints one line of JSON with what its store, its exchange and its weight channels have done.
 
 The key-value store by which torch's process groups find their ranks, kept on the controller's board.
 
@@ -11,11 +11,9 @@ it, and hosts need no file system in common.
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -23,13 +21,14 @@ from torch._C._distributed_c10d import Store as C10dStore
 
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Count, Look, Note, Post
+from penstock.runtime.control.rank_state import HeldValues
 from penstock.runtime.control.recorder import tell_node_warnings
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
-from penstock.runtime.control.weight_channels import BridgeWays, Ground, channels_of, drained
+from penstock.runtime.control.weight_channels import Ground, WeightChannels, drained
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from penstock.runtime.tensor.process_group import AtOnce, Lockstep, Pace, open_world
 from penstock.runtime.tensor.shm import SHM, owner_of
@@ -94,31 +93,71 @@ class Meeting(C10dStore):
 PATIENCE = 0.75
 
 
-@dataclass(frozen=True)
 class RankRuntime:
-    """`server` answers readers on other hosts; None where there are none: then nothing listens. `notes` are what the
-    user should know: values and weights that go a slower way, and warnings of nodes."""
+    """All that rank `index` of `replica` holds, made from the first checkpoint named in `restore` that is there.
 
-    executor: Executor
-    store: ObjectStore
-    reader: ObjectReader
-    client: ExchangeClient
-    server: ExchangeServer | None
-    ways: BridgeWays
-    pace: Pace
-    notes: SimpleQueue[str]
+    `server` answers readers on other hosts; None where there are none: then nothing listens. `notes` are what the user
+    should know: values and weights that go a slower way, and warnings of nodes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replica: str,
+        index: int,
+        restore: Sequence[str],
+        join: Join,
+        pulse: Pulse,
+        wake: Callable[[], None],
+    ) -> None:
+        folder, own, flags = Path(join.folder), config.plan.replica(replica), config.flags
+        place, num_ranks = own.ranks[index], len(own.ranks)
+        torch.set_num_threads(place.threads)
+        if place.device != "cpu":
+            torch.cuda.set_device(place.device)  # where libraries put what names no device
+        self.notes: SimpleQueue[str] = SimpleQueue()
+        tell_node_warnings(self.notes.put)
+        # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
+        patience = PATIENCE * flags.deadline
+        meet = Meeting(pulse).of
+        ground = Ground(join.run, meet, join.address, patience, flags, wake, self.notes.put)
+        self.channels = WeightChannels(config.channels(), replica, index, place.device, ground)
+        if num_ranks > 1:
+            open_world(meet(f"ranks of {replica}"), index, num_ranks, timeout=flags.deadline, device=place.device)
+        cuts = [folder / "checkpoints" / name for name in restore]
+        cut = next((path for path in cuts if path.is_dir()), cuts[-1] if cuts else None)
+        setup = config.setup(own, index, folder, cut, patience)
+        owner, folders = owner_of(replica, index), (SHM, folder)
+        # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
+        self.client = ExchangeClient(join, min(SILENCE, flags.deadline / 2))
+        self.reader = ObjectReader(join.run, host=place.host, far=self.client.block, folders=folders)
+        self.server: ExchangeServer | None = None
+        if setup.asked_from_afar:
+            name = config.plan.spelled(replica, index)
+
+            def died(text: str) -> None:
+                """By the heartbeat's thread: the main one may be at work for minutes."""
+                pulse.say(Note("error", f"{name}: the thread that answers readers of other hosts ended:\n{text}"))
+
+            self.server = ExchangeServer(join, owner, ObjectReader(join.run, host=place.host, folders=folders), died)
+        endpoint = self.server.endpoint if self.server is not None else ""
+        self.store = ObjectStore(
+            join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=self.notes.put
+        )
+        values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free)
+        self.executor = Executor(setup, self.channels, values)
+        self.pace: Pace = Lockstep() if num_ranks > 1 and self.executor.held.streams else AtOnce()
 
     def warnings(self) -> list[str]:
         """The notes since the last call."""
         return drained(self.notes)
 
     def close(self) -> None:
-        self.ways.close()
+        self.channels.close()
         self.client.close()
+        figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.channels.counts()}
         if self.server is not None:
             self.server.close()
-        figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.ways.counts()}
-        if self.server is not None:
             figures["answered"] = dict(self.server.counts)
         if offloaded := self.executor.resting.counts():
             figures["offloaded"] = dict(offloaded)
@@ -126,52 +165,3 @@ class RankRuntime:
         sys.stdout.flush()
         self.reader.close()
         self.store.close()
-
-
-def make_rank(
-    config: RunConfig,
-    replica: str,
-    index: int,
-    restore: Sequence[str],
-    join: Join,
-    pulse: Pulse,
-    wake: Callable[[], None],
-) -> RankRuntime:
-    """Make all that rank `index` of `replica` holds; from the first checkpoint named in `restore` that is there."""
-    folder = Path(join.folder)
-    own = config.plan.replica(replica)
-    place = own.ranks[index]
-    torch.set_num_threads(place.threads)
-    if place.device != "cpu":
-        torch.cuda.set_device(place.device)  # where libraries put what names no device
-    notes: SimpleQueue[str] = SimpleQueue()
-    tell_node_warnings(notes.put)
-    # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
-    patience = PATIENCE * config.flags.deadline
-    ground = Ground(join.run, Meeting(pulse).of, join.address, patience, config.flags, wake, notes.put)
-    ways = BridgeWays(channels_of(config.channels(), replica), replica, index, place.device, ground)
-    if len(own.ranks) > 1:
-        world = ground.meet(f"ranks of {replica}")
-        open_world(world, index, len(own.ranks), timeout=config.flags.deadline, device=place.device)
-    cuts = [folder / "checkpoints" / name for name in restore]
-    cut = next((path for path in cuts if path.is_dir()), cuts[-1] if cuts else None)
-    setup = config.setup(own, index, folder, cut, patience)
-    values: dict[Any, Any] = {}
-    owner, folders = owner_of(replica, index), (SHM, folder)
-    # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
-    client = ExchangeClient(join, min(SILENCE, config.flags.deadline / 2))
-    reader = ObjectReader(join.run, host=place.host, far=client.block, folders=folders)
-    server = None
-    if setup.asked_from_afar:
-        name = config.plan.spelled(replica, index)
-
-        def died(text: str) -> None:
-            """By the heartbeat's thread: the main one may be at work for minutes."""
-            pulse.say(Note("error", f"{name}: the thread that answers readers of other hosts ended:\n{text}"))
-
-        server = ExchangeServer(join, owner, ObjectReader(join.run, host=place.host, folders=folders), died)
-    endpoint = server.endpoint if server is not None else ""
-    store = ObjectStore(join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=notes.put)
-    executor = Executor(setup, ways, values, reader.get, store.put, store.free)
-    together = len(own.ranks) > 1 and bool(executor.held.streams)
-    return RankRuntime(executor, store, reader, client, server, ways, Lockstep() if together else AtOnce(), notes)

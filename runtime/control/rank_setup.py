@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.graph.imports import load
-from penstock.graph.ir import Firing, Graph, Node, Ref
+from penstock.graph.ir import Firing, Graph, Node
 from penstock.graph.types import Context
 from penstock.runtime.cluster.placement import Plan
 
@@ -100,15 +100,6 @@ class RankSetup:
             for name, ref in graph.results:
                 found.setdefault(ref.node, {})[name] = ref.output
         return found
-
-    def carried_name(self, ref: Ref) -> str:
-        """The carried value that an edge carries, as it is before its update or after it; "" for any other."""
-        made = {output: name for name, output in self.makes.get(ref.node, {}).items()}
-        return made.get(ref.output, ref.node if ref.node in self._carried else "")
-
-    @cached_property
-    def _carried(self) -> frozenset[str]:
-        return frozenset(c.name for graph in self.graphs for c in graph.carried)
 
     @cached_property
     def exported(self) -> frozenset[str]:

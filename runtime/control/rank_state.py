@@ -51,56 +51,44 @@ class History:
         """A copy for one reader. Values that are read delayed are small (`check` refuses models)."""
         return deepcopy(self._kept[name][version])
 
-    def before(self, update: int) -> Iterator[tuple[str, int, Carried]]:
-        """What a run that goes on at `update` needs beside the values as they are."""
-        for name, kept in self._kept.items():
-            yield from (
-                (name, v, value) for v, value in kept.items() if needed_version(update, self.lags[name]) <= v < update
-            )
-
-
-def delayed(graphs: tuple[Graph, ...]) -> dict[str, int]:
-    """The carried values that some node reads delayed, with the largest lag."""
-    lags: dict[str, int] = {}
-    for graph in graphs:
-        for node in graph.nodes:
-            if node.construct == "delay":
-                name = node.inputs[0].ref.node
-                lags[name] = max(lags.get(name, 0), node.lag or 0)
-    return lags
+    def before(self, update: int) -> Iterator[tuple[str, int]]:
+        """The values and versions that a run which goes on at `update` needs beside the values as they are."""
+        for name, lag in self.lags.items():
+            yield from ((name, version) for version in range(needed_version(update, lag), update))
 
 
 class HeldInput(NamedTuple):
-    """A node's input that is a value: a `carried` one, or "" for what the firings of `read` have made. `made` is 1 for
-    the next value that the update under way makes.
+    """A node's input: the weights of a `channel`; a `carried` value, `made` 1 for the next one that the update under
+    way makes, or read delayed by `lag`; or what the firings of `read` have made.
     """
 
     name: str
-    carried: str
-    made: int
-    read: InputRead | None
+    channel: str = ""
+    carried: str = ""
+    made: int = 0
+    lag: int | None = None
+    read: InputRead | None = None
 
 
 @dataclass
 class Held:
     """A node that this rank runs.
 
-    `channels` are the inputs that are weights, `delays` the carried values that it reads delayed, each with its lag;
-    `inputs` are the others, and `several` of them may be one parameter's. `submitted` says when each firing that is
-    in a stream was asked for.
+    `several` of the `inputs` may be one parameter's. `submitted` says when each firing that is in a stream was asked
+    for.
     """
 
     node: Node
     definition: NodeDef[..., Any] | Filter
     options: dict[str, Any]
     inputs: tuple[HeldInput, ...]
-    channels: dict[str, str]
-    delays: dict[str, tuple[str, int]]
     state: Any
     stream: bool
-    answers: bool
     several: bool
     submitted: dict[Firing, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"a step of {self.node.name}"
 
     @property
     def stateful(self) -> bool:
@@ -125,7 +113,9 @@ class Holdings:
         self.carried: dict[str, Carried] = {}
         self.sources: dict[str, Source] = {}
         self.nodes: dict[str, Held] = {}
-        self.history = History({n: lag for n, lag in delayed(setup.graphs).items() if n in setup.holds})
+        delays = [n for graph in setup.graphs for n in graph.nodes if n.construct == "delay"]
+        lags = [(node.inputs[0].ref.node, node.lag or 0) for node in delays]
+        self.history = History({name: lag for name, lag in sorted(lags) if name in setup.holds})
         for graph in setup.graphs:
             reach(graph.op)
         for graph in setup.graphs:
@@ -158,33 +148,27 @@ class Holdings:
     def _hold_node(self, graph: Graph, node: Node) -> Held:
         definition = Filter() if node.construct == "keep" else load(node.op)
         options = arguments(definition.run if isinstance(definition, Filter) else definition.fn, dict(node.options))
-        channels: dict[str, str] = {}
-        delays: dict[str, tuple[str, int]] = {}
-        for item in node.inputs:
-            if item.ref.node not in graph or graph[item.ref.node].fires:
-                continue
-            way = graph[item.ref.node]
-            carried = way.inputs[0].ref.node
-            if way.construct == "broadcast":
-                channels[item.name] = channel_name(carried, self.setup.pool)
-            else:
-                delays[item.name] = carried, way.lag or 0
+        next_values = {(ref.node, ref.output): name for name, ref in graph.results}
         reads = {read.name: read for read in input_reads(graph, node)}
         inputs: list[HeldInput] = []
-        for item in node.inputs:
-            if item.name not in channels and item.name not in delays:
-                carried = self.setup.carried_name(item.ref)
-                made = int(carried not in ("", item.ref.node))
-                inputs.append(
-                    HeldInput(item.name, carried if carried in self.carried else "", made, reads.get(item.name))
-                )
+        for name, ref in ((item.name, item.ref) for item in node.inputs):
+            passed = graph[ref.node] if ref.node in graph and not graph[ref.node].fires else None
+            if passed is not None and passed.construct == "broadcast":
+                inputs.append(HeldInput(name, channel=channel_name(passed.inputs[0].ref.node, self.setup.pool)))
+            elif passed is not None:
+                inputs.append(HeldInput(name, carried=passed.inputs[0].ref.node, lag=passed.lag or 0))
+            elif (made := next_values.get((ref.node, ref.output), "")) in self.carried:
+                inputs.append(HeldInput(name, carried=made, made=1))
+            elif ref.node in self.carried:
+                inputs.append(HeldInput(name, carried=ref.node))
+            else:
+                inputs.append(HeldInput(name, read=reads[name]))
         init = definition.init
         state = None if init is None else init(self.setup.contexts[node.name], **options)
         if isinstance(definition, NodeDef) and definition.interface.context:
             options[definition.interface.context] = self.setup.contexts[node.name]
         several = isinstance(definition, NodeDef) and any(port.several for port in definition.interface.inputs)
-        streams = isinstance(state, Stream)
-        return Held(node, definition, options, tuple(inputs), channels, delays, state, streams, node.answers, several)
+        return Held(node, definition, options, tuple(inputs), state, isinstance(state, Stream), several)
 
 
 T = TypeVar("T")

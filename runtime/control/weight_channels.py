@@ -1,17 +1,13 @@
-"""A rank's ways of weights: what it publishes, what it receives, and the bridges to the other side.
+"""A rank's weight channels: what it publishes, what it receives, and the links to the replicas on the other side.
 
-`runtime/tensor/sync` knows how a sync goes; here is which channels this rank has, and what their ends become:
+`runtime/tensor/weight_sync` knows how a sync goes; here is which channels this rank has, and what their ends become:
 `Arrived` when a version is in the shadow and proved, `Abort` when it could not be.
-
-The bridges of one rank: one for each channel and pair of replicas between which weights go.
-
-Per-process settings shared by all weight channels.
 """
 
 import json
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -38,6 +34,89 @@ from penstock.runtime.tensor.process_group import AllReduce, OpenStore, Receivin
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver, sync_in_process
 
+T = TypeVar("T")
+
+
+class LocalChannels:
+    """The channels of one rank that has its process in common with all others: `peers`, by replica. The receiving rank
+    copies straight from the snapshot.
+
+    `publishers` and `receivers` are made when a channel is first used.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, Channel],
+        replica: str,
+        rank: int,
+        device: str,
+        peers: dict[str, "LocalChannels"],
+        wire: str = "",
+    ) -> None:
+        self.replica, self.rank, self.device, self.peers, self.wire = replica, rank, device, peers, wire
+        self.channels = {n: c for n, c in channels.items() if replica in {r.name for r in (c.source, *c.replicas)}}
+        self.publishers: dict[str, WeightPublisher] = {}
+        self.receivers: dict[str, WeightReceiver] = {}
+        self._events: SimpleQueue[Arrived | Abort] = SimpleQueue()
+        peers[replica] = self
+
+    def weights(self, channel: str) -> Weights:
+        """What the nodes here read; one object for ever."""
+        return self._receiver(channel).weights
+
+    def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> Manifest | None:
+        """Copy the weights aside. The first rank's manifest stands for all; the first version's has the layout."""
+        value, layout = carried[self.channels[channel].carried], ""
+        if channel not in self.publishers:
+            self.publishers[channel] = self._publisher(channel, value)
+            layout = json.dumps(self.publishers[channel].description, separators=(",", ":"))
+        digests = self.publishers[channel].publish(version, value)
+        return None if self.rank else Manifest(channel, version, digests, layout)
+
+    def send(self, command: Send, manifest: Manifest | None) -> None:
+        """Begin this rank's part of moving a published version: as sender, as receiver, or both. `manifest` is the
+        version's for a receiver, and None for a sender."""
+        if command.replica == self.replica:
+            receiver, digests = self._told(manifest)
+            publisher = self.peers[command.source].publishers[command.channel]
+            try:
+                self._ended(sync_in_process(publisher, receiver, command.version, digests), command)
+            except (ChecksumError, TransportError) as error:
+                self._ended(error)
+
+    def swap(self, channel: str, version: int) -> None:
+        self.receivers[channel].swap(version)
+
+    def arrived(self) -> list[Arrived | Abort]:
+        """What background transfers have to tell since the last call."""
+        return drained(self._events)
+
+    def _told(self, manifest: Manifest | None) -> tuple[WeightReceiver, Mapping[str, int]]:
+        """The receiver of a version, which knows its layout from now on, and the version's digests."""
+        assert manifest is not None
+        receiver = self._receiver(manifest.channel)
+        if manifest.layout:
+            receiver.describe(json.loads(manifest.layout))
+        return receiver, manifest.digests
+
+    def _receiver(self, channel: str) -> WeightReceiver:
+        if channel not in self.receivers:
+            self.receivers[channel] = self._new_receiver(channel)
+        return self.receivers[channel]
+
+    def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
+        return WeightPublisher(channel, value, device=self.device, wire=self.wire)
+
+    def _new_receiver(self, channel: str) -> WeightReceiver:
+        return WeightReceiver(channel, device=self.device)
+
+    def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
+        """A transfer is over: what was `received` has arrived; of what was sent only a failure is told."""
+        if isinstance(moved, Exception):
+            self._events.put(Abort(f"{self.replica} rank {self.rank}: {moved}"))
+        elif received is not None:
+            self._events.put(Arrived(received.channel, received.version, self.replica, self.rank))
+
 
 @dataclass(frozen=True)
 class Ground:
@@ -55,7 +134,7 @@ class Ground:
 
 
 class Span(NamedTuple):
-    """The bridge of a channel from one replica to another, and on which side of it this rank is."""
+    """The link of a channel from one replica to another, and on which side of it this rank is."""
 
     channel: str
     source: str
@@ -63,25 +142,55 @@ class Span(NamedTuple):
     side: Side
 
 
-class Bridges:
-    """Opened by both sides at their first use, in the transfer's own thread, since opening waits for the other side."""
+class WeightChannels(LocalChannels):
+    """Channels between processes: a link for each channel and pair of replicas, opened by both sides at the first send
+    between them, in the transfer's own thread, since opening waits for the other side.
 
-    def __init__(
-        self,
-        channels: Mapping[str, Channel],
-        rank: int,
-        device: str,
-        ground: Ground,
-        routes: Mapping[str, Routes],
-        memories: Mapping[str, WritableMemory],
-    ) -> None:
-        self._channels, self._rank, self._device, self._ground = channels, rank, device, ground
-        self._routes, self._memories = routes, memories
+    A receiver's arena lies in shared memory where it can, or in such memory of its GPU, for senders of the same host to
+    write into.
+    """
+
+    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
+        super().__init__(channels, replica, rank, device, {}, ground.options.wire)
+        self.ground = ground
+        transport, delta = ground.options.transport, ground.options.delta
+        self.routes = {name: Routes(channel, transport, delta) for name, channel in self.channels.items()}
+        self.relays: dict[str, ChainForwarder] = {}
+        self.adders: dict[str, AllReduce] = {}
+        self.memories: dict[str, WritableMemory] = {}
         self._opened: dict[Span, Transport] = {}
         self._turns: defaultdict[Span, Lock] = defaultdict(Lock)
 
+    def counts(self) -> Counter[str]:
+        """The syncs that went out in full and as deltas, and the versions that were passed on, where there are any."""
+        counts = Counter({"passed on": sum(relay.passed_on for relay in self.relays.values())})
+        deltas = (link for link in [*self._opened.values()] if isinstance(link, DeltaTransport))
+        return sum((link.counts for link in deltas), counts) + Counter()  # a sum of counters has no zeros
+
+    def send(self, command: Send, manifest: Manifest | None) -> None:
+        channel, version, together = command.channel, command.version, command.together
+        routes = self.routes[channel]
+        if command.source == self.replica:
+            publisher = self.publishers[channel]
+            routes.settle(publisher.description)
+            if not routes.source(command.replica, together):
+                target = self.channels[channel].replica(command.replica)
+                link = self.lazy(Span(channel, command.source, command.replica, "source"))
+                publisher.start(version, link, len(target.ranks), self._ended, target.mesh or None)
+        if command.replica == self.replica:
+            receiver, digests = self._told(manifest)
+            routes.settle(receiver.description)
+            source, after = routes.source(self.replica, together), routes.next(self.replica, together)
+            upstream = Span(channel, source or command.source, self.replica, "destination")
+            link_here: Receiving = self.lazy(upstream)
+            if routes.chained(self.replica):
+                relay = self.relays.setdefault(channel, ChainForwarder(channel, self.rank, self._ended))
+                onward = partial(self._messages, Span(channel, self.replica, after, "source")) if after else None
+                link_here = ChainHop(relay, partial(self._messages, upstream), onward, linked=bool(source))
+            receiver.start(version, digests, link_here, partial(self._ended, received=command))
+
     def lazy(self, span: Span) -> Transport:
-        """A bridge that is opened when it is used. Versions are sent over it one after the other: the next one may be
+        """A link that is opened when it is used. Versions are sent over it one after the other: the next one may be
         asked for as soon as the receiver has the one before, whose sender may not be through with it yet.
         """
         return _Lazy(self, span, self._turns[span])
@@ -89,11 +198,11 @@ class Bridges:
     def open(self, span: Span) -> Transport:
         if span not in self._opened:
             channel, source, target, side = span
-            way, routes, ground = self._channels[channel], self._routes[channel], self._ground
-            start, end = way.replica(source), way.replica(target)
+            routes, ground = self.routes[channel], self.ground
+            start, end = (self.channels[channel].replica(name) for name in (source, target))
             apart = len(hosts(start, end)) > 1
             names = [f"{one.name} on host {one.ranks[0].host}" if apart else one.name for one in (start, end)]
-            bridge = ReplicaLink(
+            link = ReplicaLink(
                 f"{channel} from {' to '.join(names)}",
                 ground.meet(f"{channel} from {source} to {target}"),
                 len(start.ranks),
@@ -103,170 +212,27 @@ class Bridges:
                 delta=ground.options.delta,
                 transport="messages" if apart or routes.chained(target) else ground.options.transport,
             )
-            memory = self._memories.get(channel) if side == "destination" else None
-            self._opened[span] = bridge.open(side, self._rank, memory, self._device)
+            memory = self.memories.get(channel) if side == "destination" else None
+            self._opened[span] = link.open(side, self.rank, memory, self.device)
         return self._opened[span]
 
-    def messages(self, span: Span) -> MessageTransport:
-        """One of a chain's, opened."""
-        transport = self.open(span)
-        assert isinstance(transport, MessageTransport)
-        return transport
-
-    def counts(self) -> Counter[str]:
-        """The syncs that went out in full and as deltas, where there are any."""
-        deltas = (way for way in [*self._opened.values()] if isinstance(way, DeltaTransport))
-        return sum((way.counts for way in deltas), Counter())
-
     def close(self) -> None:
-        for transport in [*self._opened.values()]:  # transfers that are given up may still open some
-            transport.close()
-
-
-@dataclass(frozen=True)
-class _Lazy:
-    bridges: Bridges
-    span: Span
-    turn: Lock
-
-    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        with self.turn:  # whoever has it waits for nothing without a deadline
-            return self.bridges.open(self.span).send(version, copies, parts)
-
-    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        return self.bridges.open(self.span).receive(version, copies, parts)
-
-    def close(self) -> None:
-        self.bridges.open(self.span).close()
-
-
-T = TypeVar("T")
-
-
-class Ways(ABC):
-    """The channels of one rank. `publishers` and `receivers` are made when a channel is first used."""
-
-    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, wire: str) -> None:
-        self.replica, self.rank, self.device, self.wire = replica, rank, device, wire
-        self.channels = channels
-        self.publishers: dict[str, WeightPublisher] = {}
-        self.receivers: dict[str, WeightReceiver] = {}
-        self._events: SimpleQueue[Arrived | Abort] = SimpleQueue()
-
-    def weights(self, channel: str) -> Weights:
-        """What the nodes here read; one object for ever."""
-        return self._receiver(channel).weights
-
-    def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> Manifest | None:
-        """Copy the weights aside. The first rank's manifest stands for all; the first version's has the layout."""
-        value, layout = carried[self.channels[channel].carried], ""
-        if channel not in self.publishers:
-            self.publishers[channel] = self._publisher(channel, value)
-            layout = json.dumps(self.publishers[channel].description, separators=(",", ":"))
-        digests = self.publishers[channel].publish(version, value)
-        return None if self.rank else Manifest(channel, version, digests, layout)
-
-    @abstractmethod
-    def send(self, command: Send, manifest: Manifest | None) -> None:
-        """Begin this rank's part of moving a published version: as sender, as receiver, or both. `manifest` is the
-        version's for a receiver, and None for a sender."""
-
-    def swap(self, channel: str, version: int) -> None:
-        self.receivers[channel].swap(version)
-
-    def arrived(self) -> list[Arrived | Abort]:
-        """What background transfers have to tell since the last call."""
-        return drained(self._events)
-
-    def close(self) -> None:  # noqa: B027 - a process has none to give up
-        """Give up all connections."""
-
-    def _told(self, manifest: Manifest | None) -> tuple[WeightReceiver, Mapping[str, int]]:
-        """The receiver of a version, which knows its layout from now on, and the version's digests."""
-        assert manifest is not None
-        receiver = self._receiver(manifest.channel)
-        if manifest.layout:
-            receiver.describe(json.loads(manifest.layout))
-        return receiver, manifest.digests
-
-    def _receiver(self, channel: str) -> WeightReceiver:
-        if channel not in self.receivers:
-            self.receivers[channel] = self._new_receiver(channel)
-        return self.receivers[channel]
-
-    def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
-        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=self.wire)
-
-    def _new_receiver(self, channel: str) -> WeightReceiver:
-        return WeightReceiver(channel, rank=self.rank, device=self.device)
-
-    def _tell(self, command: Send, moved: Moved | Exception) -> None:
-        """In the transfer's thread: its end, as an event."""
-        if isinstance(moved, Moved):
-            self._events.put(Arrived(command.channel, command.version, command.replica, self.rank))
-        else:
-            self._events.put(Abort(f"{self.replica} rank {self.rank}: {moved}"))
-
-
-class BridgeWays(Ways):
-    """Ways between processes: a bridge for each channel and pair of replicas, opened at the first send between them.
-
-    A receiver's arena lies in shared memory where it can, or in such memory of its GPU, for senders of the same host to
-    write into.
-    """
-
-    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
-        super().__init__(channels, replica, rank, device, ground.options.wire)
-        self.ground = ground
-        transport, delta = ground.options.transport, ground.options.delta
-        self.routes = {name: Routes(channel, transport, delta) for name, channel in channels.items()}
-        self.relays: dict[str, ChainForwarder] = {}
-        self.adders: dict[str, AllReduce] = {}
-        self.memories: dict[str, WritableMemory] = {}
-        self.bridges = Bridges(self.channels, rank, device, ground, self.routes, self.memories)
-
-    def counts(self) -> Counter[str]:
-        """The syncs that went out in full and as deltas, and the versions that were passed on, where there are any."""
-        passed_on = sum(relay.passed_on for relay in self.relays.values())
-        return self.bridges.counts() + Counter({"passed on": passed_on})  # a sum of counters has no zeros
-
-    def send(self, command: Send, manifest: Manifest | None) -> None:
-        channel, version, routes = command.channel, command.version, self.routes[command.channel]
-        if command.source == self.replica:
-            publisher = self.publishers[channel]
-            routes.settle(publisher.description)
-            if not routes.source(command.replica, command.together):
-                target = self.channels[channel].replica(command.replica)
-                way = self.bridges.lazy(Span(channel, command.source, command.replica, "source"))
-                publisher.start(version, way, len(target.ranks), self._sent, target.mesh or None)
-        if command.replica == self.replica:
-            receiver, digests = self._told(manifest)
-            routes.settle(receiver.description)
-            receiver.start(version, digests, self._way_here(command), partial(self._received, command))
-
-    def close(self) -> None:
-        self.bridges.close()
+        # Transfers that are given up may still open some.
+        for link in [*self._opened.values()]:
+            link.close()
         for adder in self.adders.values():
             adder.close()
         for memory in self.memories.values():
             memory.close()
 
-    def _way_here(self, command: Send) -> Receiving:
-        """How a version comes to this rank, and goes on from it if it is in a chain."""
-        channel, routes, together = command.channel, self.routes[command.channel], command.together
-        source, after = routes.source(self.replica, together), routes.next(self.replica, together)
-        upstream = Span(channel, source or command.source, self.replica, "destination")
-        if not routes.chained(self.replica):
-            return self.bridges.lazy(upstream)
-        downstream = Span(channel, self.replica, after, "source")
-        relay = self.relays.setdefault(channel, ChainForwarder(channel, self.rank, self._failed))
-        onward = partial(self.bridges.messages, downstream) if after else None
-        return ChainHop(relay, partial(self.bridges.messages, upstream), onward, linked=bool(source))
+    def _messages(self, span: Span) -> MessageTransport:
+        """A link of a chain, opened."""
+        transport = self.open(span)
+        assert isinstance(transport, MessageTransport)
+        return transport
 
     def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
-        ranks, proof = len(self.channels[channel].source.ranks), self.ground.options.proof
-        add = self._adder(channel, ranks)
-        agree = add.maximum if add else None
+        add = self._adder(channel, ranks := len(self.channels[channel].source.ranks))
         return WeightPublisher(
             channel,
             value,
@@ -275,96 +241,63 @@ class BridgeWays(Ways):
             wire=self.wire,
             device=self.device,
             add=add,
-            agree=agree,
-            proof=proof,
+            agree=add.maximum if add else None,
+            proof=self.ground.options.proof,
         )
 
     def _new_receiver(self, channel: str) -> WeightReceiver:
-        own = self.channels[channel].replica(self.replica)
-        ranks, memory = len(own.ranks), None
-        if self.ground.options.transport != "messages":
-            memory = self.memories[channel] = self._memory(channel)
+        own, ground = self.channels[channel].replica(self.replica), self.ground
+        owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
+        if ground.options.transport != "messages":
+            self.memories[channel] = (
+                SharedMemory(ground.run, owner, warn=ground.warn)
+                if self.device == "cpu"
+                else DeviceMemory(self.device, owner, ground.timeout, ground.warn)
+            )
         return WeightReceiver(
             channel,
             rank=self.rank,
-            ranks=ranks,
+            ranks=len(own.ranks),
             mesh=own.mesh or None,
             device=self.device,
-            add=self._adder(channel, ranks),
-            allocate=memory,
+            add=self._adder(channel, len(own.ranks)),
+            allocate=self.memories.get(channel),
         )
-
-    def _memory(self, channel: str) -> WritableMemory:
-        owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
-        if self.device == "cpu":
-            return SharedMemory(self.ground.run, owner, warn=self.ground.warn)
-        return DeviceMemory(self.device, owner, self.ground.timeout, self.ground.warn)
 
     def _adder(self, channel: str, ranks: int) -> AllReduce | None:
         """For the proofs of this replica's ranks; one alone needs none."""
-        if ranks == 1:
-            return None
-        label = f"{channel} on {self.replica}"
-        store = self.ground.meet(f"proof of {label}")
-        self.adders[channel] = AllReduce(label, store, self.rank, ranks, self.ground.timeout)
-        return self.adders[channel]
+        if ranks > 1:
+            label = f"{channel} on {self.replica}"
+            store = self.ground.meet(f"proof of {label}")
+            self.adders[channel] = AllReduce(label, store, self.rank, ranks, self.ground.timeout)
+        return self.adders.get(channel)
 
-    def _sent(self, moved: Moved | Exception) -> None:
-        if isinstance(moved, Exception):
-            self._failed(moved)
-
-    def _received(self, command: Send, moved: Moved | Exception) -> None:
-        self._tell(command, moved)
-        self.ground.wake()
-
-    def _failed(self, error: Exception) -> None:
-        """What this rank had to send could not be sent."""
-        self._events.put(Abort(f"{self.replica} rank {self.rank}: {error}"))
+    def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
+        super()._ended(moved, received)
         self.ground.wake()
 
 
-class LocalWays(Ways):
-    """Ways inside one process: the receiving rank copies straight from the snapshot."""
+@dataclass(frozen=True)
+class _Lazy:
+    channels: WeightChannels
+    span: Span
+    turn: Lock
 
-    def __init__(
-        self,
-        channels: Mapping[str, Channel],
-        replica: str,
-        rank: int,
-        device: str,
-        peers: dict[str, "LocalWays"],
-        wire: str = "",
-    ) -> None:
-        super().__init__(channels, replica, rank, device, wire)
-        self.peers = peers
-        peers[replica] = self
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        with self.turn:  # whoever has it waits for nothing without a deadline
+            return self.channels.open(self.span).send(version, copies, parts)
 
-    def send(self, command: Send, manifest: Manifest | None) -> None:
-        if command.replica != self.replica:
-            return
-        receiver, digests = self._told(manifest)
-        publisher = self.peers[command.source].publishers[command.channel]
-        try:
-            moved: Moved | Exception = sync_in_process(publisher, receiver, command.version, digests)
-        except (ChecksumError, TransportError) as error:
-            moved = error
-        self._tell(command, moved)
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        return self.channels.open(self.span).receive(version, copies, parts)
+
+    def close(self) -> None:
+        self.channels.open(self.span).close()
 
 
 def drained(queue: "SimpleQueue[T]") -> list[T]:
     """What is in a queue, taken out."""
     found: list[T] = []
-    while True:
-        try:
+    with suppress(Empty):
+        while True:
             found.append(queue.get_nowait())
-        except Empty:
-            return found
-
-
-def channels_of(channels: Mapping[str, Channel], replica: str) -> dict[str, Channel]:
-    """The channels that end at `replica`, or begin there."""
-    return {
-        name: channel
-        for name, channel in channels.items()
-        if channel.source.name == replica or any(r.name == replica for r in channel.replicas)
-    }
+    return found

@@ -63,16 +63,16 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         return 0
     name = f"{replica} rank {index}"
     try:
-        from penstock.runtime.control.rank import make_rank  # torch
+        from penstock.runtime.control.rank import RankRuntime  # torch
 
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
-        rank = make_rank(config, replica, index, setup.restore, join, pulse, client.wake)
+        rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake)
     except RAISED as error:
         traceback.print_exc()
         client.send(Note("error", f"{name} could not start:\n{told(error)}"))
         return TOLD
-    pulse.doing = lambda: rank.executor.doing
+    pulse.doing = lambda: str(rank.executor.doing)
     try:
         client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
         return work(client, rank)

@@ -22,7 +22,7 @@ from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_setup import InputRead, RankSetup
 from penstock.runtime.control.rank_state import HeldValues, History, join, private
-from penstock.runtime.control.weight_channels import LocalWays
+from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.schedule.events import Abort, Command, Done, Failed, Fire, Free, Save, Saved
 from penstock.runtime.tensor import offload
 from penstock.runtime.tensor.checkpoint import CheckpointShard
@@ -80,7 +80,7 @@ Answers = list[tuple[str, Firing]]
 
 def make(folder: Path, restore: Path | None = None, traced: Any = baskets, **options: Any) -> Executor:
     setup = make_setup(folder, restore=restore, traced=traced, **options)
-    return Executor(setup, LocalWays({}, "worker/0", 0, "cpu", {}), {})
+    return Executor(setup, LocalChannels({}, "worker/0", 0, "cpu", {}), HeldValues(setup, {}))
 
 
 def order(executor: Executor, *commands: Command) -> list[Result]:
@@ -368,7 +368,7 @@ STEPS = ("peek", "grow", "look_back")
 
 def offloading(folder: Path, restore: Path | None = None, *, on: bool = True) -> Executor:
     setup = make_leaving(folder, restore, offload="on" if on else "off", patience=30.0)
-    return Executor(setup, LocalWays({}, "worker/0", 0, "cpu", {}), {})
+    return Executor(setup, LocalChannels({}, "worker/0", 0, "cpu", {}), HeldValues(setup, {}))
 
 
 def order_one(executor: Executor, *commands: Command) -> list[Result]:
@@ -478,8 +478,8 @@ def test_a_move_that_fails_is_told_once_and_fails_whoever_needs_it(
 
 
 def test_a_rank_that_must_offload_and_has_nothing_that_can_leave_is_refused(tmp_path: Path) -> None:
-    ways = LocalWays({}, "worker/0", 0, "cpu", {})
+    channels = LocalChannels({}, "worker/0", 0, "cpu", {})
     setup = replace(make_setup(tmp_path), offload="on")
     with pytest.raises(ValueError, match="--offload on: worker/0 rank 0: given policy, a FakePolicy, needed a value"):
-        Executor(setup, ways, {})
-    assert Executor(replace(setup, offload="auto"), ways, {}).resting.counts() == {}
+        Executor(setup, channels, HeldValues(setup, {}))
+    assert Executor(replace(setup, offload="auto"), channels, HeldValues(setup, {})).resting.counts() == {}

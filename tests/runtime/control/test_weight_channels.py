@@ -24,7 +24,7 @@ from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.routes import GRACE, Routes
 from penstock.runtime.control.run import Manifests, Stage
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.weight_channels import Bridges, BridgeWays, Ground, Span
+from penstock.runtime.control.weight_channels import Ground, Span, WeightChannels
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Begin, Done, Published, Send
@@ -146,7 +146,7 @@ def both_sides(
     delta: int = 0,
     trainers_address: str = ADDRESS,
     store: HashStore | None = None,
-) -> dict[Side, Bridges]:
+) -> dict[Side, WeightChannels]:
     """A trainer on host a and a generator on this one, both on this machine with one /dev/shm. They meet at `store`."""
     channel = Channel(
         CHANNEL,
@@ -157,16 +157,17 @@ def both_sides(
         (Replica(GENERATOR, (Rank(host),)),),
     )
     meet = partial(PrefixStore, store=store or HashStore())
-    routes, memories = {CHANNEL: Routes(channel, "auto", delta)}, {CHANNEL: memory}
 
-    def side(address: str) -> Bridges:
+    def side(replica: str, address: str) -> WeightChannels:
         ground = Ground(RUN, meet, address, timeout, RunOptions(delta=delta), lambda: None, print)
-        return Bridges({CHANNEL: channel}, 0, "cpu", ground, routes, memories)
+        channels = WeightChannels({CHANNEL: channel}, replica, 0, "cpu", ground)
+        channels.memories[CHANNEL] = memory
+        return channels
 
-    return {"source": side(trainers_address), "destination": side(ADDRESS)}
+    return {"source": side(TRAINER, trainers_address), "destination": side(GENERATOR, ADDRESS)}
 
 
-def opened(sides: dict[Side, Bridges]) -> list[Transport]:
+def opened(sides: dict[Side, WeightChannels]) -> list[Transport]:
     spans = {side: Span(CHANNEL, TRAINER, GENERATOR, side) for side in sides}
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda side: sides[side].open(spans[side]), sides))
@@ -201,14 +202,13 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
     names = tuple(f"generator/{index}" for index in range(3))
     replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(names, "bcd", strict=True))
     channel = Channel(CHANNEL, "policy", Replica(TRAINER, (Rank("a"),)), "broadcast", "generator", replicas)
-    routes = Routes(channel, "auto", 0)
-    routes.settle(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     meet = partial(PrefixStore, store=HashStore())
     ground = Ground(RUN, meet, ADDRESS, 0.2, RunOptions(), lambda: None, print)
-    bridges = Bridges({CHANNEL: channel}, 0, "cpu", ground, {CHANNEL: routes}, {})
+    channels = WeightChannels({CHANNEL: channel}, TRAINER, 0, "cpu", ground)
+    channels.routes[CHANNEL].settle(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     for source, target, seconds in zip((TRAINER, *names), names, ("0.2", "0.225", "0.25"), strict=False):
         with pytest.raises(TransportError, match=rf"to {target} on host \w: .* of {seconds} s"):
-            bridges.open(Span(CHANNEL, source, target, "source"))
+            channels.open(Span(CHANNEL, source, target, "source"))
 
 
 def test_an_address_that_the_machine_lacks_is_told_with_where_it_is_written(memory: SharedMemory) -> None:
@@ -278,7 +278,7 @@ class Chain:
         meet = partial(PrefixStore, store=HashStore())
         ground = Ground(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, RunOptions(), lambda: None, print)
         self.policy, self.layout = Policy(1_000_000), ""
-        self.ways = {name: BridgeWays(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
+        self.ways = {name: WeightChannels(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
 
     def sync(self, version: int, *groups: Sequence[str]) -> None:
         """Send a version to each group of replicas at once, the groups one after the other, and swap it in."""
