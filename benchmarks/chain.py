@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from report import publish, spread
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Work
+from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
 from penstock.runtime.tensor.digest import digest
 from penstock.runtime.tensor.link import ReplicaLink
-from penstock.runtime.tensor.process_group import PeerGroup
+from penstock.runtime.tensor.process_group import Connection, Message
 from penstock.runtime.tensor.reshard import BUCKET
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
@@ -47,16 +47,16 @@ class Card:
         self.sent = 0
         self._rate, self._free = rate, 0.0
         self._lock = threading.Lock()
-        self._send = PeerGroup.send
-        PeerGroup.send = lambda group, *given: self.send(group, *given)  # type: ignore[method-assign]
+        self._send = Connection.send
+        Connection.send = lambda connection, *given: self.send(connection, *given)  # type: ignore[method-assign]
 
-    def send(self, group: PeerGroup, buffer: Tensor, peer: int, tag: int) -> Work:
+    def send(self, connection: Connection, buffer: Tensor, *address: Any) -> Message:
         with self._lock:
             self.sent += buffer.nbytes
             self._free = max(self._free, time.perf_counter()) + buffer.nbytes / self._rate
             free = self._free
         time.sleep(max(0.0, free - time.perf_counter()))
-        return self._send(group, buffer, peer, tag)
+        return self._send(connection, buffer, *address)
 
 
 class Policy(Weights):

@@ -17,7 +17,7 @@ from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory
-from penstock.runtime.tensor.process_group import AllReduce, Transport, open_group
+from penstock.runtime.tensor.process_group import AllReduce, Connection, Transport
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 MODEL = ModelConfig(9216, 2048, 8192, 3, 32, 8, 64, tie_word_embeddings=True)
@@ -56,7 +56,8 @@ class Base:
 
     @staticmethod
     def _group(path: Path, rank: int, size: int = RANKS) -> Any:
-        return open_group(FileStore(str(path)), rank, size, timeout=TIMEOUT)._backend
+        names = [f"rank {k}" for k in range(size)]
+        return Connection("base", names, FileStore(str(path)), rank, timeout=TIMEOUT)._group
 
     def send(self, shards: Mapping[str, Tensor], keep: bool) -> None:
         batches = [list(shards)] if keep else [[name] for name in shards]

@@ -23,17 +23,16 @@ from report import publish, spread
 from torch import Tensor
 
 from penstock.runtime.tensor.delta import (
-    DELTA_HEADER,
-    NONE,
+    Delta,
     decode,
     encode,
-    parse,
     payload_bytes,
 )
 from penstock.runtime.tensor.digest import digest
 from penstock.runtime.tensor.reshard import BUCKET
 
 ITEMSIZE = 2
+HEADER = 8  # bytes: the number of changed elements
 CHUNK = 256 << 10
 BURST = 1 << 20
 TARGETS = {"bytes_ratio": 0.08, "speedup": 2.0}
@@ -97,7 +96,7 @@ def choose(dense_bytes: int, delta_bytes: int, bandwidth: float, encode_s: float
 
 def receive(end: socket.socket, elements: int) -> None:
     """The receiver's process: each sync is a byte (dense, delta or the end), then the buckets; answered by a byte."""
-    weights, link, held = torch.zeros(elements, dtype=torch.bfloat16), Link(end), NONE
+    weights, link = torch.zeros(elements, dtype=torch.bfloat16), Link(end)
     own = buckets(weights)
     staging = torch.zeros(max(map(len, own)), dtype=torch.uint8)
     while (kind := link.receive_bytes(1)) != b"e":
@@ -105,11 +104,10 @@ def receive(end: socket.socket, elements: int) -> None:
             if kind == b"f":
                 link.receive(view(bucket))
                 continue
-            header = link.receive_bytes(DELTA_HEADER)
-            payload = staging[: payload_bytes(header, len(bucket))]
+            changed = int.from_bytes(link.receive_bytes(HEADER), "little", signed=True)
+            payload = staging[: payload_bytes(len(bucket), ITEMSIZE, changed)]
             link.receive(view(payload))
-            decode(parse(header, payload), bucket, held)
-        held += 1
+            decode(Delta(changed, payload), bucket, ITEMSIZE)
         end.sendall(b"a")
     end.sendall(json.dumps(digest({"weights": weights})).encode())
 
@@ -121,13 +119,13 @@ def dense_sync(link: Link, current: Tensor) -> int:
     return current.nbytes
 
 
-def delta_sync(link: Link, previous: Tensor, current: Tensor, version: int) -> int:
+def delta_sync(link: Link, previous: Tensor, current: Tensor) -> int:
     link.send(memoryview(b"d"))
     total = 0
     for before, bucket in zip(buckets(previous), buckets(current), strict=True):
-        delta = encode(before, bucket, ITEMSIZE, version, version - 1)
-        link.send(memoryview(delta.header() + view(delta.payload)))
-        total += DELTA_HEADER + delta.payload.nbytes
+        delta = encode(before, bucket, ITEMSIZE)
+        link.send(memoryview(delta.changed.to_bytes(HEADER, "little", signed=True) + view(delta.payload)))
+        total += HEADER + delta.payload.nbytes
     return total
 
 
@@ -136,14 +134,14 @@ def alone(previous: Tensor, current: Tensor) -> dict[str, float]:
     target = previous.clone()
     pairs = list(zip(buckets(previous), buckets(current), strict=True))
     start = time.perf_counter()
-    deltas = [encode(before, bucket, ITEMSIZE, 1, 0) for before, bucket in pairs]
+    deltas = [encode(before, bucket, ITEMSIZE) for before, bucket in pairs]
     encoded = time.perf_counter()
     for delta, bucket in zip(deltas, buckets(target), strict=True):
-        decode(delta, bucket, 0)
+        decode(delta, bucket, ITEMSIZE)
     applied = time.perf_counter()
     assert torch.equal(target.view(torch.int16), current.view(torch.int16))
     encode_s, apply_s = (encoded - start) / current.nbytes, (applied - encoded) / current.nbytes
-    fraction = sum(DELTA_HEADER + delta.payload.nbytes for delta in deltas) / current.nbytes
+    fraction = sum(HEADER + delta.payload.nbytes for delta in deltas) / current.nbytes
     return {
         "encode_gb_per_s": 1e-9 / encode_s,
         "apply_gb_per_s": 1e-9 / apply_s,
@@ -175,7 +173,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
                 change(current, args.share, generator)
                 start = time.perf_counter()
                 dense = version % 2 == 0
-                nbytes = dense_sync(link, current) if dense else delta_sync(link, previous, current, version)
+                nbytes = dense_sync(link, current) if dense else delta_sync(link, previous, current)
                 acknowledged.receive_bytes(1)
                 taken = (time.perf_counter() - start) * 1e3
                 if not dense:

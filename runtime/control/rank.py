@@ -30,7 +30,7 @@ from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
 from penstock.runtime.control.weight_channels import Ground, WeightChannels, drained
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
-from penstock.runtime.tensor.process_group import AtOnce, Lockstep, Pace, open_world
+from penstock.runtime.tensor.process_group import Pace, open_world
 from penstock.runtime.tensor.shm import SHM, owner_of
 
 # Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
@@ -146,7 +146,7 @@ class RankRuntime:
         )
         values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free)
         self.executor = Executor(setup, self.channels, values)
-        self.pace: Pace = Lockstep() if num_ranks > 1 and self.executor.held.streams else AtOnce()
+        self.pace = Pace(together=num_ranks > 1 and bool(self.executor.held.streams))
 
     def warnings(self) -> list[str]:
         """The notes since the last call."""

@@ -12,7 +12,6 @@ first rank answers with the transport, or with the rank that cannot use the one 
 
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +24,7 @@ from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.tensor.cuda_ipc import OpenedMemory, visible_devices
 from penstock.runtime.tensor.delta import DeltaTransport
 from penstock.runtime.tensor.one_sided import MappedMemory, MemoryKind, OneSidedTransport, WritableMemory
-from penstock.runtime.tensor.process_group import (
-    AbsentError,
-    LinkEnds,
-    PeerConnection,
-    PeerGroup,
-    Side,
-    Transport,
-    TransportError,
-    first_line,
-    open_group,
-)
+from penstock.runtime.tensor.process_group import Connection, Side, Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm import SHM
 
@@ -83,31 +72,22 @@ class ReplicaLink:
         """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
         lies, which must be there already; a source gives none, but the `device` of its weights.
         """
-        ends = LinkEnds(self.channel, self.sources, self.destinations)
-        started = time.monotonic()
-        try:
-            group = open_group(
-                self.store,
-                ends.place(side, rank),
-                self.sources + self.destinations,
-                timeout=self.timeout,
-                backend=self.backend,
-                address=self.address,
-            )
-        except RuntimeError as error:
-            ranks = f"{self.sources} source and {self.destinations} destination ranks"
-            after = f"after {time.monotonic() - started:.1f} s of {self.timeout} s"
-            text = f"{self.channel}: {side} rank {rank}: the link of {ranks} is not complete {after}"
-            absent = [*map(ends.name, error.ranks)] if isinstance(error, AbsentError) else []
-            why = f"not there: {', '.join(absent)}" if absent else first_line(error)
-            raise TransportError(f"{text}: {why}") from error
-        connection = PeerConnection(ends, side, group)
+        names = [f"source rank {number}" for number in range(self.sources)]
+        names += [f"destination rank {number}" for number in range(self.destinations)]
+        connection = Connection(
+            self.channel,
+            names,
+            self.store,
+            rank if side == "source" else self.sources + rank,
+            sources=self.sources,
+            timeout=self.timeout,
+            backend=self.backend,
+            address=self.address,
+        )
         if self.backend == "gloo":
-            way = agree_on_transport(
-                connection, group, ends.place(side, rank), writable_kinds(side, memory, device), self.transport
-            )
-            if way is not None:
-                mapped = OpenedMemory(self.timeout) if way == "cuda_ipc" else MappedMemory()
+            kind = agree_on_transport(connection, writable_kinds(side, memory, device), self.transport)
+            if kind is not None:
+                mapped = OpenedMemory(self.timeout) if kind == "cuda_ipc" else MappedMemory()
                 return OneSidedTransport(connection, memory, mapped)
         return DeltaTransport(connection, self.delta) if self.delta else MessageTransport(connection)
 
@@ -120,7 +100,6 @@ def writable_kinds(side: str, memory: WritableMemory | None, device: torch.devic
     return MEMORY_KINDS if torch.device(device).type == "cuda" else ("shm",)
 
 
-_AGREE = 1 << 20  # the tag of these messages: no sync uses it
 _HOST, _DEVICES, _CAN = range(3)  # what a rank says
 _OTHER_HOST, _OTHER_GPUS, _LACKS_MEMORY = range(3)  # why a rank cannot use a transport
 _REASONS = ("is on another host than {first}", "sees other GPUs than {first}", "{lacks}")
@@ -130,38 +109,25 @@ _LACKS = {
 }
 
 
-def agree_on_transport(
-    connection: PeerConnection, group: PeerGroup, place: int, can: Sequence[MemoryKind], choice: TransportChoice
-) -> MemoryKind | None:
-    """The memory that is written over a link, equal on all its ranks; None for messages. `place` is this rank's in the
-    group.
+def agree_on_transport(connection: Connection, can: Sequence[MemoryKind], choice: TransportChoice) -> MemoryKind | None:
+    """The memory that is written over a link, equal on all its ranks; None for messages.
 
     Raises TransportError on all of them if one cannot use the transport that is asked for.
     """
-    ends = connection.ends
-    own = torch.tensor(
-        [_host(), visible_devices() if "cuda_ipc" in can else 0, sum(1 << MEMORY_KINDS.index(kind) for kind in can)]
+    devices = visible_devices() if "cuda_ipc" in can else 0
+    own = torch.tensor([_host(), devices, sum(1 << MEMORY_KINDS.index(kind) for kind in can)])
+    verdict = connection.fold(
+        own, "the choice of a transport", lambda said: torch.tensor(_verdict([row.tolist() for row in said], choice))
     )
-    verdict = torch.zeros(3, dtype=torch.int64)
-    what = "the choice of a transport"
-    if place:
-        connection.wait(group.send(own, 0, _AGREE), -1, 0, what)
-        connection.wait(group.receive(verdict, 0, _AGREE), -1, 0, what)
-    else:
-        said = [own, *(torch.empty_like(own) for _ in range(1, ends.sources + ends.destinations))]
-        for peer, work in [(k, group.receive(said[k], k, _AGREE)) for k in range(1, len(said))]:
-            connection.wait(work, -1, peer, what)
-        verdict[:] = torch.tensor(_verdict([row.tolist() for row in said], choice))
-        for peer, work in [(k, group.send(verdict, k, _AGREE)) for k in range(1, len(said))]:
-            connection.wait(work, -1, peer, what)
     kind, culprit, reason = map(int, verdict)
     if kind >= 0:
         return MEMORY_KINDS[kind]
     if choice in ("auto", "messages"):
         return None
-    lacks = _LACKS[choice][culprit < ends.sources]
-    why = f"{ends.name(culprit)} {_REASONS[reason].format(first=ends.name(0), lacks=lacks)}"
-    raise TransportError(f"{ends.channel}: given the transport {choice}, needed auto or messages: {why}")
+    names = connection.names
+    lacks = _LACKS[choice][culprit < connection.sources]
+    why = f"{names[culprit]} {_REASONS[reason].format(first=names[0], lacks=lacks)}"
+    raise TransportError(f"{connection.channel}: given the transport {choice}, needed auto or messages: {why}")
 
 
 def _verdict(said: Sequence[Sequence[int]], choice: TransportChoice) -> tuple[int, int, int]:

@@ -9,21 +9,20 @@ Invariant: nothing is written into a shadow that its owner has not offered or th
 called written that a GPU has yet to write.
 """
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from penstock.runtime.tensor.buffers import Device, Shards, copy_elements
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.process_group import HEADER, PeerConnection, TransportError
+from penstock.runtime.tensor.process_group import Connection, Message, TransportError
 from penstock.runtime.tensor.shm import SHM, SegmentError, ShmSegment, create_segment, open_segment, segment_name
 
 # Memory that other processes can write: segments of shared memory, or blocks of a GPU's.
@@ -42,7 +41,7 @@ class OneSidedTransport:
     sender's view of all of them.
     """
 
-    def __init__(self, connection: PeerConnection, memory: "WritableMemory | None", peers: "PeerMemory") -> None:
+    def __init__(self, connection: Connection, memory: "WritableMemory | None", peers: "PeerMemory") -> None:
         self._connection = connection
         self._memory = memory
         self._peers = peers
@@ -52,95 +51,81 @@ class OneSidedTransport:
 
     def send(self, version: int, copies: Sequence[Copy], shards: Shards) -> int:
         """Write `copies` of `shards` into the peers' shadows; the bytes written. Raises TransportError."""
-        connection, group = self._connection, self._connection.group(version)
-        offers: list[tuple[int, tuple[Copy, ...], Tensor, Work]] = []
-        for peer, own in connection.by_peer(copies).items():
-            offer = torch.empty(len(_OFFERED), dtype=torch.int64)
-            with connection.naming(version, peer, HEADER):
-                offers.append((peer, own, offer, group.receive(offer, peer, _OFFER)))
+        connection, by_peer = self._connection, self._connection.by_peer(copies)
+        connection.sync = f"version {version}"
         total, answers = 0, []
-        for peer, own, offer, work in offers:
-            connection.wait(work, version, peer, "the offer of a shadow")
-            number = self._accept(version, peer, len(own), offer)
+        for offer in [
+            connection.receive(torch.empty(len(_OFFERED), dtype=torch.int64), peer, _OFFER, "the offer of a shadow")
+            for peer in by_peer
+        ]:
+            peer, own = offer.peer, by_peer[offer.peer]
+            number = self._accept(version, len(own), offer)
             pairs = self._paired(peer, number, own, copies, shards)
-            with connection.naming(version, peer, "the writing of the shadow"):
+            with connection.naming(peer, "the writing of the shadow"):
                 self._peers.write(pairs)
             nbytes = sum(piece.nbytes for _, piece in pairs)
             total += nbytes
-            answer = torch.tensor([version, len(own), nbytes])
-            with connection.naming(version, peer, HEADER):
-                answers.append((group.send(answer, peer, _DONE), peer, answer))
-        for work, peer, _ in answers:
-            connection.wait(work, version, peer, HEADER)
+            answers.append(connection.send(torch.tensor([version, len(own), nbytes]), peer, _DONE))
+        for answer in answers:
+            answer.wait()
         return total
 
     def receive(self, version: int, copies: Sequence[Copy], shards: Shards) -> int:
         """Offer `shards`, and wait until all peers have written `copies` into them; their bytes. Raises
         TransportError, or ChecksumError if a peer sends another version or plan.
         """
-        connection, group = self._connection, self._connection.group(version)
+        connection = self._connection
+        connection.sync = f"version {version}"
         assert self._memory is not None, "a receiver's transport has its memory"
         try:
             # A step of decoding that began before the swap may still read what is the shadow now.
             self._memory.wait_idle()
         except RuntimeError as error:
-            raise TransportError(f"{connection.ends.channel}: version {version}: no shadow is free: {error}") from error
-        pending: list[tuple[Work, int, Tensor, Tensor]] = []
-        sent: list[tuple[Work, int, object]] = []
+            raise TransportError(f"{connection.channel}: version {version}: no shadow is free: {error}") from error
+        number = next((k for k, (known, _) in enumerate(self._offered) if known is shards), len(self._offered))
+        if number == len(self._offered):
+            self._offered.append((shards, set()))
+        told = self._offered[number][1]
+        sent, pending = [], []
         for peer, own in connection.by_peer(copies).items():
             pieces = [shards[copy.tensor].cut(copy.region) for copy in own]
-            offer, where = self._offer(self._memory, version, peer, pieces, shards)
-            needed = torch.tensor([version, len(own), sum(piece.nbytes for piece in pieces)])
+            # The map goes along unless the peer has it: [[segment, byte, strides of the piece], …].
+            places = [[*self._memory.place(piece), piece.stride()] for piece in pieces] if peer not in told else None
+            where = msgspec.json.encode(places) if places else b""
+            told.add(peer)
+            offer = torch.tensor([version, number, len(pieces), len(where)])
+            sent.append(connection.send(offer, peer, _OFFER, "the offer of a shadow"))
+            if where:
+                data = torch.frombuffer(bytearray(where), dtype=torch.uint8)
+                sent.append(connection.send(data, peer, _MAP, "the map of a shadow"))
             done = torch.empty(len(_WRITTEN), dtype=torch.int64)
-            with connection.naming(version, peer, HEADER):
-                sent.append((group.send(offer, peer, _OFFER), peer, offer))
-                if len(where):
-                    sent.append((group.send(where, peer, _MAP), peer, where))
-                pending.append((group.receive(done, peer, _DONE), peer, done, needed))
-        for work, peer, _ in sent:
-            connection.wait(work, version, peer, "the offer of a shadow")
-        for work, peer, done, needed in pending:
-            connection.wait(work, version, peer, "the word that all is written")
-            connection.match(done, needed, _WRITTEN, peer)
-        return sum(int(needed[2]) for _, _, _, needed in pending)
+            needed = torch.tensor([version, len(own), sum(piece.nbytes for piece in pieces)])
+            pending.append((connection.receive(done, peer, _DONE, "the word that all is written"), needed))
+        for message in sent:
+            message.wait()
+        for message, needed in pending:
+            connection.match(message.wait(), needed, _WRITTEN, message.peer)
+        return sum(int(needed[2]) for _, needed in pending)
 
     def close(self) -> None:
         self._connection.close()
         self._pairs.clear()
         self._peers.close()
 
-    def _offer(
-        self, memory: "WritableMemory", version: int, peer: int, pieces: Sequence[Tensor], shards: Shards
-    ) -> tuple[Tensor, Tensor]:
-        """The header, and the map unless this peer has it: [[segment, byte, strides of the piece], …]."""
-        number = next((k for k, (known, _) in enumerate(self._offered) if known is shards), len(self._offered))
-        if number == len(self._offered):
-            self._offered.append((shards, set()))
-        where = b""
-        if peer not in self._offered[number][1]:
-            where = json.dumps([[*memory.place(piece), list(piece.stride())] for piece in pieces]).encode()
-            self._offered[number][1].add(peer)
-        header = torch.tensor([version, number, len(pieces), len(where)])
-        return header, torch.frombuffer(bytearray(where), dtype=torch.uint8) if where else torch.empty(0)
-
-    def _accept(self, version: int, peer: int, copies: int, offer: Tensor) -> int:
+    def _accept(self, version: int, copies: int, offer: Message) -> int:
         """The number of the shadow that a peer offers, whose map is known from now on."""
-        connection, group = self._connection, self._connection.group(version)
-        number, map_bytes = int(offer[1]), int(offer[3])
+        connection, given, peer = self._connection, offer.wait(), offer.peer
+        number, map_bytes = int(given[1]), int(given[3])
         if map_bytes:
             buffer = torch.empty(map_bytes, dtype=torch.uint8)
-            with connection.naming(version, peer, HEADER):
-                work = group.receive(buffer, peer, _MAP)
-            connection.wait(work, version, peer, "the map of a shadow")
-            data: list[Any] = json.loads(bytes(buffer.numpy()))
-            self._places[peer, number] = [(Place(segment, offset), strides) for segment, offset, strides in data]
+            data = connection.receive(buffer, peer, _MAP, "the map of a shadow").wait().numpy().tobytes()
+            rows = msgspec.json.decode(data, type=list[tuple[str, int, list[int]]])
+            self._places[peer, number] = [(Place(segment, offset), strides) for segment, offset, strides in rows]
         needed = torch.tensor([version, number, copies, map_bytes])
-        if offer.tolist() != needed.tolist():
+        if not torch.equal(given, needed):
             # The receiver must see what is sent here, and fail too: otherwise it would wait for its deadline.
-            word = torch.tensor([version, 0, 0])
-            with connection.naming(version, peer, HEADER):
-                connection.wait(group.send(word, peer, _DONE), version, peer, HEADER)
-        connection.match(offer, needed, _OFFERED, peer)
+            connection.send(torch.tensor([version, 0, 0]), peer, _DONE).wait()
+        connection.match(given, needed, _OFFERED, peer)
         return number
 
     def _paired(
@@ -151,17 +136,17 @@ class OneSidedTransport:
         for known_copies, known_shards, known_peer, known_number, pairs in self._pairs:
             if known_copies is copies and known_shards is shards and (known_peer, known_number) == (peer, number):
                 return pairs
-        places, where = self._places[peer, number], f"{self._connection.ends.channel}"
+        places, who = self._places[peer, number], f"{self._connection.channel}: {self._connection.names[peer]}"
         if len(places) != len(own):
-            name = self._connection.ends.name(peer)
-            raise TransportError(f"{where}: {name} gave {len(places)} places for {len(own)} copies")
-        pairs = []
-        for copy, (place, strides) in zip(own, places, strict=True):
-            piece = shards[copy.tensor].cut(copy.region)
-            try:
-                pairs.append((self._peers.view(place, piece, strides), piece))
-            except SegmentError as error:
-                raise TransportError(f"{where}: {self._connection.ends.name(peer)}: {error}") from error
+            raise TransportError(f"{who} gave {len(places)} places for {len(own)} copies")
+        pieces = [shards[copy.tensor].cut(copy.region) for copy in own]
+        try:
+            pairs = [
+                (self._peers.view(place, piece, strides), piece)
+                for (place, strides), piece in zip(places, pieces, strict=True)
+            ]
+        except SegmentError as error:
+            raise TransportError(f"{who}: {error}") from error
         self._pairs = [*self._pairs[1 - _KEPT :], (copies, shards, peer, number, pairs)]
         return pairs
 

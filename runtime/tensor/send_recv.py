@@ -13,16 +13,14 @@ it, so that ranks cannot wait for each other in a circle, and messages arrive in
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.process_group import HEADER, PeerConnection, named
+from penstock.runtime.tensor.process_group import Connection, Message
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
 
 SLOTS = 3  # one is packed while another is sent, and a third waits for the peer
@@ -46,11 +44,26 @@ class Bucket(NamedTuple):
     def staged(self) -> bool:
         return self.slot is not None
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of the smallest elements in it: compared by these, one changed byte costs the fewest bytes."""
+        return min(4, *(piece.dtype.itemsize for piece in self.pieces))
+
+    @property
+    def name(self) -> str:
+        """The copies, in short."""
+        more = f" and {len(self.copies) - 1} more tensors" if len(self.copies) > 1 else ""
+        return f"{self.copies[0].tensor} {self.copies[0].region}{more}"
+
+
+# Begins the message of a bucket, to or from a peer, with this tag.
+Start = Callable[[Bucket, int, int], Message]
+
 
 class MessageTransport:
     """One rank of a link that sends all bytes of each version. See the module for what is on the wire."""
 
-    def __init__(self, connection: PeerConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._cache = BucketCache(connection, SLOTS)
 
@@ -58,110 +71,81 @@ class MessageTransport:
         """Send `copies` out of `shards`; the bytes sent. `ready` is called with the copies of each message just before
         it is sent, and returns when they may be read. Raises TransportError.
         """
-        connection, group = self._connection, self._connection.group(version)
-        by_peer = self._cache.by_peer(copies, shards, group.device)
-        in_flight, headers = _InFlight(connection, version), []
-        for peer, own in by_peer.items():
-            with connection.naming(version, peer, HEADER):
-                header = _header(version, own, group.device)
-                headers.append((group.send(header, peer, 0), peer, header))
+        connection, by_peer = self._connection, self._cache.by_peer(copies, shards)
+        connection.sync = f"version {version}"
+        headers: Begun = {
+            (peer, 0): (connection.send(self._header(version, own), peer, 0), None) for peer, own in by_peer.items()
+        }
 
-        for tag, peer, bucket in _in_turn(by_peer):
-
-            def start(bucket: Bucket = bucket, peer: int = peer, tag: int = tag) -> Work:
-                if bucket.staged:
-                    pack(bucket)
-                return group.send(bucket.buffer, peer, tag)
-
+        def start(bucket: Bucket, peer: int, tag: int) -> Message:
             if ready is not None:
                 ready(bucket.copies)
-            in_flight.begin(peer, bucket, start)
-        for work, peer, _ in headers:
-            connection.wait(work, version, peer, HEADER)
-        in_flight.end()
-        return sum(map(_nbytes, by_peer.values()))
+            if bucket.staged:
+                with connection.naming(peer, bucket.name):
+                    pack(bucket)
+            return connection.send(bucket.buffer, peer, tag, bucket.name)
+
+        return sum(bucket.buffer.nbytes for bucket in _in_turn(by_peer, start, headers))
 
     def receive(self, version: int, copies: Sequence[Copy], shards: Shards, arrived: Tell | None = None) -> int:
         """Write `copies` into `shards`; the bytes received. `arrived` is called with the copies of each message that
         is in its place. Raises TransportError, or ChecksumError if the peer sends another version or plan.
         """
-        connection, group = self._connection, self._connection.group(version)
-        by_peer = self._cache.by_peer(copies, shards, group.device)
-        headers: list[tuple[int, Tensor, Work]] = []
-        for peer in by_peer:
-            header = torch.empty(len(_FIELDS), dtype=torch.int64, device=group.device)
-            with connection.naming(version, peer, HEADER):
-                headers.append((peer, header, group.receive(header, peer, 0)))
+        connection, by_peer = self._connection, self._cache.by_peer(copies, shards)
+        connection.sync = f"version {version}"
+        needed = {peer: self._header(version, own) for peer, own in by_peer.items()}
         # All headers are compared before any bucket is received: nothing of another version gets into the shadow.
-        for peer, header, work in headers:
-            connection.wait(work, version, peer, HEADER)
-            connection.match(header, _header(version, by_peer[peer], group.device), _FIELDS, peer)
+        for header in [connection.receive(torch.empty_like(header), peer, 0) for peer, header in needed.items()]:
+            connection.match(header.wait(), needed[header.peer], _FIELDS, header.peer)
+        received = 0
 
-        def finish(bucket: Bucket) -> None:
+        def start(bucket: Bucket, peer: int, tag: int) -> Message:
+            return connection.receive(bucket.buffer, peer, tag, bucket.name)
+
+        for bucket in _in_turn(by_peer, start, {}):
             if bucket.staged:
                 unpack(bucket)
             if arrived is not None:
                 arrived(bucket.copies)
-
-        in_flight = _InFlight(connection, version, finish)
-        for tag, peer, bucket in _in_turn(by_peer):
-            in_flight.begin(peer, bucket, lambda b=bucket, p=peer, t=tag: group.receive(b.buffer, p, t))  # type: ignore[misc]
-        in_flight.end()
-        return sum(map(_nbytes, by_peer.values()))
+            received += bucket.buffer.nbytes
+        return received
 
     def close(self) -> None:
         self._connection.close()
         self._cache.clear()
 
-
-class _InFlight:
-    """The messages of one sync that have begun. They end in the order in which they began; a staging buffer holds one
-    of them at a time. `finish` is called with each that has ended."""
-
-    def __init__(
-        self, connection: PeerConnection, version: int, finish: Callable[[Bucket], None] | None = None
-    ) -> None:
-        self._connection = connection
-        self._version = version
-        self._finish = finish
-        self._begun: dict[tuple[int, int], tuple[Work, int, Bucket]] = {}
-        self._numbers = count()
-
-    def begin(self, peer: int, bucket: Bucket, start: Callable[[], Work]) -> None:
-        """`start` the message when its staging buffer is free."""
-        # Slots are counted down from -1, so that they never collide with the numbers of messages that need none.
-        key = peer, next(self._numbers) if bucket.slot is None else -1 - bucket.slot
-        while key in self._begun:
-            self._end_oldest()
-        with self._connection.naming(self._version, peer, named(bucket.copies)):
-            self._begun[key] = start(), peer, bucket
-
-    def end(self) -> None:
-        """Wait for all."""
-        while self._begun:
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        work, peer, bucket = self._begun.pop(next(iter(self._begun)))
-        self._connection.wait(work, self._version, peer, named(bucket.copies))
-        if self._finish is not None:
-            self._finish(bucket)
+    def _header(self, version: int, own: Sequence[Bucket]) -> Tensor:
+        facts = version, len(own), sum(bucket.buffer.nbytes for bucket in own)
+        return torch.tensor(facts, device=self._connection.device)
 
 
-def _in_turn(by_peer: Mapping[int, Sequence[Bucket]]) -> Iterator[tuple[int, int, Bucket]]:
-    """(tag, peer, bucket): the first bucket of each peer, then the second of each, …"""
+# Messages that have begun, by peer and tag or staging buffer, in the order in which they began. A header has no bucket.
+Begun = dict[tuple[int, int], tuple[Message, Bucket | None]]
+
+
+def _in_turn(by_peer: Mapping[int, Sequence[Bucket]], start: Start, begun: Begun) -> Iterator[Bucket]:
+    """Begin the messages of all peers: the first of each, then the second of each, … They end in the order in which
+    they began, and each is given when it has ended; a staging buffer holds one of them at a time.
+    """
+
+    def end_oldest() -> Iterator[Bucket]:
+        message, bucket = begun.pop(next(iter(begun)))
+        message.wait()
+        if bucket is not None:
+            yield bucket
+
     for tag in range(1, 1 + max(map(len, by_peer.values()), default=0)):
         for peer, own in by_peer.items():
-            if tag <= len(own):
-                yield tag, peer, own[tag - 1]
-
-
-def _header(version: int, own: Sequence[Bucket], device: torch.device) -> Tensor:
-    return torch.tensor([version, len(own), _nbytes(own)], dtype=torch.int64, device=device)
-
-
-def _nbytes(own: Sequence[Bucket]) -> int:
-    return sum(bucket.buffer.nbytes for bucket in own)
+            if tag > len(own):
+                continue
+            bucket = own[tag - 1]
+            # Slots are counted down from -1, so that they never collide with the tags of messages that need none.
+            key = peer, tag if bucket.slot is None else -1 - bucket.slot
+            while key in begun:
+                yield from end_oldest()
+            begun[key] = start(bucket, peer, tag), bucket
+    while begun:
+        yield from end_oldest()
 
 
 @dataclass
@@ -189,20 +173,20 @@ class BucketCache:
     staging buffers, `limit` of them for each peer, since a link has one sync at a time.
     """
 
-    def __init__(self, connection: PeerConnection, limit: int | None = None) -> None:
+    def __init__(self, connection: Connection, limit: int | None = None) -> None:
         self._connection = connection
         self._limit = limit
         self._made: list[tuple[Sequence[Copy], Shards, dict[int, list[Bucket]]]] = []
         self._staging: dict[int, Staging] = {}
 
-    def by_peer(self, copies: Sequence[Copy], shards: Shards, device: torch.device) -> dict[int, list[Bucket]]:
-        """Each peer's buckets, the same on both sides of a pair. The group's buffers lie on `device`."""
+    def by_peer(self, copies: Sequence[Copy], shards: Shards) -> dict[int, list[Bucket]]:
+        """Each peer's buckets, the same on both sides of a pair."""
         # By identity: comparing the copies of a large model would take longer than sending a small one.
         for known_copies, known_shards, made in self._made:
             if known_copies is copies and known_shards is shards:
                 return made
         made = {
-            peer: buckets_of(own, shards, device, self._staging.setdefault(peer, Staging(self._limit)))
+            peer: buckets_of(own, shards, self._connection.device, self._staging.setdefault(peer, Staging(self._limit)))
             for peer, own in self._connection.by_peer(copies).items()
         }
         self._made = [*self._made[1 - _KEPT :], (copies, shards, made)]

@@ -14,18 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from penstock.graph import broadcast, node, program
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, Prompts, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor import link, one_sided
-from penstock.runtime.tensor.process_group import PeerGroup
+from penstock.runtime.tensor.process_group import Connection, Message
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
 PATIENCE_S = 60.0
-COPY, SEND = one_sided.copy_elements, PeerGroup.send  # type: ignore[attr-defined]
+COPY, SEND = one_sided.copy_elements, Connection.send  # type: ignore[attr-defined]
 
 
 class LargePolicy(FakePolicy):
@@ -48,7 +47,7 @@ class Halfway:
 
     def __init__(self, mark: Path, at: int) -> None:
         self.mark, self.last = mark, at * PARTS + PARTS // 2
-        self.count, self.works = 0, list[Work]()
+        self.count, self.works = 0, list[Message]()
 
     def __call__(self, nbytes: int) -> None:
         self.count += nbytes == PART_BYTES
@@ -65,9 +64,9 @@ class Halfway:
         self(source.nbytes)
         COPY(target, source)
 
-    def send(self, group: PeerGroup, buffer: Tensor, peer: int, tag: int) -> Work:
+    def send(self, connection: Connection, buffer: Tensor, *address: Any) -> Message:
         self(buffer.nbytes)
-        work = SEND(group, buffer, peer, tag)
+        work = SEND(connection, buffer, *address)
         if buffer.nbytes == PART_BYTES and self.count > self.last - PARTS // 2:
             self.works.append(work)  # of this version
         return work
@@ -79,7 +78,7 @@ def make_large_policy(context: Context) -> Carried:
     if options["mark"]:
         halfway = Halfway(Path(options["mark"]), options["at"])
         one_sided.copy_elements = halfway.copy  # type: ignore[attr-defined]
-        PeerGroup.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
+        Connection.send = lambda *given: halfway.send(*given)  # type: ignore[method-assign]
     return LargePolicy(context)
 
 

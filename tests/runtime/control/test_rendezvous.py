@@ -19,7 +19,7 @@ from penstock.runtime.control.rank import Meeting
 from penstock.runtime.control.rendezvous import MAX_KEPT, Board, Pulse
 from penstock.runtime.control.sockets import Server
 from penstock.runtime.tensor.link import ReplicaLink
-from penstock.runtime.tensor.process_group import AbsentError, TransportError, open_group
+from penstock.runtime.tensor.process_group import Connection, TransportError
 
 from .sockets import bench
 
@@ -190,23 +190,19 @@ def test_seconds_for_which_the_controller_was_stopped_are_no_ranks(tmp_path: Pat
 def test_a_group_is_made_and_carries_and_an_absent_rank_is_named(tmp_path: Path) -> None:
     with meetings(tmp_path, 3) as stores, ThreadPoolExecutor(3) as threads:
 
-        def opened(rank: int, group: str, timeout: float = 20.0) -> object:
-            return open_group(stores[rank].of(group), rank, 3, timeout=timeout)
+        def opened(rank: int, group: str, timeout: float = 20.0) -> Connection:
+            return Connection("policy", ("a", "b", "c"), stores[rank].of(group), rank, timeout=timeout)
 
-        first, second, third = threads.map(
-            lambda rank: open_group(stores[rank].of("all"), rank, 3, timeout=20), (0, 1, 2)
-        )
-        got = torch.zeros(4)
-        sent, received = first.send(torch.arange(4.0), 2, 0), third.receive(got, 0, 0)
-        first.wait(sent)
-        third.wait(received)
-        assert got.tolist() == [0.0, 1.0, 2.0, 3.0]
+        first, second, third = threads.map(lambda rank: opened(rank, "all"), (0, 1, 2))
+        sent, received = first.send(torch.arange(4.0), 2, 0), third.receive(torch.zeros(4), 0, 0)
+        sent.wait()
+        assert received.wait().tolist() == [0.0, 1.0, 2.0, 3.0]
         del second
         for rank in (0, 2):  # both have come before one of them waits for the third
             stores[rank].of("two of three").set(f"here/{rank}", "1")
         stores[0].of("two of three").wait(["here/0", "here/2"], timedelta(seconds=20))
         for failed in [threads.submit(opened, rank, "two of three", 0.5) for rank in (0, 2)]:
-            with pytest.raises(AbsentError, match="rank 1 has not come"):
+            with pytest.raises(TransportError, match=r"not there: b$"):
                 failed.result(20)
 
 

@@ -60,7 +60,7 @@ def hurry(transport: Any, seconds: float) -> None:
     """From now on, each wait of a transport takes so long at most. What it is for has happened by then, however long it
     took: a machine may stand still for seconds.
     """
-    transport._connection._group._timeout = seconds
+    transport._connection.timeout = seconds
 
 
 def answer(**facts: Any) -> None:

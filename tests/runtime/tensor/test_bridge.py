@@ -9,11 +9,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from penstock.runtime.tensor.digest import ChecksumError, digest
 from penstock.runtime.tensor.link import ReplicaLink
-from penstock.runtime.tensor.process_group import Transport, TransportError
+from penstock.runtime.tensor.process_group import Message, Transport, TransportError
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
 from tests.forks import Forked
 
@@ -142,15 +143,16 @@ def test_a_receiver_that_dies_fails_the_send_by_name(peers: Any) -> None:
 
 def kill_after_the_header(monkeypatch: Any, transport: Any, peer: Peer) -> None:
     """The first wait is for that; then all is under way, and what is half way ends with the deadline alone."""
-    group = transport._connection._group
-    wait = group.wait
+    wait = Message.wait
 
-    def wait_then_kill(work: Any) -> None:
-        wait(work)
-        peer.process.kill()
-        hurry(transport, 2)
+    def wait_then_kill(message: Message) -> Tensor:
+        found = wait(message)
+        if message._connection is transport._connection:
+            peer.process.kill()
+            hurry(transport, 2)
+        return found
 
-    monkeypatch.setattr(group, "wait", wait_then_kill)
+    monkeypatch.setattr(Message, "wait", wait_then_kill)
 
 
 def test_a_receiver_that_dies_while_bytes_flow_names_the_tensor(peers: Any, monkeypatch: Any) -> None:
@@ -217,7 +219,8 @@ def test_a_peer_that_never_comes_is_an_error_with_the_deadline(tmp_path: Path) -
     bridge = ReplicaLink(CHANNEL, FileStore(str(tmp_path / "bridge")), destinations=2, timeout=1)
     absent = "not there: destination rank 0, destination rank 1"
     with pytest.raises(
-        TransportError, match=rf"1 source and 2 destination ranks is not complete after \d+\.\d s of 1 s: {absent}"
+        TransportError,
+        match=rf"source rank 0: the connection of 3 ranks is not complete after \d+\.\d s of 1 s: {absent}",
     ):
         bridge.open("source")
 

@@ -1,6 +1,7 @@
 """Syncs that send what changed: the bits of dense ones, from the predecessor or in full, and proved as any other."""
 
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from penstock.graph.protocols import Axes
+from penstock.runtime.tensor import delta
 from penstock.runtime.tensor.delta import NONE, DeltaTransport
+from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import OneSidedTransport
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.shm import sweep
 
+from .peer import hurry
 from .replicas import CHANNEL, RUN, Both, ShardedPolicy, sound, together, wholes
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,8 +55,10 @@ class Slow(ShardedPolicy):
         self.tensors = {n: made[n][tuple(map(slice, b.start, b.stop))].clone() for n, b in self.regions.items()}
 
 
-def both_of(folder: Path, shared: bool = False, **options: Any) -> Both:
-    both = Both(folder, SOURCE, TARGET, shared, **options)
+def both_of(
+    folder: Path, from_mesh: Axes = SOURCE, to_mesh: Axes = TARGET, shared: bool = False, **options: Any
+) -> Both:
+    both = Both(folder, from_mesh, to_mesh, shared, **options)
     for source in both.sources:
         source.policy.__class__ = Slow
     return both
@@ -108,6 +114,26 @@ def test_a_predecessor_that_is_not_what_it_seems_is_caught_by_the_proof(tmp_path
     results = both.move(1, both.publish(1))[2:]
     assert all("tensors differ" in str(result) for result in results)
     assert {destination.receiver.weights.version for destination in both.destinations} == {0}
+
+
+def test_a_delta_of_another_version_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = both_of(tmp_path, (("fsdp", 1),), (("tp", 1),), delta=8)
+    sync(both, 0)
+    (source,), (destination,) = both.sources, both.destinations
+    assert isinstance(destination.opened, DeltaTransport)
+    answer, said = delta._answer, count()
+
+    def of_another(version: int, predecessor: int, own: Any) -> Tensor:
+        return answer(version, predecessor + (next(said) == 0), own)  # the source speaks first
+
+    monkeypatch.setattr(delta, "_answer", of_another)
+    hurry(source.transport, 2)
+    _, refused = both.move(1, both.publish(1))
+    assert isinstance(refused, ChecksumError)
+    assert "sent {'version': 1, 'predecessor': 1" in str(refused)
+    assert [kept.version for kept in destination.opened._kept.values()] == [0]
 
 
 def test_a_receiver_that_awaits_another_version_fails_both_sides_by_name(tmp_path: Path) -> None:

@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from penstock.runtime.tensor.process_group import AtOnce, Lockstep, WorldError, open_world
+from penstock.runtime.tensor.process_group import Pace, TransportError, open_world
 
 RANKS, ORDERS, STEPS_EACH = 3, 40, 6
 
 
 def test_a_rank_alone_takes_what_there_is() -> None:
     waiting = deque([1, 2, 3])
-    assert AtOnce().take(waiting, busy=False) == [1, 2, 3]
+    assert Pace(False).take(waiting, busy=False) == [1, 2, 3]
     assert not waiting
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # which `open_world` sets
         monkeypatch.setenv(name, "lo")
-    with pytest.raises(WorldError, match=r"rank 0: the 3 ranks .* within 0\.2 s: ranks 1, 2 have not come"):
+    with pytest.raises(TransportError, match=r"rank 0: the 3 ranks .* within 0\.2 s: not there: rank 1, rank 2"):
         open_world(HashStore(), 0, 3, timeout=0.2)
 
 
@@ -52,7 +52,7 @@ def test_all_ranks_make_the_same_steps_with_the_same_orders(seed: int, monkeypat
     histories: list[list[tuple[int, ...]]] = [[] for _ in range(RANKS)]
 
     def rank(index: int) -> None:
-        draw, pace, left = random.Random(seed * 100 + index), Lockstep(), 0
+        draw, pace, left = random.Random(seed * 100 + index), Pace(True), 0
         waiting, arrived = deque[int](), 0
         while sum(map(len, histories[index])) < ORDERS or left or pace.busy:
             for _ in range(draw.choice([0, 0, 0, 1, 2, 5])):
