@@ -290,11 +290,11 @@ def _count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
 _PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")
 
 
+# The machine that was measured here.
 THIS = "this"
-"""The machine that was measured here."""
 
+# Of one kind: more than there are in one place, and more than a word with a digit too many should make.
 MOST_GPUS = 100_000
-"""Of one kind: more than there are in one place, and more than a word with a digit too many should make."""
 
 
 def read_cluster(given: str, this: Path | None = None) -> Cluster:

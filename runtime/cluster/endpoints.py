@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 
 SOCKET_NAME = "control.sock"
+# Where processes listen that no address was given for: out of other machines' reach.
 LOOPBACK = "127.0.0.1"
-"""Where processes listen that no address was given for: out of other machines' reach."""
+# Bytes of a Unix socket's path (sun_path, less its closing zero).
 _LONGEST_PATH = 107
-"""Bytes of a Unix socket's path (sun_path, less its closing zero)."""
 
 
 def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp")) -> str:

@@ -20,10 +20,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4"]
+# GPUs of a host, as most have them.
 HOST = 8
-"""GPUs of a host, as most have them."""
+# Of an element.
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
-"""Of an element."""
 
 
 class Efficiency(BaseModel):
@@ -112,6 +112,7 @@ class Gpu(BaseModel):
 
 _AMPERE = Efficiency(matmul=0.8, attention=0.65)
 
+# By kind. `[gpus.NAME]` of a cluster file adds to them.
 GPUS: dict[str, Gpu] = {
     "A100": Gpu(
         memory_gib=80, tflops=Tflops(bf16=312, fp32=19.5), memory_gb_s=2039, nvlink_gb_s=300, nic_gb_s=25, pcie_gb_s=25,
@@ -136,4 +137,3 @@ GPUS: dict[str, Gpu] = {
         nvlink_gpus=72, nic_gb_s=100, pcie_gb_s=225,
     ),
 }  # fmt: skip
-"""By kind. `[gpus.NAME]` of a cluster file adds to them."""

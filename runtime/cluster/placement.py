@@ -144,8 +144,8 @@ def _places(pool: Pool) -> list[str]:
     return list(dict.fromkeys(f"{rank.host} {rank.device}" for replica in pool.replicas for rank in replica.ranks))
 
 
+# Ranks of one replica for each core of its host: more would not even start in time.
 RANKS_PER_CORE = 16
-"""Ranks of one replica for each core of its host: more would not even start in time."""
 
 AXES = {
     STAGE: "pipeline stages",
@@ -209,12 +209,12 @@ def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Seque
             )
 
 
+# Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one.
 GROUPS_AHEAD = 2
-"""Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one."""
+# Groups in flight in a pool of small work.
 SMALL_CAPACITY = 4
-"""Groups in flight in a pool of small work."""
+# Groups in flight in a pool of small work whose node works on several at once, such as an environment.
 STREAM_CAPACITY = 32
-"""Groups in flight in a pool of small work whose node works on several at once, such as an environment."""
 
 
 @dataclass(frozen=True, slots=True)

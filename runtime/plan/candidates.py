@@ -30,11 +30,11 @@ from penstock.runtime.plan.roles import AskedError, Models
 from penstock.runtime.plan.train_cost import Kept, Trainer, packed
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
+# Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the last one.
 DEDICATED, SHARED = 2, 1
-"""Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the last one."""
 FEWEST_SLOTS = 8
+# Parts of a step that n GPUs do in no less than an nth of one GPU's time.
 SHARED_OUT = ("products", "attention", "elementwise", "logits")
-"""Parts of a step that n GPUs do in no less than an nth of one GPU's time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,13 +294,13 @@ class GeneratorTable:
         return Fastest(steady, *(np.where(np.isfinite(steady), column, 1.0) for column in others))
 
 
+# Of a table, but for what is known of rollouts.
 COLUMNS = tuple(each.name for each in fields(GeneratorTable))[:-2]
-"""Of a table, but for what is known of rollouts."""
 
 
+# Methods of LayoutCandidates that a search asks again and again.
 CACHED = ("cuts", "trainers", "readers", "trainer_s", "reader_s", "bases", "dedicated", "fastest", "_one_gpu",
           "_row_bytes", "_table", "_block")  # fmt: skip
-"""Methods of LayoutCandidates that a search asks again and again."""
 
 
 @dataclass(eq=False)

@@ -58,8 +58,8 @@ def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
     return nbytes / (gpu.nvlink if stride < gpu.nvlink_gpus else gpu.nic) + gpu.latency_s
 
 
+# Of a lower bound, so that rounding never makes it an upper one.
 SAFE = 1 - 1e-9
-"""Of a lower bound, so that rounding never makes it an upper one."""
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:

@@ -215,11 +215,11 @@ def rollout(batch: Batch, replicas: int, slots: int, lines: Lines) -> FloatArray
     return ends
 
 
+# Launches of a layer in a decoding step: two norms, queries to values, rotary embedding and cache, attention, its
+# output, gate and up, activation, down, and the residual; beside them routing and permutations.
 KERNELS, EXPERT_KERNELS = 10, 6
-"""Launches of a layer in a decoding step: two norms, queries to values, rotary embedding and cache, attention, its
-output, gate and up, activation, down, and the residual; beside them routing and permutations."""
+# How often sampling reads or writes the logits in float32.
 LOGIT_PASSES = 3
-"""How often sampling reads or writes the logits in float32."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
 MOST_GPUS = 4096
+# Tokens of a response.
 SHORTEST = 64
-"""Tokens of a response."""
 
 
 def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> None:

@@ -17,10 +17,10 @@ from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.train_cost import Trainer, cache_bytes
 
+# CUDA's context, NCCL's buffers, fragments: what a process has no use of.
 RESERVED = 3e9
-"""CUDA's context, NCCL's buffers, fragments: what a process has no use of."""
+# Tokens for which a trainer has logits at once: it works through longer micro-batches in parts.
 LOGIT_CHUNK = 4096
-"""Tokens for which a trainer has logits at once: it works through longer micro-batches in parts."""
 
 
 @dataclass(frozen=True)

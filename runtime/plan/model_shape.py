@@ -182,6 +182,7 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
 
 _QWEN3 = 151936
 
+# By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, GLM-4.5-Air, DeepSeek-V3.
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -205,11 +206,10 @@ SHAPES: dict[str, Shape] = {
         ),
     )
 }  # fmt: skip
-"""By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, GLM-4.5-Air, DeepSeek-V3."""
 
 
+# Of a mesh, outermost first.
 AXES = ("pp", "dp", "fsdp", "tp")
-"""Of a mesh, outermost first."""
 Size = Annotated[int, Field(ge=1)]
 
 

@@ -21,12 +21,12 @@ from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, 
 from penstock.runtime.plan.simulate import KEY, Costed, costed
 from penstock.runtime.plan.workload import Workload
 
+# Where a slower clock measures: its GPUs are not of the plan.
 OUTSIDE = "on machines of its own"
-"""Where a slower clock measures: its GPUs are not of the plan."""
+# Of the time limit, that each plan set by hand may take.
 HEURISTIC_SHARE = 0.1
-"""Of the time limit, that each plan set by hand may take."""
+# Seconds for finding out what would make a workload fit.
 ENOUGH_S = 10.0
-"""Seconds for finding out what would make a workload fit."""
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,14 @@ from penstock.runtime.plan.roles import Models, Roles
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.workload import FloatArray, IntArray
 
+# Seconds beyond its time that a search without any plan has to find one.
 GRACE = 5.0
-"""Seconds beyond its time that a search without any plan has to find one."""
+# What a trainer keeps on GPUs that decode while its moments are on the host.
 STAY = ("weights", "frozen model", "critic weights", "copies")
-"""What a trainer keeps on GPUs that decode while its moments are on the host."""
+# Pools that share dedicated GPUs.
 Groups = tuple[tuple[str, ...], ...]
-"""Pools that share dedicated GPUs."""
+# A number, or an array of them: of as many plans at once.
 Seconds = Any
-"""A number, or an array of them: of as many plans at once."""
 
 
 @dataclass(frozen=True)

@@ -199,10 +199,10 @@ class DecodingReplica:
             self._indices.append(firing.index)
 
 
+# Of a node's firing with this index.
 NodeSeconds = Callable[[str, int], float]
-"""Of a node's firing with this index."""
+# Of the JSON of a plan.
 KEY = "costed"
-"""Of the JSON of a plan."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,8 @@ def read_costed(path: Path, program: str) -> Costed:
     raise PlanError(f"--plan {path}: given {given}, needed what `penstock plan {program} --json` prints")
 
 
+# The tail of a batch begins when this share of its responses is done.
 TAIL = 0.9
-"""The tail of a batch begins when this share of its responses is done."""
 
 
 @dataclass(frozen=True)

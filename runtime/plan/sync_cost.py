@@ -21,8 +21,8 @@ from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import BUCKET, num_heads, reshard
 
+# Of tensors by name: the sizes, and what tensor parallelism cuts, as `rule_of` reads it.
 Table = dict[str, tuple[tuple[int, ...], Rule]]
-"""Of tensors by name: the sizes, and what tensor parallelism cuts, as `rule_of` reads it."""
 
 
 def layer_tensors(shape: Shape, *, dense: bool) -> Table:
@@ -101,8 +101,8 @@ def layout(shape: Shape, mesh: Parallel, dtype: str) -> Layout:
     return sharded(listed, axes, rules, stages(shape, mesh.pp))
 
 
+# What travels: no narrower format than fp8 does yet.
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp4": "float8_e4m3fn"}
-"""What travels: no narrower format than fp8 does yet."""
 
 
 @dataclass(frozen=True)

@@ -48,16 +48,16 @@ def cache_bytes(shape: Shape, tp: int, pp: int = 1) -> float:
     return ceil(shape.layers / pp) * shape.cache_width * BYTES["bf16"] / parts
 
 
+# Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice.
 KERNELS = 24
-"""Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice."""
+# Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient written,
+# and the weight in bfloat16.
 OPTIMIZER_BYTES = 30.0
-"""Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient
-written, and the weight in bfloat16."""
+# The same of a copy that goes towards the policy: both in float32 read, the copy written, in bfloat16, too.
 FOLLOW_BYTES = 14.0
-"""The same of a copy that goes towards the policy: both in float32 read, the copy written, in bfloat16, too."""
+# Read and written per logit, forward: written in bfloat16, read, written and read again in float32 for the loss, as
+# PyTorch does without a fused kernel. The backward pass does the same again.
 LOGIT_BYTES = 10.0
-"""Read and written per logit, forward: written in bfloat16, read, written and read again in float32 for the loss, as
-PyTorch does without a fused kernel. The backward pass does the same again."""
 
 
 class Packed(NamedTuple):
@@ -74,8 +74,8 @@ def packed(sequences: IntArray, parts: int = 1) -> tuple[Packed, ...]:
     return tuple(Packed(float(part.sum()), float(part.max()), float(np.square(part).sum())) for part in split)
 
 
+# Of a step on each part of a batch: its micro-batches, and the seconds of one but for weights that travel.
 Kept = dict[Packed, tuple[int, Cost]]
-"""Of a step on each part of a batch: its micro-batches, and the seconds of one but for weights that travel."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 _NORMAL = NormalDist()
+# The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses.
 WIDEST = 5.0
-"""The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses."""
 
 
 class LengthError(ValueError):

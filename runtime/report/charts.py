@@ -21,11 +21,11 @@ from penstock.runtime.report.summary import Report, lags, tokens_by
 
 WIDTH, HEIGHT = 360.0, 168.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 24.0
+# Points of a curve; a longer one shows the least and the largest of each stretch.
 MOST_POINTS = 320
-"""Points of a curve; a longer one shows the least and the largest of each stretch."""
 
+# An x, and a y for each series; nan where there is none.
 Point = tuple[float, ...]
-"""An x, and a y for each series; nan where there is none."""
 
 
 @dataclass(frozen=True)

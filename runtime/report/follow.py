@@ -30,17 +30,17 @@ from penstock.runtime.schedule.events import (
     Swapped,
 )
 
+# Nanoseconds of a second.
 NS = 1_000_000_000
-"""Nanoseconds of a second."""
 
+# Kinds of work that keep a rank busy: firings, and the snapshot that a publication begins with.
 IN_WORK = ("group", "update", "publish")
-"""Kinds of work that keep a rank busy: firings, and the snapshot that a publication begins with."""
 
+# What made work start, as a text in which # stands for the number: ("fake_score[#] was done", 12).
 Cause = tuple[str, int]
-"""What made work start, as a text in which # stands for the number: ("fake_score[#] was done", 12)."""
 
+# A rank: its replica and its number in it.
 RankId = tuple[str, int]
-"""A rank: its replica and its number in it."""
 
 
 @dataclass(slots=True)

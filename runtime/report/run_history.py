@@ -27,15 +27,15 @@ from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import SegmentOrigin
 
+# Nanoseconds by "busy" and by cause.
 Account = dict[str, int]
-"""Nanoseconds by "busy" and by cause."""
 
 
+# The stage that updates.
 TRAIN = "train"
-"""The stage that updates."""
 
+# Points of a stage's queue depths.
 SAMPLES = 400
-"""Points of a stage's queue depths."""
 
 
 class ReportError(RecordError):

@@ -16,14 +16,14 @@ from penstock.runtime.control.run_config import EVALUATION
 from penstock.runtime.record.timeline import place
 from penstock.runtime.report.follow import Work
 
+# Nanoseconds of a microsecond.
 US = 1_000
-"""Nanoseconds of a microsecond."""
 
+# Bars that a page may have; beyond them those in the middle of the run are merged.
 MOST_BARS = 72_000
-"""Bars that a page may have; beyond them those in the middle of the run are merged."""
 
+# Kinds of work that are drawn beside the rank's own work, in a strip.
 SYNCS = ("publish", "send", "swap", "save")
-"""Kinds of work that are drawn beside the rank's own work, in a strip."""
 
 OUTCOMES = ("", "failed", "dropped", "unanswered")
 

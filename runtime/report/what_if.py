@@ -29,11 +29,11 @@ from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.simulator import Durations, Spans, Verdicts, draw, simulate
 
+# Events of a simulated stage, about: a longer run is predicted for its first updates only.
 MOST_EVENTS = 60_000
-"""Events of a simulated stage, about: a longer run is predicted for its first updates only."""
 
+# Kinds of work that move weights, with the simulator's names for them.
 SYNC = {"publish": "publish", "send": "wire", "swap": "swap"}
-"""Kinds of work that move weights, with the simulator's names for them."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rul
     return max([found, *(Bound(seconds, pool=pool) for pool, seconds in work.items())], key=lambda b: b.seconds)
 
 
+# Events of all simulations of a table, about: two seconds on a slow core.
 EVENTS = 24_000
-"""Events of all simulations of a table, about: two seconds on a slow core."""
 MOST_UPDATES, LEAST_UPDATES = 60, 16
+# Updates at the start of each simulation in which the pipeline fills, the same for every lag.
 FILLING = 6
-"""Updates at the start of each simulation in which the pipeline fills, the same for every lag."""
 
 
 @dataclass(frozen=True)
@@ -336,8 +336,8 @@ def with_replicas(plan: Plan, name: str, size: int | None = None, capacity: int 
     return Plan(tuple(replace(p, replicas=tuple(replicas)) if p is pool else p for p in plan.pools))
 
 
+# Below so many firings, nothing is fitted.
 LEAST_FIRINGS = 16
-"""Below so many firings, nothing is fitted."""
 
 
 @dataclass(frozen=True)
@@ -471,10 +471,10 @@ class PacedReplica:
         return Spans(begins, ends, indices)
 
 
+# A bound that is a smaller share of the period does not explain it: then firings queue for each other.
 CLOSE = 0.75
-"""A bound that is a smaller share of the period does not explain it: then firings queue for each other."""
+# A gain worth a word, and two periods that are as good as each other.
 GAIN, SAME = 0.01, 0.005
-"""A gain worth a word, and two periods that are as good as each other."""
 
 
 def verdict(

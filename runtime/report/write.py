@@ -22,13 +22,13 @@ from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import Report, make_report
 
 REPORT = "report.html"
+# Seconds from the first case of the what-if table after which no further one is begun, where the report is all that is
+# wanted.
 SIMULATING_S = 6.0
-"""Seconds from the first case of the what-if table after which no further one is begun, where the report is all that is
-wanted."""
+# The same at the end of a run: a share of the run's seconds between two limits.
 SHARE_OF_RUN, LEAST_S, MOST_S = 0.05, 0.5, 3.0
-"""The same at the end of a run: a share of the run's seconds between two limits."""
+# Bytes of an event log that takes some seconds to read: too long for a user who has pressed Ctrl-C.
 LARGE_LOG = 3 << 20
-"""Bytes of an event log that takes some seconds to read: too long for a user who has pressed Ctrl-C."""
 
 
 def write_report(
@@ -76,12 +76,12 @@ def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple
     return path, ""
 
 
+# Seconds between two drawings, at least.
 LEAST_BETWEEN_S = 2.0
-"""Seconds between two drawings, at least."""
+# Seconds of rest for each second of drawing.
 REST = 9.0
-"""Seconds of rest for each second of drawing."""
+# Seconds between two looks at the folder.
 LOOK_S = 0.5
-"""Seconds between two looks at the folder."""
 
 
 class Snapshot(NamedTuple):
