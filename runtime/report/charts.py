@@ -17,7 +17,7 @@ from penstock.runtime.record.metrics import Row, columns
 from penstock.runtime.record.trace_formats import round_step
 from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import Facts
-from penstock.runtime.report.summary import Report, lags, tokens_by
+from penstock.runtime.report.summary import Report
 
 WIDTH, HEIGHT = 360.0, 168.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 24.0
@@ -318,11 +318,12 @@ def _staleness(report: Report) -> list[Figure]:
     figures = []
     limit = report.stage.tables.max_lag if report.stage else 0
     bound = (limit, f"bound: lag {limit}")
-    if found := lags(report):
-        figures.append(histogram("Lag of groups, at their start", sorted(found.items()), "lag", "groups", bound))
-    if by_lag := tokens_by(report.facts, "lag"):
+    by_lag, by_version = report.tokens
+    if report.lags:
+        figures.append(histogram("Lag of groups, at their start", list(report.lags.items()), "lag", "groups", bound))
+    if by_lag:
         figures.append(histogram("Lag of tokens", list(by_lag.items()), "lag", "tokens", bound))
-    if by_version := tokens_by(report.facts, "version"):
+    if by_version:
         figures.append(histogram("Tokens by version", list(by_version.items()), "version", "tokens"))
     rows = report.facts.rows
     points = [(float(row["update"]), _value(row.get("lag_mean")), _value(row.get("lag_max"))) for row in rows]

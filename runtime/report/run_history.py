@@ -8,9 +8,10 @@ exactly. Work that failed counts as idle, and so does the trainer's snapshot of 
 sync. How full the slots of a stream are is its occupancy, and says nothing about idle time.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from penstock.runtime.control.messages import read_record
@@ -19,7 +20,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import FORMAT, MAGIC, EndFacts, LogError, Segment, StageLog, read_segments
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
-from penstock.runtime.record.timeline import Utilisation
+from penstock.runtime.record.timeline import Utilisation, pool_of
 from penstock.runtime.record.typed_json import ConfigFile, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, RankId, Work, lanes, streams
 from penstock.runtime.schedule.compile import Tables
@@ -105,6 +106,37 @@ class Facts:
     def end(self) -> int:
         return self.lives[-1].end if self.lives else 0
 
+    @cached_property
+    def updates(self) -> int:
+        """How many were completed, those once that a resume did again."""
+        return len({update for stage in self.training for update in stage.followed.ends})
+
+    @cached_property
+    def training_ns(self) -> dict[RankId, Account]:
+        """Of each rank, while training."""
+        return _added(self.training)
+
+    @cached_property
+    def whole_ns(self) -> dict[RankId, Account]:
+        """Of each rank, in the whole run. While processes start, all ranks are idle."""
+        starting = sum(life.starting for life in self.lives)
+        return {
+            lane: {**account, "starting": account.get("starting", 0) + starting}
+            for lane, account in _added(self.stages).items()
+        }
+
+    @cached_property
+    def pool_shares(self) -> dict[str, dict[str, float]]:
+        """Of each pool, the share of training by state: the mean over its ranks."""
+        pools = defaultdict[str, Counter[str]](Counter)
+        for (replica, _), account in self.training_ns.items():
+            pools[pool_of(replica)].update(account)
+        return {
+            pool: {state: time / account.total() for state, time in account.items()}
+            for pool, account in pools.items()
+            if account.total()
+        }
+
     @property
     def accuracy(self) -> dict[str, float]:
         """Before and after, as far as it is known."""
@@ -121,6 +153,15 @@ class Facts:
         counts = [(failed, "groups failed"), (summary.get("retried"), "firings were tried again")]
         said = [f"{count:,} {what}" for count, what in counts if count]
         return ", ".join(said), str(summary.get("last_failure") or "") if said else ""
+
+
+def _added(stages: Iterable[StageRecord]) -> dict[RankId, Account]:
+    """Accounts of several stages together."""
+    total = defaultdict[RankId, Counter[str]](Counter)
+    for stage in stages:
+        for lane, account in stage.accounts.items():
+            total[lane].update(account)
+    return {lane: dict(account) for lane, account in total.items()}
 
 
 def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
@@ -321,22 +362,3 @@ def accounts(
         found.change(lane, next((name for name, count in counts[lane].items() if count), idle[lane]))
     found.let(end)
     return cast(dict[RankId, Account], found.take())
-
-
-def union(work: Iterable[Work]) -> int:
-    """Nanoseconds in which at least one of the firings was in work."""
-    total, until = 0, 0
-    for start, end in sorted((item.start, item.end) for item in work):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
-    """The integral over time of the slots in use on one replica, in nanoseconds. `work` has the number of rows of each
-    firing. Rows beyond `slots` wait."""
-    total, now, held = 0, 0, 0
-    for time, change in sorted(edge for item, rows in work for edge in ((item.start, rows), (item.end, -rows))):
-        total += min(held, slots) * (time - now)
-        now, held = time, held + change
-    return total

@@ -84,6 +84,7 @@ class Prediction:
     """The simulated stage on the report's clock: the first `updates` of it. Seconds per update as they were predicted,
     as they were measured for the same updates, and for all of the stage."""
 
+    fit: Fit
     followed: Followed
     updates: int
     predicted_s: float
@@ -166,11 +167,11 @@ def _verdicts(stage: StageRecord) -> Verdicts:
     return RecordedVerdicts(drops, goes_on, 0, frozenset(done), frozenset(dropped), frozenset(again))
 
 
-def predict(stage: StageRecord, fitted: Fit) -> Prediction | None:
+def predict(stage: StageRecord) -> Prediction | None:
     """The stage on a virtual clock, for as many updates as the run has done or as are quickly simulated; None if it
-    has done none."""
-    ends = _ends(stage)
-    if not ends:
+    has done none, or cannot be fitted."""
+    ends, fitted = _ends(stage), fit(stage)
+    if not ends or fitted is None:
         return None
     updates, origin = quick_updates(stage), stage.origin
     rules = replace(origin.rules, end=min(origin.rules.end, origin.rules.start + updates))
@@ -184,7 +185,7 @@ def predict(stage: StageRecord, fitted: Fit) -> Prediction | None:
     followed = follow.close(stage.begin + round(found.wall_s * NS))
     begin, filling = stage.begin / NS, stage.tables.max_lag + 1
     predicted, compared = period(0.0, found.ends, filling), period(begin, ends[:updates], filling)
-    return Prediction(followed, updates, predicted, compared, period(begin, ends, filling))
+    return Prediction(fitted, followed, updates, predicted, compared, period(begin, ends, filling))
 
 
 def _ends(stage: StageRecord) -> list[float]:
@@ -262,10 +263,10 @@ class Table:
     lag: int
     replicas: int
     updates: int
-    measured_s: float | None
     crowding: float
-    cases: tuple[Case, ...]
     complete: bool
+    cases: tuple[Case, ...]
+    measured_s: float | None = None
 
     def case(self, lag: int, replicas: int) -> Case | None:
         return next((c for c in self.cases if (c.lag, c.replicas) == (lag, replicas)), None)
@@ -310,7 +311,7 @@ def what_if(stage: StageRecord, fitted: Fit, out_of_time: Callable[[], bool]) ->
     cases.sort(key=lambda case: (case.replicas, case.lag))
     ends = _ends(stage)
     measured_s = period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
-    return Table(pool, *now, updates, measured_s, crowd.share, tuple(cases), len(cases) == len(wanted))
+    return Table(pool, *now, updates, crowd.share, len(cases) == len(wanted), tuple(cases), measured_s)
 
 
 def generators(tables: Tables) -> str | None:

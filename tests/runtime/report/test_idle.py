@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.runtime.record.timeline import Kind
 from penstock.runtime.report.follow import Work
-from penstock.runtime.report.run_history import accounts, read_facts, slot_time, union
-from penstock.runtime.report.summary import make_report, occupancy, rank_accounts, whole_accounts
+from penstock.runtime.report.run_history import accounts, read_facts
+from penstock.runtime.report.summary import make_report, slot_time
 from penstock.runtime.schedule.simulator import Durations
 
 from .runs import Made, simulated_run
@@ -64,13 +64,13 @@ def test_the_ranks_of_a_run_add_up_in_every_stage_and_all_in_all(made: Made) -> 
     for stage in facts.stages:
         assert len(stage.accounts) == 6
         assert {sum(spent.values()) for spent in stage.accounts.values()} == {stage.end - stage.begin}
-    assert {sum(spent.values()) for spent in whole_accounts(facts).values()} == {facts.end}
-    busy = {lane[0]: spent.get("busy", 0) for lane, spent in rank_accounts(facts.training).items()}
+    assert {sum(spent.values()) for spent in facts.whole_ns.values()} == {facts.end}
+    busy = {lane[0]: spent.get("busy", 0) for lane, spent in facts.training_ns.items()}
     assert abs(busy["scorer/0"] / 1e9 - made.simulation.busy["scorer/0"]) < 1e-6
 
 
 def test_a_union_counts_time_once() -> None:
-    assert union([work(0, 10), work(5, 20), work(30, 40), work(31, 32)]) == 30
+    assert slot_time([(work(*span), 1) for span in ((0, 10), (5, 20), (30, 40), (31, 32))], 1) == 30
 
 
 def test_slots_in_use_are_rows_and_never_more_than_there_are() -> None:
@@ -82,7 +82,7 @@ def test_occupancy_counts_a_slot_for_each_sample_of_a_group(tmp_path: Path) -> N
     seconds = Durations({"fake_generate": 1.0, "fake_score": 0.0, "fake_update": 0.0})
     report = make_report(read_facts(simulated_run(tmp_path / "run", batch=4, durations=seconds).folder), lambda: True)
     # The groups of two updates begin together, with four samples each, on a replica with the default number of slots.
-    assert occupancy(report)["generator"] == 2 * 4 * 4 / report.facts.config.flags.slots
+    assert report.occupancy["generator"] == 2 * 4 * 4 / report.facts.config.flags.slots
 
 
 def spent(path: Path, lag: int, **nodes: float) -> dict[str, dict[str, int]]:
@@ -90,7 +90,7 @@ def spent(path: Path, lag: int, **nodes: float) -> dict[str, dict[str, int]]:
         {"fake_generate": 0.01, "fake_score": 0.0, "fake_update": 0.01, **nodes}, publish=0.002, wire=0.004
     )
     made = simulated_run(path, lag=lag, updates=6, durations=slow)
-    return {lane[0]: account for lane, account in rank_accounts(read_facts(made.folder).training).items()}
+    return {lane[0]: account for lane, account in read_facts(made.folder).training_ns.items()}
 
 
 def test_a_generator_that_is_ahead_waits_for_the_admission_bound(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_last_group_of_a_batch_is_a_straggler(tmp_path: Path) -> None:
 
     slow = Durations({"fake_generate": lasting, "fake_score": 0.0, "fake_update": 0.01})
     made = simulated_run(tmp_path / "r", lag=0, updates=3, durations=slow)
-    found = rank_accounts(read_facts(made.folder).training)["trainer/0", 0]
+    found = read_facts(made.folder).training_ns["trainer/0", 0]
     assert found["straggler"] == 3 * 490_000_000
 
 

@@ -120,7 +120,7 @@ def test_a_run_without_a_runtime_of_its_own_is_predicted_exactly(made: Made) -> 
     (stage,) = read_facts(made.folder).training
     fitted = fit(stage)
     assert fitted is not None
-    prediction = predict(stage, fitted)
+    prediction = predict(stage)
     assert prediction is not None
     assert prediction.error == pytest.approx(0, abs=1e-6)
     assert [(end - stage.begin) / NS for _, end in sorted(prediction.followed.ends.items())] == pytest.approx(
@@ -181,7 +181,7 @@ def toy() -> Graph:
 
 def table(periods: dict[int, float], lag: int = 1) -> Table:
     cases = tuple(Case(at, 1, seconds, float(at), {}) for at, seconds in periods.items())
-    return Table("generator", lag, 1, 20, None, 0.0, cases, True)
+    return Table("generator", lag, 1, 20, 0.0, True, cases)
 
 
 def test_it_says_what_bounds_what_a_lag_would_gain_and_how_far_the_model_is_off() -> None:
