@@ -1,15 +1,14 @@
 """The charts of a report: small SVGs of curves and histograms, each with a label that says what it shows. Pure.
 
 `groups` are the report's charts: what the run's rows say of learning, staleness and speed, and what lay in queues.
-`curves` and `histogram` draw one. Colours, lines and fonts are classes of the page's style, so that charts follow its
-light and dark themes.
+`curves` and `histogram` make one, which a template draws. Colours, lines and fonts are classes of the page's style, so
+that charts follow its light and dark themes.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import pairwise, product
+from itertools import product
 from math import isfinite, nan
 from typing import Any
 
@@ -29,30 +28,49 @@ Point = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A chart: its title, its SVG, what a reader of the page is told of it, and its numbers.
+class Scale:
+    """Values from `low` to `high`, drawn between `start` and `stop`."""
 
-    `points` and `frame` (left, right, least x, largest x) are for reading values off with the pointer or the keys.
-    """
+    low: float
+    high: float
+    start: float
+    stop: float
 
-    title: str
-    svg: str
-    said: str
-    names: tuple[str, ...]
-    points: str
-    frame: str
-    x: str
-    rows: Sequence[tuple[str, ...]] = ()
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.start + share * (self.stop - self.start)
+
+    def ticks(self, about: int, least: float = 0.0) -> list[float]:
+        """About so many round numbers, `least` apart or more."""
+        if self.high <= self.low:
+            return [self.low]
+        step = max(least, round_step(self.high - self.low, about))
+        return [tick * step for tick in range(int(-(-self.low // step)), int(self.high // step) + 1)]
 
 
 @dataclass(frozen=True)
-class Scale:
-    low: float
-    high: float
+class Figure:
+    """A chart, which `templates/_chart.svg.j2` draws: its title, what a reader of the page is told of it, and its
+    numbers. A curve is its series and its points on the picture, a bar its number, its left edge, and its value.
 
-    def at(self, value: float, start: float, end: float) -> float:
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return start + share * (end - start)
+    `points` and `frame` (left, right, least x, largest x) are for reading values off with the pointer or the keys.
+    `whole`: what is between two whole numbers of x means nothing, as of updates.
+    """
+
+    title: str
+    said: str
+    names: tuple[str, ...]
+    x: str
+    rows: Sequence[tuple[str, ...]]
+    ys: Scale
+    limit: tuple[float, str] | None
+    xs: Scale | None = None
+    curves: Sequence[tuple[int, list[tuple[float, float]]]] = ()
+    points: str = ""
+    frame: str = ""
+    steps: bool = False
+    whole: bool = False
+    bars: Sequence[tuple[int, float, float]] = ()
 
 
 def curves(
@@ -68,55 +86,40 @@ def curves(
     shown = thinned(points)
     values = [y for p in points for y in p[1:] if isfinite(y)]
     ys = _nice([*values, *([limit[0]] if limit else [])])
-    xs = Scale(points[0][0], points[-1][0])
-    parts = _axes(ys, xs, whole=all(point[0] == int(point[0]) for point in points))
-    if limit:
-        y = ys.at(limit[0], HEIGHT - BOTTOM, TOP)
-        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(WIDTH - RIGHT - 2, y - 4 if y > TOP + 8 else y + 13, limit[1], "end", "limit-label"))
-    for series in reversed(range(len(names))):
-        parts += _curve([(p[0], p[series + 1]) for p in shown], xs, ys, series, steps)
-    said = "; ".join(_said(name, [p[i + 1] for p in points]) for i, name in enumerate(names))
-    rows = [(number(p[0]), *(number(y) for y in p[1:])) for p in thinned(points, 40)]
+    xs = Scale(points[0][0], points[-1][0], LEFT, WIDTH - RIGHT)
+    # The first series is drawn last, over the others.
+    drawn = [
+        (place - 1, [(xs.at(p[0]), ys.at(p[place])) for p in shown if isfinite(p[place])])
+        for place in range(len(names), 0, -1)
+    ]
     kept = [[float(f"{v:.6g}") if isfinite(v) else None for v in p] for p in shown]
-    frame = json.dumps([LEFT, WIDTH - RIGHT, xs.low, xs.high])
-    return Figure(title, _svg(parts, f"{title}: {said}"), said, tuple(names), json.dumps(kept), frame, x, rows)
+    return Figure(
+        title,
+        "; ".join(_said(name, [p[i + 1] for p in points]) for i, name in enumerate(names)),
+        tuple(names),
+        x,
+        [(number(p[0]), *(number(y) for y in p[1:])) for p in thinned(points, 40)],
+        ys,
+        limit,
+        xs,
+        drawn,
+        json.dumps(kept),
+        json.dumps([xs.start, xs.stop, xs.low, xs.high]),
+        steps,
+        whole=all(point[0] == int(point[0]) for point in points),
+    )
 
 
 def histogram(
-    title: str, bars: Sequence[tuple[int, float]], x: str, unit: str, limit: tuple[int, str] | None = None
+    title: str, counts: Mapping[int, float], x: str, unit: str, limit: tuple[int, str] | None = None
 ) -> Figure:
     """A bar for each whole number that occurs. `limit` marks the upper edge of a number, with a label."""
-    counts = dict(bars)
     low, high = min(counts), max([*counts, *([limit[0]] if limit else [])])
-    total, top = sum(counts.values()), max(counts.values())
-    ys = _nice([0.0, top])
-    slots = high - low + 1
-    room = (WIDTH - LEFT - RIGHT) / slots
-    parts = _axes(ys, None)
-    every = -(-slots // 12)
-    for place in range(slots):
-        value, left = counts.get(low + place, 0.0), LEFT + place * room
-        y = ys.at(value, HEIGHT - BOTTOM, TOP)
-        width = min(room - 2, 56) if room > 4 else room
-        if value:
-            parts.append(
-                f'<rect class="f0 dot" x="{left + (room - width) / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                f'height="{HEIGHT - BOTTOM - y:.1f}"><title>{x} {low + place}: {number(value)} {unit}</title></rect>'
-            )
-        if place % every == 0:
-            parts.append(_text(left + room / 2, HEIGHT - 9, str(low + place), "middle"))
-        if value and room > 34:
-            parts.append(
-                _text(left + room / 2, y - 3 if y > TOP + 10 else y + 12, percent(value / total), "middle", "value")
-            )
-    if limit:
-        edge = LEFT + (limit[0] - low + 1) * room - 1
-        parts.append(f'<line class="limit" x1="{edge:.1f}" x2="{edge:.1f}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(_text(edge - 4, TOP + 2, limit[1], "end", "limit-label"))
+    room, total = (WIDTH - LEFT - RIGHT) / (high - low + 1), sum(counts.values())
     said = ", ".join(f"{x} {value}: {percent(count / total)}" for value, count in sorted(counts.items())[:12])
     rows = [(str(value), number(count)) for value, count in sorted(counts.items())]
-    return Figure(title, _svg(parts, f"{title}: {said}", False), said, (unit,), "", "", x, rows)
+    bars = [(value, LEFT + (value - low) * room, counts.get(value, 0.0)) for value in range(low, high + 1)]
+    return Figure(title, said, (unit,), x, rows, _nice([0.0, max(counts.values())]), limit, bars=bars)
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
@@ -164,57 +167,7 @@ def _nice(values: Sequence[float]) -> Scale:
     if low > 0 and low < 0.6 * high:
         low = 0.0
     air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return Scale(low if low == 0 else low - air, high + air)
-
-
-def _ticks(low: float, high: float, about: int, least: float = 0.0) -> list[float]:
-    """About so many round numbers, `least` apart or more."""
-    span = high - low
-    if span <= 0:
-        return [low]
-    step = max(least, round_step(span, about))
-    first = -(-low // step)
-    return [tick * step for tick in range(int(first), int(high // step) + 1)]
-
-
-def _axes(ys: Scale, xs: Scale | None, *, whole: bool = False) -> list[str]:
-    """`whole`: what is between two whole numbers of x means nothing, as of updates."""
-    parts = []
-    for tick in _ticks(ys.low, ys.high, 4):
-        y = ys.at(tick, HEIGHT - BOTTOM, TOP)
-        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT - 5, y + 3.5, number(round(tick, 12)), "end"))
-    for tick in _ticks(xs.low, xs.high, 6, 1.0 if whole else 0.0) if xs else []:
-        x = xs.at(tick, LEFT, WIDTH - RIGHT) if xs else 0.0
-        anchor = "end" if x > WIDTH - RIGHT - 8 else "middle"
-        parts.append(_text(x, HEIGHT - 9, number(round(tick, 12)), anchor))
-    return parts
-
-
-def _curve(points: Sequence[tuple[float, float]], xs: Scale, ys: Scale, series: int, steps: bool) -> list[str]:
-    known = [(xs.at(x, LEFT, WIDTH - RIGHT), ys.at(y, HEIGHT - BOTTOM, TOP)) for x, y in points if isfinite(y)]
-    parts = []
-    if len(known) > 1:
-        corners = [corner for (_, before), (x, y) in pairwise(known) for corner in ((x, before), (x, y))]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (known[:1] + corners if steps else known))
-        parts.append(f'<polyline class="curve s{series}" points="{path}"/>')
-    if len(known) <= 30 and not steps:
-        parts += [f'<circle class="dot f{series}" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in known]
-    return parts
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(parts: Sequence[str], label: str, readable: bool = True) -> str:
-    cursor = f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="0" x2="0"/>' if readable else ""
-    focus = ' tabindex="0"' if readable else ""
-    return (
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(label)}"{focus}>'
-        f"{''.join(parts)}{cursor}</svg>"
-    )
+    return Scale(low if low == 0 else low - air, high + air, HEIGHT - BOTTOM, TOP)
 
 
 @dataclass(frozen=True)
@@ -320,11 +273,11 @@ def _staleness(report: Report) -> list[Figure]:
     bound = (limit, f"bound: lag {limit}")
     by_lag, by_version = report.tokens
     if report.lags:
-        figures.append(histogram("Lag of groups, at their start", list(report.lags.items()), "lag", "groups", bound))
+        figures.append(histogram("Lag of groups, at their start", report.lags, "lag", "groups", bound))
     if by_lag:
-        figures.append(histogram("Lag of tokens", list(by_lag.items()), "lag", "tokens", bound))
+        figures.append(histogram("Lag of tokens", by_lag, "lag", "tokens", bound))
     if by_version:
-        figures.append(histogram("Tokens by version", list(by_version.items()), "version", "tokens"))
+        figures.append(histogram("Tokens by version", by_version, "version", "tokens"))
     rows = report.facts.rows
     points = [(float(row["update"]), _value(row.get("lag_mean")), _value(row.get("lag_max"))) for row in rows]
     if any(isfinite(p[1]) for p in points):

@@ -43,6 +43,21 @@ Cause = tuple[str, int]
 RankId = tuple[str, int]
 
 
+# What a command or an answer about weights is a part of.
+KINDS: Mapping[type[Command | Event], Kind] = {
+    Publish: "publish", Published: "publish", Send: "send", Arrived: "send", Swap: "swap",
+}  # fmt: skip
+
+# Why work started, of the event before: a node is put in, or a channel and a replica.
+CAUSES: Mapping[type[Event], str] = {
+    Done: "{}[#] was done",
+    Failed: "{}[#] had failed",
+    Published: "version # of {} was published",
+    Arrived: "version # had arrived on {1}",
+    Swapped: "version # went live on {1}",
+}
+
+
 @dataclass(slots=True)
 class Work(Bar):
     """A bar of a report: what one rank did, in whole nanoseconds. Its `name` is a node's, or a channel's for what moves
@@ -109,12 +124,8 @@ class Follow:
             match command:
                 case Fire():
                     self._fire(time, command, cause)
-                case Publish(channel, version, replica):
-                    self._ask(time, replica, channel, version, "publish", cause)
-                case Send(channel, version, _, replica):
-                    self._ask(time, replica, channel, version, "send", cause)
-                case Swap(channel, version, replica):
-                    self._ask(time, replica, channel, version, "swap", cause)
+                case Publish() | Send() | Swap():
+                    self._ask(time, command.replica, command.channel, command.version, KINDS[type(command)], cause)
                 case Save(update, replica):
                     self._ask(time, replica, "checkpoint", update, "save", cause)
 
@@ -138,18 +149,14 @@ class Follow:
 
     def _hear(self, time: int, event: Event) -> None:
         match event:
-            case Done(firing, replica, rank):
-                self._over(time, ("fire", firing, replica, rank), "dropped" if event.dropped else "")
-                if event.again:
-                    self.found.again.add(firing)
-                if event.dropped:
-                    self.found.dropped.add(firing)
+            case Done(firing, replica, rank, dropped, again):
+                self._over(time, ("fire", firing, replica, rank), "dropped" if dropped else "")
+                self.found.again |= {firing} if again else set()
+                self.found.dropped |= {firing} if dropped else set()
             case Failed(firing, replica, rank):
                 self._over(time, ("fire", firing, replica, rank), "failed")
-            case Published(channel, version, replica, rank):
-                self._over(time, ("publish", channel, version, replica, rank), "")
-            case Arrived(channel, version, replica, rank):
-                self._over(time, ("send", channel, version, replica, rank), "")
+            case Published(channel, version, replica, rank) | Arrived(channel, version, replica, rank):
+                self._over(time, (KINDS[type(event)], channel, version, replica, rank), "")
             case Swapped(channel, version, replica, rank):
                 self._over(time, ("swap", channel, version, replica, rank), "")
                 self._live[channel, replica] = version
@@ -213,16 +220,8 @@ class Follow:
 
 def cause_of(event: Event) -> Cause:
     match event:
-        case Done(firing, _):
-            return f"{firing.node}[#] was done", firing[1]
-        case Failed(firing, _):
-            return f"{firing.node}[#] had failed", firing[1]
-        case Published(channel, version, _):
-            return f"version # of {channel} was published", version
-        case Arrived(_, version, replica):
-            return f"version # had arrived on {replica}", version
-        case Swapped(_, version, replica):
-            return f"version # went live on {replica}", version
-        case Begin():
-            return "the stage began", 0
-    return "a checkpoint was due", 0
+        case Done() | Failed():
+            return CAUSES[type(event)].format(event.firing.node), event.firing.index
+        case Published() | Arrived() | Swapped():
+            return CAUSES[type(event)].format(event.channel, event.replica), event.version
+    return "the stage began" if isinstance(event, Begin) else "a checkpoint was due", 0

@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.graph.svg import Measured, svg_in_page
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
-from penstock.runtime.report.charts import accuracies, chart_groups, numbers, percent
+from penstock.runtime.report.charts import accuracies, chart_groups, number, numbers, percent
 from penstock.runtime.report.follow import NS, Followed, RankId, Work
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
 from penstock.runtime.report.summary import Report, rank_name
@@ -30,7 +30,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 def render(template: str, **values: Any) -> str:
     """A template of the page with its style and script in it, complete."""
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"seconds": seconds, "percent": percent}
+    environment.filters |= {"seconds": seconds, "percent": percent, "number": number}
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
     page = environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
     # A path in it may be no UTF-8.

@@ -265,73 +265,61 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
 
 
 def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
+    """Runs the scheduler of a stage again: notes what its ranks did, why they were idle, what lay in queues."""
     try:
         origin = SegmentOrigin.from_json(log.facts)
         tables = Tables(origin.graph, origin.plan)
-        begin = zero + round(log.steps[0].time * NS)
-        replayed = _Replayed(origin, tables, begin, end)
+        scheduler, follow = origin.scheduler(tables), Follow(tables, streams(origin.graph), origin.live)
     except ValueError as error:
         raise ReportError(f"events.log: given a stage of another format ({error}); needed format {FORMAT}") from None
+    time = begin = due = zero + round(log.steps[0].time * NS)
+    until, every = end, max((end - begin) // SAMPLES, 1)
+    reasons: dict[RankId, list[tuple[int, str]]] = {lane: [] for lane in lanes(tables)}
+    depths: list[Depth] = []
+
+    def sample() -> None:
+        """Note what has been lying in queues since the last event."""
+        in_work: defaultdict[str, int] = defaultdict(int)
+        for replica, rank in reasons:
+            # Every rank of a replica has the same firings: the first one stands for it.
+            if rank == 0:
+                in_work[tables.pool_of[replica]] += follow.in_work[replica, rank]
+        steps = tables.steps.values()
+        ready = {s.name: len(scheduler.ready[s.name]) for s in steps if not s.per_update and not s.source}
+        depths.append(Depth(time, scheduler.ledger.finished, ready, in_work))
+
     for step in log.steps:
+        now = zero + round(step.time * NS)
+        if now >= due:
+            sample()
+            due = now - (now - due) % every + every
         try:
-            replayed.step(zero + round(step.time * NS), cast(Event, read_record(step.event)))
+            event = cast(Event, read_record(step.event))
+            commands = scheduler.handle(event)
         except ValueError as error:
             # What was read so far is still right; a report that shows less is better than none.
             notes.append(
                 f"Stage {origin.stage!r} is shown up to record {step.record} of the event log: the scheduler of this "
                 f"version decides otherwise than the one that wrote it ({error})."
             )
+            until = time
             break
-    replayed.sample()
-    followed = replayed.follow.close(replayed.time if replayed.broken else end)
-    found = accounts(followed.work, replayed.reasons, begin, end)
-    return StageRecord(origin.stage, origin, tables, begin, end, followed, found, replayed.depths)
-
-
-class _Replayed:
-    """Runs the scheduler of a stage again: notes what its ranks did, why they were idle, what lay in queues."""
-
-    def __init__(self, origin: SegmentOrigin, tables: Tables, begin: int, end: int) -> None:
-        self.scheduler = origin.scheduler(tables)
-        self.follow = Follow(tables, streams(origin.graph), origin.live)
-        self.lanes: list[RankId] = lanes(tables)
-        self.reasons: dict[RankId, list[tuple[int, str]]] = {lane: [] for lane in self.lanes}
-        self.depths: list[Depth] = []
-        self.time, self.broken = begin, True
-        self._every, self._next = max((end - begin) // SAMPLES, 1), begin
-
-    def step(self, time: int, event: Event) -> None:
-        if time >= self._next:
-            self.sample()
-            self._next = time - (time - self._next) % self._every + self._every
-        self.broken = True
-        commands = self.scheduler.handle(event)
-        self.broken = False
-        self.time = max(time, self.time)
-        self.follow.step(self.time, event, commands)
+        time = max(now, time)
+        follow.step(time, event, commands)
         # Of each rank without work, why. Ranks of one replica have one cause, which costs a look at the scheduler.
         found: dict[str, str] = {}
-        for lane in self.lanes:
-            if self.follow.in_work[lane]:
+        for (replica, rank), changes in reasons.items():
+            if follow.in_work[replica, rank]:
                 continue
-            replica = lane[0]
             if replica not in found:
-                loaded = self.scheduler.load[replica] > 0
-                found[replica] = "straggler" if loaded else cause(self.scheduler, replica, detailed=True)
-            changes = self.reasons[lane]
+                loaded = scheduler.load[replica] > 0
+                found[replica] = "straggler" if loaded else cause(scheduler, replica, detailed=True)
             if not changes or changes[-1][1] != found[replica]:
-                changes.append((self.time, found[replica]))
-
-    def sample(self) -> None:
-        """Note what has been lying in queues since the last event."""
-        in_work: defaultdict[str, int] = defaultdict(int)
-        for lane in self.lanes:
-            # Every rank of a replica has the same firings: the first one stands for it.
-            if lane[1] == 0:
-                in_work[self.scheduler.tables.pool_of[lane[0]]] += self.follow.in_work[lane]
-        steps = self.scheduler.tables.steps.values()
-        ready = {s.name: len(self.scheduler.ready[s.name]) for s in steps if not s.per_update and not s.source}
-        self.depths.append(Depth(self.time, self.scheduler.ledger.finished, ready, in_work))
+                changes.append((time, found[replica]))
+    sample()
+    followed = follow.close(until)
+    spent = accounts(followed.work, reasons, begin, end)
+    return StageRecord(origin.stage, origin, tables, begin, end, followed, spent, depths)
 
 
 def accounts(

@@ -8,6 +8,7 @@ differences to the bar before, names and causes are numbers into tables. In the 
 import base64
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,23 +69,69 @@ class Merged(Work):
     last: int = 0
 
 
-class _Tables:
-    """The number of each (name, kind) and of each cause, in the order in which they are first asked for."""
-
-    def __init__(self) -> None:
-        self.names: dict[tuple[str, str], int] = {}
-        self.causes: dict[str, int] = {}
-
-
 def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
     """The chart's text for the page, and how many bars were merged into others."""
-    strips = [s for row in chart.rows for s in (row.real, row.predicted) if s is not None]
-    merged = thin(strips, most)
-    tables = _Tables()
+    merged = thin([s for row in chart.rows for s in (row.real, row.predicted) if s is not None], most)
+    # The number of each (name, kind) and of each cause, in the order in which they are first asked for.
+    names, causes = dict[tuple[str, str], int](), dict[str, int]()
+
+    def columns(work: Sequence[Work], tracks: Sequence[int]) -> dict[str, Any]:
+        """num bars; s start, d duration, n name, i index, u turn, v version, c cause, x the cause's number, k track, o
+        outcome, g firings, l last index. Columns that are all 0 are left out."""
+        found: dict[str, list[int]] = {letter: [] for letter in "sdniuvcxkogl"}
+        start = index = 0
+        for item, track in zip(work, tracks, strict=True):
+            begin = item.start // US
+            count, last = (item.count, item.last) if isinstance(item, Merged) else (0, item.index)
+            values = (
+                begin - start,
+                item.end // US - begin,
+                names.setdefault((item.name, item.kind), len(names)),
+                item.index - index,
+                item.turn,
+                -1 if item.version is None else item.version,
+                causes.setdefault(item.cause[0], len(causes)),
+                item.cause[1] - item.index,
+                track,
+                OUTCOMES.index(item.outcome),
+                count,
+                last - item.index,
+            )
+            for column, value in zip(found.values(), values, strict=True):
+                column.append(value)
+            start, index = begin, item.index
+        return {"num": len(work), **{letter: column for letter, column in found.items() if any(column)}}
+
+    def strip(of: Strip | None) -> dict[str, Any] | None:
+        """How many tracks of it the program needs, and how many the evaluation: each has its whole height."""
+        if of is None:
+            return None
+        work = sorted(of.work, key=lambda w: (w.start, w.end, w.index))
+        main, syncs = ([item for item in work if (item.kind in SYNCS) == kind] for kind in (False, True))
+        tracks, (sync_tracks, num_syncs) = place(main)[0], place(syncs)
+        needed = [0, 0]
+        for item, track in zip(main, tracks, strict=True):
+            evaluates = item.name.startswith(EVALUATION)
+            needed[evaluates] = max(needed[evaluates], track + 1)
+        return {
+            "tracks": needed,
+            "main": columns(main, tracks),
+            "syncTracks": num_syncs,
+            "sync": columns(syncs, sync_tracks),
+            "swaps": [[time // US, version] for time, version in of.swaps],
+        }
+
+    rows = []
+    for row in chart.rows:
+        sides = {"real": strip(row.real), "predicted": strip(row.predicted)}
+        tracks = [max(side["tracks"][part] for side in sides.values() if side) for part in (0, 1)]
+        rows.append(
+            {"name": row.name, "pool": row.pool, "room": row.room or max(*tracks, 1), "tracks": tracks, **sides}
+        )
     data = {
-        "rows": [_row(row, tables) for row in chart.rows],
-        "names": [list(name) for name in tables.names],
-        "causes": list(tables.causes),
+        "rows": rows,
+        "names": list(names),
+        "causes": list(causes),
         "ends": [[update, time // US] for update, time in chart.ends],
         "stages": [[name, begin // US, end // US] for name, begin, end in chart.stages],
         "lives": [time // US for time in chart.lives],
@@ -104,70 +151,19 @@ def thin(strips: Sequence[Strip], most: int) -> int:
     kept = most // 3
     begin, end = starts[kept], starts[-kept]
     for strip in strips:
-        kept_work: list[Work] = []
-        merged: dict[tuple[str, int | None], Merged] = {}
+        found: list[Work] = []
+        alike = defaultdict[tuple[str, int | None], list[Work]](list)
         for item in strip.work:
             # What failed stays a bar of its own: it is what a reader looks for.
             if not begin < item.start < end or item.kind != "group" or item.outcome == "failed":
-                kept_work.append(item)
-                continue
-            at = (item.lane, item.name, item.index, item.start, item.end, item.kind, item.version)
-            one = merged.setdefault((item.name, item.version), Merged(*at, rank=item.rank, count=0, last=item.index))
-            one.start, one.end = min(one.start, item.start), max(one.end, item.end)
-            one.index, one.last = min(one.index, item.index), max(one.last, item.index)
-            one.count += 1
-        strip.work = [*kept_work, *merged.values()]
+                found.append(item)
+            else:
+                alike[item.name, item.version].append(item)
+        for (name, version), items in alike.items():
+            indices, lane, rank = [item.index for item in items], items[0].lane, items[0].rank
+            begins, ends = min(item.start for item in items), max(item.end for item in items)
+            one = Merged(lane, name, min(indices), begins, ends, "group", version, rank=rank)
+            one.count, one.last = len(items), max(indices)
+            found.append(one)
+        strip.work = found
     return total - sum(len(strip.work) for strip in strips)
-
-
-def _row(row: Row, tables: _Tables) -> dict[str, Any]:
-    """A lane with how many tracks of it the program needs, and how many the evaluation: each has its whole height."""
-    sides = {"real": _strip(row.real, tables), "predicted": _strip(row.predicted, tables) if row.predicted else None}
-    tracks = [max(side["tracks"][part] for side in sides.values() if side) for part in (0, 1)]
-    return {"name": row.name, "pool": row.pool, "room": row.room or max(*tracks, 1), "tracks": tracks, **sides}
-
-
-def _strip(strip: Strip, tables: _Tables) -> dict[str, Any]:
-    work = sorted(strip.work, key=lambda w: (w.start, w.end, w.index))
-    main = [item for item in work if item.kind not in SYNCS]
-    syncs = [item for item in work if item.kind in SYNCS]
-    tracks, _ = place(main)
-    sync_tracks, num_syncs = place(syncs)
-    evaluates = [item.name.startswith(EVALUATION) for item in main]
-    placed = list(zip(tracks, evaluates, strict=True))
-    return {
-        "tracks": [max((track for track, other in placed if other == part), default=-1) + 1 for part in (False, True)],
-        "main": _columns(main, tracks, tables),
-        "syncTracks": num_syncs,
-        "sync": _columns(syncs, sync_tracks, tables),
-        "swaps": [[time // US, version] for time, version in strip.swaps],
-    }
-
-
-def _columns(work: Sequence[Work], tracks: Sequence[int], tables: _Tables) -> dict[str, Any]:
-    """num bars; s start, d duration, n name, i index, u turn, v version, c cause, x the cause's number, k track, o
-    outcome, g firings, l last index. Columns that are all 0 are left out."""
-    columns: dict[str, list[int]] = {letter: [] for letter in "sdniuvcxkogl"}
-    start = index = 0
-    for item, track in zip(work, tracks, strict=True):
-        begin = item.start // US
-        text, number = item.cause
-        count, last = (item.count, item.last) if isinstance(item, Merged) else (0, 0)
-        values = (
-            begin - start,
-            item.end // US - begin,
-            tables.names.setdefault((item.name, item.kind), len(tables.names)),
-            item.index - index,
-            item.turn,
-            -1 if item.version is None else item.version,
-            tables.causes.setdefault(text, len(tables.causes)),
-            number - item.index,
-            track,
-            OUTCOMES.index(item.outcome),
-            count,
-            last - item.index if count else 0,
-        )
-        for letter, value in zip(columns, values, strict=True):
-            columns[letter].append(value)
-        start, index = begin, item.index
-    return {"num": len(work), **{letter: column for letter, column in columns.items() if any(column)}}

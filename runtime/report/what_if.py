@@ -329,12 +329,11 @@ def with_replicas(plan: Plan, name: str, size: int | None = None, capacity: int 
     """The plan with `size` replicas of a pool, all like its first one, each of which may have `capacity` firings in
     work at once; None is as many as in the plan."""
     pool = next(pool for pool in plan.pools if pool.name == name)
-    replicas = list(pool.replicas)
+    first, replicas = pool.replicas[0], pool.replicas
     if size is not None:
-        replicas = [replace(replicas[0], name=f"{name}/{i}") for i in range(size)]
-    if capacity is not None:
-        replicas = [replace(replica, capacity=capacity) for replica in replicas]
-    return Plan(tuple(replace(p, replicas=tuple(replicas)) if p is pool else p for p in plan.pools))
+        replicas = tuple(replace(first, name=f"{name}/{i}") for i in range(size))
+    replicas = tuple(replace(replica, capacity=capacity or replica.capacity) for replica in replicas)
+    return Plan(tuple(replace(p, replicas=replicas) if p is pool else p for p in plan.pools))
 
 
 # Below so many firings, nothing is fitted.
@@ -438,13 +437,11 @@ class PacedReplica:
     shared: SharedPace
     left: dict[Firing, float] = field(default_factory=dict)
     now: float = 0.0
-    _begun: dict[Firing, float] = field(default_factory=dict)
-    _spans: list[tuple[float, float, int]] = field(default_factory=list)
+    spans: Spans = field(default_factory=Spans)
 
     def begin(self, firing: Firing, now: float) -> None:
         self._advance(now)
         self.left[firing] = self.shared.work[firing.node](named(firing.node, firing.turn), firing.index)
-        self._begun[firing] = now
 
     @property
     def due(self) -> float:
@@ -458,18 +455,12 @@ class PacedReplica:
         self._advance(self.due)
         for firing in over:
             del self.left[firing]
-            self._spans.append((self._begun.pop(firing), self.now, firing.index))
         return over
 
     def _advance(self, now: float) -> None:
         done = (now - self.now) * self.shared.crowding.pace(len(self.left))
         self.left = {firing: max(left - done, 0.0) for firing, left in self.left.items()}
         self.now = now
-
-    @property
-    def spans(self) -> Spans:
-        begins, ends, indices = zip(*self._spans, strict=True) if self._spans else ((), (), ())
-        return Spans(begins, ends, indices)
 
 
 # A bound that is a smaller share of the period does not explain it: then firings queue for each other.
