@@ -1,6 +1,6 @@
-"""What can be computed from a graph before it runs: the order of its nodes, staleness, a lower bound on the period.
+"""A lower bound on a program's period, from its graph and the seconds of its nodes.
 
-A graph with faults (see `check`) has no order and no period. Importing this module imports networkx.
+A graph with faults (see `check`) has none. Importing this module imports networkx.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,23 +13,16 @@ from penstock.graph.errors import Fault, GraphError, nearest
 from penstock.graph.ir import Graph
 
 
-def dataflow(graph: Graph) -> "nx.DiGraph[str]":
-    """Arguments and nodes, with an edge to each from what it reads: one update of the program, without feedback."""
-    flow = nx.DiGraph()
-    flow.add_nodes_from([a.name for a in graph.arguments] + [n.name for n in graph.nodes])
-    # An input of the turn before is no edge: it would make a cycle of two nodes that take turns.
-    flow.add_edges_from((i.ref.node, n.name) for n in graph.nodes for i in n.inputs if not i.back)
-    return flow
-
-
 def feedback(graph: Graph) -> "nx.DiGraph[str]":
-    """The data flow closed over updates.
+    """The data flow closed over updates: arguments and nodes, with an edge to each from what it reads.
 
     An edge's `span` is the number of updates between its two ends: 1 from the node that makes a carried value to that
     value, `lag` into a broadcast or a delay, otherwise 0.
     """
-    flow = dataflow(graph)
-    nx.set_edge_attributes(flow, 0, "span")
+    flow = nx.DiGraph()
+    flow.add_nodes_from([a.name for a in graph.arguments] + [n.name for n in graph.nodes])
+    # An input of the turn before is no edge: it would make a cycle of two nodes that take turns.
+    flow.add_edges_from(((i.ref.node, n.name) for n in graph.nodes for i in n.inputs if not i.back), span=0)
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
     for node in graph.nodes:
         if not node.fires:
@@ -43,34 +36,6 @@ def feedback(graph: Graph) -> "nx.DiGraph[str]":
     for carried, maker in makers.items():
         flow.add_edge(maker, carried, span=1)
     return flow
-
-
-def order(graph: Graph) -> tuple[str, ...]:
-    """The nodes' names, each after all that it reads; program order where that leaves a choice.
-
-    Raises GraphError for a graph with a cycle.
-    """
-    flow, place = dataflow(graph), {node.name: i for i, node in enumerate(graph.nodes)}
-    try:
-        names = list(nx.lexicographical_topological_sort(flow, key=lambda name: place.get(name, -1)))
-    except nx.NetworkXUnfeasible:
-        what, needed = f"{graph.name}: the nodes have no order", "a graph that `check` accepts"
-        given = f"the cycle {' → '.join(tail for tail, _ in nx.find_cycle(flow))}"
-        raise GraphError(Fault("cycle-without-lag", what, given, needed, graph.where)) from None
-    return tuple(name for name in names if name in place)
-
-
-def staleness(graph: Graph) -> dict[tuple[str, str], int]:
-    """For each edge, as (node, input): how many updates the oldest weights behind its value may be late.
-
-    They are compared with the policy of the update that consumes the value: the largest sum of lags on a path to the
-    edge. Carried values as they are have 0.
-    """
-    age = {argument.name: 0 for argument in graph.arguments}
-    for name in order(graph):
-        node = graph[name]
-        age[name] = (node.lag or 0) + max((age[i.ref.node] for i in node.inputs if not i.back), default=0)
-    return {(n.name, i.name): age[i.ref.node] for n in graph.nodes for i in n.inputs if not i.back}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,16 @@
 """`check(graph)`: all faults of a graph at once, before anything starts.
 
-Each rule is a function that yields its faults. A rule says nothing of what another rule finds broken (an unknown name
-is one fault, not five), so all rules run on every graph, edited JSON included.
+Each rule is a function that yields its faults. All rules run on every graph. What no program makes, such as an edge
+from nowhere, is no fault for them: no `Graph` has it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from math import inf
-from typing import Any, get_args
+from typing import Any
 
-from penstock.graph.errors import Fault, nearest
+from penstock.graph.errors import Fault
 from penstock.graph.imports import path_of, short
-from penstock.graph.ir import Argument, Construct, Graph, Input, Node, Ref
+from penstock.graph.ir import Graph, Input, Node, Ref
 from penstock.graph.protocols import Source
 from penstock.graph.requires import View, calls
 from penstock.graph.trace import ANY
@@ -47,10 +46,6 @@ def by_place(fault: Fault) -> tuple[str, int]:
     return (file, int(line)) if line.isdigit() else (fault.where, 0)
 
 
-def _said(thing: Node | Argument) -> str:
-    return thing.name if isinstance(thing, Node) else f"{thing.kind} {thing.name!r}"
-
-
 def _input(node: Node, item: Input) -> str:
     return f"{node.name}: input {item.name!r}"
 
@@ -69,58 +64,16 @@ def _not_whole(value: Any, least: int) -> bool:
 # Edges and types
 
 
-def _names(view: View) -> Iterator[Fault]:
-    seen: dict[str, Node | Argument] = {}
-    for thing in view.things:
-        if thing.name in seen:
-            given = f"the name a second time; the first is at {seen[thing.name].where or 'the same place'}"
-            needed = "a name of its own: two producers of one value"
-            yield Fault("duplicate-name", _said(thing), given, needed, thing.where)
-        seen.setdefault(thing.name, thing)
-
-
-def _forms(view: View) -> Iterator[Fault]:
-    """Clocks and constructs that the language has."""
-    for node in view.graph.nodes:
-        if node.clock not in ("group", "update"):
-            yield Fault("unknown-clock", f"{node.name}: clock", repr(node.clock), '"group" or "update"', node.where)
-        if node.construct not in get_args(Construct):
-            needed = " or ".join(f'"{name}"' for name in get_args(Construct))
-            yield Fault("unknown-construct", f"{node.name}: construct", repr(node.construct), needed, node.where)
-        elif node.fires and node.lag is not None:
-            needed = "none: a lag belongs to a broadcast or delay"
-            yield Fault("bad-construct", f"{node.name}: lag", repr(node.lag), needed, node.where)
-        elif not node.fires and (len(node.inputs) != 1 or node.clock != "update"):
-            given = f"{len(node.inputs)} inputs, clock {node.clock!r}"
-            needed = f"a {node.construct} of one value, once per update"
-            yield Fault("bad-construct", node.name, given, needed, node.where)
-        elif node.construct == "keep" and (len(node.inputs) != len(node.outputs) or node.clock != "group"):
-            given = f"{len(node.inputs)} inputs, {len(node.outputs)} outputs, clock {node.clock!r}"
-            yield Fault("bad-construct", node.name, given, "per group, an output for each value", node.where)
-
-
-def _edges(view: View) -> Iterator[Fault]:
-    """Each edge begins at a value, and the value has the type that its end needs."""
-    known = [*view.arguments, *view.nodes]
+def _types(view: View) -> Iterator[Fault]:
+    """The value of each edge has the type that its end needs."""
     ends = [(_input(node, item), item.ref, item.type, node.where) for node, item in view.inputs()]
     for name, ref in view.graph.results:
-        argument, maker = view.arguments.get(name), view.nodes.get(ref.node)
-        # An unknown result has its fault from `_carried`.
-        ends.append((f"the next {name!r}", ref, argument.type if argument else ANY, maker.where if maker else ""))
+        where = view.nodes[ref.node].where if ref.node in view.nodes else view.graph.where
+        ends.append((f"the next {name!r}", ref, view.arguments[name].type, where))
     for what, ref, needed, where in ends:
         given = view.type_of(ref)
-        where = where or view.graph.where
-        if given is not None:
-            if not view.fits(given, needed):
-                said = f"{_short(given, needed)} (from {ref})"
-                yield Fault("wrong-type", what, said, _short(needed, given), where)
-        elif ref.node not in known:
-            said = f"{str(ref)!r}, which is nowhere in the graph"
-            yield Fault("unknown-input", what, said, f"an argument or node{nearest(ref.node, known)}", where)
-        else:
-            outputs = [o.name for o in view.nodes[ref.node].outputs] if ref.node in view.nodes else ["out"]
-            has = f"an output of {ref.node}: {', '.join(outputs)}" if outputs else "a node with outputs"
-            yield Fault("unknown-output", what, f"{str(ref)!r}, an output that {ref.node} does not have", has, where)
+        if not view.fits(given, needed):
+            yield Fault("wrong-type", what, f"{_short(given, needed)} (from {ref})", _short(needed, given), where)
 
 
 def _unused(view: View) -> Iterator[Fault]:
@@ -145,7 +98,8 @@ def _unused(view: View) -> Iterator[Fault]:
     for argument in view.graph.arguments:
         if not view.readers(argument.name):
             needed = f"a node that is called with it, or no such argument of {view.graph.name}"
-            yield Fault("unused-argument", _said(argument), "no node that reads it", needed, argument.where)
+            what = f"{argument.kind} {argument.name!r}"
+            yield Fault("unused-argument", what, "no node that reads it", needed, argument.where)
 
 
 # Clocks and pools
@@ -157,7 +111,7 @@ def _clocks(view: View) -> Iterator[Fault]:
         if not node.fires:
             for item in node.inputs:
                 argument = view.arguments.get(item.ref.node)
-                if view.type_of(item.ref) is not None and (argument is None or argument.kind != "carried"):
+                if argument is None or argument.kind != "carried":
                     given = f"{str(item.ref)!r}, which is " + ("a source" if argument else "the output of a node")
                     needed = "a carried value: an argument that the program returns"
                     yield Fault("not-carried", node.name, given, needed, node.where)
@@ -168,7 +122,7 @@ def _clocks(view: View) -> Iterator[Fault]:
                     needed = "a per-group value, or a carried value through broadcast(…, lag=k)"
                     given = f"{str(item.ref)!r}, which {maker.name} makes once per update"
                     yield Fault("slower-input", f"{_input(node, item)} of a per-group node", given, needed, node.where)
-            if not any(view.per_group(i.ref) or view.type_of(i.ref) is None for i in node.inputs):
+            if not any(view.per_group(item.ref) for item in node.inputs):
                 reads = ", ".join(str(i.ref) for i in node.inputs) or "no input"
                 needed = "an input per group (a source, or what a per-group node makes)"
                 needed += f"; or {short(node.op)}.per_update, which fires once per update" if node.inputs else ""
@@ -207,21 +161,13 @@ def _places(view: View) -> Iterator[Fault]:
 
 
 def _carried(view: View) -> Iterator[Fault]:
-    """Each carried value has one next value, made once per update, and a maker."""
+    """Each carried value has a next value of its own, made once per update, and each argument a maker."""
     graph = view.graph
-    seen: dict[str, Ref] = {}
+    seen: dict[Ref, str] = {}
     for name, ref in graph.results:
-        argument = view.arguments.get(name)
         node = view.nodes.get(ref.node)
         what, where = f"the next {name!r}", node.where if node is not None else graph.where
-        if argument is None or argument.kind != "carried":
-            kind = "a source" if argument else "no argument"
-            needed = f"a carried value{nearest(name, [a.name for a in graph.carried])}"
-            yield Fault("not-carried", what, f"{name!r}, which is {kind}", needed, where)
-        elif name in seen:
-            needed = "one result for each carried value"
-            yield Fault("two-results", what, "two producers of one value", needed, where)
-        elif node is None and ref != Ref(name) and view.type_of(ref) is not None:
+        if node is None and ref != Ref(name):
             needed = f"{name!r} itself, or what a node makes (a copy needs a node)"
             yield Fault("other-argument", what, f"another argument, {str(ref)!r}", needed, where)
         elif node is not None and (node.clock != "update" or not node.fires):
@@ -229,21 +175,17 @@ def _carried(view: View) -> Iterator[Fault]:
             needed = 'what a node with @node(clock="update") makes'
             needed += f", such as {short(node.op)}.per_update" if node.construct == "call" else ""
             yield Fault("result-per-group", what, f"{str(ref)!r}, which is {kind}", needed, where)
-        elif node is not None and ref in seen.values():
-            other = next(earlier for earlier, its in seen.items() if its == ref)
+        elif ref in seen:
             needed = "an output of its own for each carried value: an update may change it in place"
-            yield Fault("shared-result", what, f"{str(ref)!r}, which is the next {other!r} too", needed, where)
-        seen.setdefault(name, ref)
+            yield Fault("shared-result", what, f"{str(ref)!r}, which is the next {seen[ref]!r} too", needed, where)
+        seen.setdefault(ref, name)
     for argument in graph.arguments:
-        if argument.kind == "carried" and argument.name not in seen:
-            needed = f'its next value among what the program returns: "{argument.name}": …, itself if it never changes'
-            yield Fault("no-next-value", _said(argument), "no next value", needed, argument.where)
         if not argument.maker and view.readers(argument.name):
             needed = "a type with the class attribute `maker`, the import path of what makes the value in a worker"
             if argument.type == ANY:
                 needed = f"the argument annotated with its type, such as {argument.name.rpartition('.')[2]}: Prompts"
-            given = f"{_short(argument.type)}, without a maker"
-            yield Fault("no-maker", _said(argument), given, needed, argument.where)
+            what, given = f"{argument.kind} {argument.name!r}", f"{_short(argument.type)}, without a maker"
+            yield Fault("no-maker", what, given, needed, argument.where)
 
 
 def _donations(view: View) -> Iterator[Fault]:
@@ -275,39 +217,30 @@ def _cycles(view: View) -> Iterator[Fault]:
 
     flow = nx.DiGraph([(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes and not i.back])
     flow.add_nodes_from(view.nodes)
+    waits = []
     for node, item in view.inputs():
-        if node.clock == "group" and view.changing(item.ref):
-            maker, name = view.makers[item.ref.node], item.ref.node
-            needed = f"broadcast({name}, lag=k)"
-            if maker in flow and nx.has_path(flow, node.name, maker):
-                given = " → ".join([name, *nx.shortest_path(flow, node.name, maker), name])
-                given = f"the cycle without a lag {given}"
-                yield Fault("cycle-without-lag", _input(node, item), given, needed, node.where)
-            else:
-                yield Fault("changing-input", _input(node, item), f"{name!r}, which changes", needed, node.where)
-    # An update changes a value in place, so it waits for all other readers of the value as it was.
-    waits = [
-        (n.name, view.makers[i.ref.node])
-        for n, i in view.inputs()
-        if n.fires and n.clock == "update" and view.changing(i.ref) and n.name != view.makers[i.ref.node]
-    ]
-    flow.add_edges_from((reader, maker) for reader, maker in waits if maker in flow)
+        name, maker = item.ref.node, view.makers.get(item.ref.node)
+        if maker is not None and node.clock == "group":
+            code, given = "changing-input", f"{name!r}, which changes"
+            if nx.has_path(flow, node.name, maker):
+                path = " → ".join([name, *nx.shortest_path(flow, node.name, maker), name])
+                code, given = "cycle-without-lag", f"the cycle without a lag {path}"
+            yield Fault(code, _input(node, item), given, f"broadcast({name}, lag=k)", node.where)
+        elif maker is not None and node.fires and node.name != maker:
+            # An update changes a value in place, so it waits for all other readers of the value as it was.
+            waits.append((node.name, maker))
+    flow.add_edges_from(waits)
     for names in nx.strongly_connected_components(flow):
-        part = flow.subgraph(names)
-        if not part.number_of_edges():
-            continue
-        cycle = [tail for tail, _ in nx.find_cycle(part)]
-        at = cycle.index(min(cycle, key=list(view.nodes).index))
-        cycle = [*cycle[at:], *cycle[:at], cycle[at]]
-        code, needed = "cycle-without-lag", "no cycle but through a carried value and broadcast(…, lag=k)"
-        if any(step in waits for step in pairwise(cycle)):
-            code = "update-cycle"
+        if len(names) > 1:
+            cycle = [tail for tail, _ in nx.find_cycle(flow.subgraph(names))]
+            at = cycle.index(min(cycle, key=list(view.nodes).index))
+            cycle = [*cycle[at:], *cycle[:at], cycle[at]]
+            given = f"the cycle without a lag {' → '.join(cycle)}"
             needed = (
                 "an end of the circle: a node that makes a carried value's next value fires after all that read the "
                 "value as it was; give one of these nodes the next value that another returns, in place of the value"
             )
-        given = f"the cycle without a lag {' → '.join(cycle)}"
-        yield Fault(code, f"{cycle[0]} waits for itself", given, needed, view.nodes[cycle[0]].where)
+            yield Fault("update-cycle", f"{cycle[0]} waits for itself", given, needed, view.nodes[cycle[0]].where)
 
 
 # Numbers
@@ -320,29 +253,22 @@ def _numbers(view: View) -> Iterator[Fault]:
     for node in view.graph.nodes:
         if not node.fires and _not_whole(node.lag, 0):
             needed, given = "a whole number of updates, at least 0 (0 is synchronous)", repr(node.lag)
-            if node.lag is None and node.inputs and view.changing(ref := node.inputs[0].ref):
+            if node.lag is None and view.changing(ref := node.inputs[0].ref):
                 given += f", for the weights of {ref.node!r}, which updates change"
                 needed += f": how old they may be, broadcast({ref.node}, lag=k)"
             yield Fault("bad-lag", f"{node.name}: lag", given, needed, node.where)
-        if _not_whole(node.every, 1):
-            needed = "a whole number of updates, at least 1"
-            yield Fault("bad-every", f"{node.name}: every", repr(node.every), needed, node.where)
         options = dict(node.options)
-        if _not_whole(options.get("samples", 1), 1):
-            needed = "a whole number of responses per prompt, at least 1"
-            yield Fault("bad-samples", f"{node.name}: option 'samples'", repr(options["samples"]), needed, node.where)
-
-
-def _steps(view: View) -> Iterator[Fault]:
-    """Several optimizer steps per batch: minibatches of whole prompt groups, equally many in each."""
-    for node in view.graph.nodes:
-        for name in ("epochs", "minibatches"):
-            count = dict(node.options).get(name, 1)
-            if _not_whole(count, 1):
-                needed = "a whole number of at least 1"
-                yield Fault("bad-count", f"{node.name}: {name}", repr(count), needed, node.where)
-            elif name == "minibatches" and node.clock == "update" and type(view.batch) is int and view.batch % count:
-                given = f"minibatches={count} for a batch of {view.batch} prompt groups"
+        for code, name, value, unit in (
+            ("bad-every", "every", node.every, "updates"),
+            ("bad-samples", "option 'samples'", options.get("samples", 1), "responses per prompt"),
+            ("bad-count", "epochs", options.get("epochs", 1), "passes over a batch"),
+            ("bad-count", "minibatches", options.get("minibatches", 1), "minibatches of whole prompt groups"),
+        ):
+            if _not_whole(value, 1):
+                needed = f"a whole number of {unit}, at least 1"
+                yield Fault(code, f"{node.name}: {name}", repr(value), needed, node.where)
+            elif name == "minibatches" and node.clock == "update" and type(view.batch) is int and view.batch % value:
+                given = f"minibatches={value} for a batch of {view.batch} prompt groups"
                 needed = f"a number that divides {view.batch}"
                 yield Fault("indivisible-batch", f"{node.name}: minibatches", given, needed, node.where)
 
@@ -394,24 +320,24 @@ MODEL = path_of(Model)
 
 def _delays(view: View) -> Iterator[Fault]:
     """A delayed value is read per group where it is held; one that never changes needs no delay."""
+    filters = [node.name for node in view.graph.nodes if node.construct == "keep"]
     for node in view.graph.nodes:
-        if node.construct != "delay" or len(node.inputs) != 1:
+        argument = view.arguments.get(node.inputs[0].ref.node) if node.construct == "delay" else None
+        if argument is None or argument.kind != "carried":  # of which `_clocks` tells
             continue
-        carried = node.inputs[0].ref.node
-        argument = view.arguments.get(carried)
-        if argument is not None and argument.kind == "carried" and carried not in view.makers:
+        carried, maker = argument.name, view.nodes.get(view.makers.get(argument.name, ""))
+        if maker is None:
             needed = f"{carried!r} without delay: it is the same at every update"
             yield Fault("delay-of-frozen", node.name, f"{carried!r}, which never changes", needed, node.where)
-        if argument is not None and MODEL in view.bases.get(argument.type, ()):
-            given = f"{carried!r}, a {short(argument.type)}, of whose weights lag + 2 copies would be kept"
-            needed = f"broadcast({carried}, lag=k) for its weights; or delay(…) of a small carried value of your own"
-            yield Fault("delay-of-model", node.name, given, needed, node.where)
-        maker = view.nodes.get(view.makers.get(carried, ""))
-        if maker is not None and maker.every > 1:
+        elif maker.every > 1:
             given = f"{carried!r}, which {maker.name} makes at every {maker.every}. update"
             needed = f"{short(maker.op)} without .every({maker.every}): a delay is exact, so each update must make it"
             yield Fault("delay-of-every", node.name, given, needed, node.where)
-        if filters := [n.name for n in view.nodes.values() if n.construct == "keep"]:
+        if MODEL in view.bases.get(argument.type, ()):
+            given = f"{carried!r}, a {short(argument.type)}, of whose weights lag + 2 copies would be kept"
+            needed = f"broadcast({carried}, lag=k) for its weights; or delay(…) of a small carried value of your own"
+            yield Fault("delay-of-model", node.name, given, needed, node.where)
+        if filters:
             given = f"{node.name} beside {', '.join(filters)}, which drops groups"
             needed = "a program without keep or without delay: behind a filter, a group's update is known too late"
             yield Fault("delay-beside-filter", f"{node.name} is exact", given, needed, node.where)
@@ -420,7 +346,7 @@ def _delays(view: View) -> Iterator[Fault]:
             if reader.clock != "group":
                 needed = f"{carried!r} without delay; a node per update reads the value as it is"
                 yield Fault("delay-per-update", what, "a node per update", needed, reader.where)
-            elif argument is not None and view.pools[reader.name] != view.pools[carried]:
+            elif view.pools[reader.name] != view.pools[carried]:
                 what += f" in pool {view.pools[reader.name]!r}"
                 given = f"{carried!r}, which pool {view.pools[carried]!r} holds"
                 needed = f'{reader.name}.on("{view.pools[carried]}"), or another pool for what makes {carried!r}'
@@ -431,10 +357,6 @@ def _turns(view: View) -> Iterator[Fault]:
     """Two nodes that take turns: bounded, per group, each the other's."""
     for node in view.graph.nodes:
         if node.turns is None:
-            for item in node.inputs:
-                if item.back:
-                    what, needed = _input(node, item), "a node of `alternate`"
-                    yield Fault("turn-outside-alternate", what, "a value of the turn before", needed, node.where)
             continue
         what = f"{node.name}: takes turns"
         if _not_whole(node.turns, 1) and not node.answers:
@@ -452,9 +374,7 @@ def _turns(view: View) -> Iterator[Fault]:
 
 # All rules. Faults of one line keep this order.
 RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
-    _names,
-    _forms,
-    _edges,
+    _types,
     _clocks,
     _carried,
     _donations,
@@ -466,6 +386,5 @@ RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
     _every,
     _delays,
     _turns,
-    _steps,
     calls,
 )

@@ -7,11 +7,14 @@ Nothing here runs or checks anything: `trace` makes graphs, `check` finds their 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
+
+from penstock.graph.errors import Fault, GraphError
 
 Json = Any
 Clock = Literal["group", "update"]
@@ -165,8 +168,34 @@ class Graph:
     _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Raises GraphError for what no program makes; what else can be wrong with a graph, `check` says."""
         # Rules and schedulers look nodes up by name at each event; the tuple keeps the program's order.
         self._by_name.update((n.name, n) for n in self.nodes)
+        for wrong in self._malformed():
+            needed = "a graph as `trace` makes it, or such a graph with other values in its fields"
+            raise GraphError(Fault("malformed-graph", f"graph {self.name}", wrong, needed, self.where))
+
+    def _malformed(self) -> Iterator[str]:
+        """What breaks the rules that everything else relies on: names are unique; each value comes from an argument or
+        an earlier node, or from the turn before; each carried value has one result."""
+        names = [argument.name for argument in self.arguments] + [node.name for node in self.nodes]
+        yield from (f"the name {name!r} twice" for name, count in Counter(names).items() if count > 1)
+        made = {Ref(argument.name) for argument in self.arguments}
+        late = {Ref(node.name, output.name) for node in self.nodes if node.turns is not None for output in node.outputs}
+        for node in self.nodes:
+            before = late if node.turns is not None else set[Ref]()
+            missing = [item.ref for item in node.inputs if item.ref not in (before if item.back else made)]
+            yield from (f"{node.name} with the input {ref}, which nothing before it makes" for ref in missing)
+            made |= {Ref(node.name, output.name) for output in node.outputs}
+            shape = len(node.inputs), len(node.outputs), node.clock
+            fits = node.lag is None if node.fires else shape == (1, 1, "update")
+            if not fits or (node.construct == "keep" and shape != (len(node.inputs), len(node.inputs), "group")):
+                yield f"{node.name}, a {node.construct} with {shape[0]} inputs, {shape[1]} outputs, {node.clock!r}"
+        if sorted(name for name, _ in self.results) != sorted(a.name for a in self.carried):
+            yield f"next values of {', '.join(name for name, _ in self.results) or 'nothing'}"
+        yield from (
+            f"the next {name!r} from {ref}, which nothing makes" for name, ref in self.results if ref not in made
+        )
 
     def __hash__(self) -> int:
         return hash(self.digest())
@@ -230,20 +259,20 @@ class Graph:
 
     @staticmethod
     def from_json(data: Mapping[str, Json]) -> "Graph":
-        """Raises ValueError for what `to_json` did not make; whether the graph makes sense, `check` says."""
+        """Raises ValueError for what `to_json` did not make; whether the program can run, `check` says."""
         if not isinstance(data, dict) or data.get("format") != 1:
             given = repr(data.get("format")) if isinstance(data, dict) else "none"
             raise ValueError(f"graph: given format {given}, needed 1")
-        read = msgspec.convert({"doc": "", "where": "", **data}, _GraphJson)
+        read = msgspec.convert(data, _GraphJson)
         return Graph(
             name=read["name"],
             op=read["op"],
             doc=read["doc"],
             where=read["where"],
             options=tuple(sorted(read["options"].items())),
-            types=tuple((name, tuple(bases)) for name, bases in sorted(read["types"].items())),
-            arguments=tuple(read["arguments"]),
-            nodes=tuple(_node_from_json(n) for n in read["nodes"]),
+            types=tuple(sorted(read["types"].items())),
+            arguments=read["arguments"],
+            nodes=tuple(map(_node_from_json, read["nodes"])),
             results=tuple((name, Ref(*ref)) for name, ref in read["results"].items()),
         )
 
@@ -265,8 +294,8 @@ class _GraphJson(TypedDict):
     doc: str
     where: str
     options: dict[str, Json]
-    types: dict[str, list[str]]
-    arguments: list[Argument]
+    types: dict[str, tuple[str, ...]]
+    arguments: tuple[Argument, ...]
     nodes: list[dict[str, Json]]
     results: dict[str, tuple[str, str]]
 
@@ -276,10 +305,9 @@ def _node_from_json(data: Mapping[str, Json]) -> Node:
     if unknown := sorted(data.keys() - set(Node.__slots__)):
         raise ValueError(f"graph: given a node with {', '.join(unknown)}, which this version does not know")
     inputs = []
-    for given in data.get("inputs", ()):
-        name, type_, node, output, *back = msgspec.convert(given, list[str | bool])
+    for name, type_, node, output, *back in msgspec.convert(data.get("inputs"), list[list[str | bool]]):
         inputs.append({"name": name, "type": type_, "ref": {"node": node, "output": output}, "back": any(back)})
-    outputs = [dict(zip(("name", "type"), output, strict=True)) for output in data.get("outputs", ())]
+    outputs = [{"name": name, "type": type_} for name, type_ in data.get("outputs", ())]
     options = sorted(msgspec.convert(data.get("options"), dict[str, Json]).items())
     read: Node = msgspec.convert({**data, "inputs": inputs, "outputs": outputs, "options": options}, Node)
     return read

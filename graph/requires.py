@@ -18,7 +18,7 @@ from penstock.graph.types import Context, Rollouts
 
 
 class View:
-    """A graph with what the rules look up. Of two things with one name it shows the first."""
+    """A graph with what the rules look up."""
 
     def __init__(
         self,
@@ -29,17 +29,14 @@ class View:
         contexts: Mapping[str, Context],
     ) -> None:
         self.graph, self.batch, self.sources, self.contexts = graph, batch, sources, contexts
-        self.things: tuple[Argument | Node, ...] = (*graph.arguments, *graph.nodes)
-        self.nodes: dict[str, Node] = {}
-        self.arguments: dict[str, Argument] = {}
-        for node in graph.nodes:
-            self.nodes.setdefault(node.name, node)
-        for argument in graph.arguments:
-            self.arguments.setdefault(argument.name, argument)
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.arguments = {argument.name: argument for argument in graph.arguments}
         self.bases = {name: {name, *bases} for name, bases in graph.types}
-        self.makers = {c: ref.node for c, ref in graph.results if ref != Ref(c)}
+        # The nodes that make next values, by the carried value.
+        self.makers = {name: ref.node for name, ref in graph.results if ref.node in self.nodes}
         # A plan may put two labels into one pool, which then reads what the other holds.
-        self.pools = {thing.name: pools.get(thing.name, thing.pool) for thing in self.things}
+        things: tuple[Argument | Node, ...] = (*graph.arguments, *graph.nodes)
+        self.pools = {thing.name: pools.get(thing.name, thing.pool) for thing in things}
 
     def inputs(self) -> Iterator[tuple[Node, Input]]:
         for node in self.graph.nodes:
@@ -49,12 +46,11 @@ class View:
     def readers(self, name: str) -> list[Node]:
         return [node for node, item in self.inputs() if item.ref.node == name]
 
-    def type_of(self, ref: Ref) -> str | None:
-        """The type of what an edge carries; None if there is no such value."""
-        if ref.node in self.nodes:
-            return next((o.type for o in self.nodes[ref.node].outputs if o.name == ref.output), None)
-        argument = self.arguments.get(ref.node)
-        return argument.type if argument and ref.output == "out" else None
+    def type_of(self, ref: Ref) -> str:
+        """The type of what an edge carries."""
+        if ref.node in self.arguments:
+            return self.arguments[ref.node].type
+        return next(output.type for output in self.nodes[ref.node].outputs if output.name == ref.output)
 
     def fits(self, given: str, needed: str) -> bool:
         # By name: the classes themselves may not be importable where a graph is only looked at.
@@ -62,12 +58,12 @@ class View:
 
     def changing(self, ref: Ref) -> bool:
         """Does it name a carried value that updates change?"""
-        return ref.node in self.arguments and ref.node in self.makers
+        return ref.node in self.makers
 
     def per_group(self, ref: Ref) -> bool:
-        argument = self.arguments.get(ref.node)
-        node = self.nodes.get(ref.node)
-        return (argument is not None and argument.kind == "source") or (node is not None and node.clock == "group")
+        if ref.node in self.arguments:
+            return self.arguments[ref.node].kind == "source"
+        return self.nodes[ref.node].clock == "group"
 
 
 ROLLOUTS = path_of(Rollouts)

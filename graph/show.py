@@ -7,10 +7,8 @@ import json
 import textwrap
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
 from typing import Literal
 
-from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import names_function, short
 from penstock.graph.ir import Argument, Graph, Json, Node, Ref
 
@@ -161,23 +159,8 @@ def mermaid(graph: Graph) -> str:
 
 
 def dumps(graph: Graph) -> str:
-    """The graph as JSON, which `loads` makes an equal graph of."""
+    """The graph as a JSON text, of which `Graph.from_json` makes an equal graph."""
     return json.dumps(graph.to_json(), indent=1, ensure_ascii=False) + "\n"
-
-
-def loads(data: str, where: str = "") -> Graph:
-    """The graph of a JSON text. Raises GraphError for a text that is none; `where` says where it comes from."""
-    needed = "the JSON of a graph, as `penstock show --json` prints it"
-    try:
-        return Graph.from_json(json.loads(data))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        given = f"{type(error).__name__}: {error}"
-        raise GraphError(Fault("not-a-graph", "nothing to load", given, needed, where)) from error
-
-
-def read(path: Path | str) -> Graph:
-    """The graph in a file, such as a run's `graph.json`."""
-    return loads(Path(path).read_text(encoding="utf-8"), str(path))
 
 
 def _local(name: str) -> str:

@@ -83,7 +83,12 @@ FACTORS = "a finite number of at least 0"
             "penalize_overlong: option 'buffer'",
             "at most max_length=16, where the buffer ends",
         ),
-        ("dapo", {"minibatches": 0}, "policy_update: minibatches", "a whole number of at least 1"),
+        (
+            "dapo",
+            {"minibatches": 0},
+            "policy_update: minibatches",
+            "a whole number of minibatches of whole prompt groups, at least 1",
+        ),
     ],
 )
 def test_numbers_that_cannot_work_are_faults(program: str, options: dict[str, Any], what: str, needed: str) -> None:

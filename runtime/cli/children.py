@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
@@ -135,19 +135,17 @@ def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlag
     own = {name: value for name, value in program.defaults.items() if name in fields}
     asked = RunFlags(**(own | {name: value for name, value in vars(flags).items() if name in fields - {"config"}}))
     faults: list[Fault] = []
-    made: list[Graph] = []
+    unknown: set[str] = set()
     for graph in graphs:
-        arguments = []
         for argument in graph.arguments:
             try:
                 load(argument.maker)
-                arguments.append(argument)
             except GraphError as error:
+                unknown.add(argument.name)
                 what = f"{argument.kind} {argument.name!r}: maker"
                 known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
                 faults += (dataclasses.replace(fault, what=what, where=argument.where) for fault in known)
-        made.append(graph.replace(arguments=tuple(arguments)))
-    for argument, required, lack in unmet(made, asked.options(asked.model)):
+    for argument, required, lack in unmet(graphs, asked.options(asked.model), unknown):
         needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
         faults.append(
             Fault("unmet-requirement", f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where)
@@ -188,12 +186,14 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fa
     return device, list(dict.fromkeys(faults))
 
 
-def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
+def unmet(
+    graphs: Sequence[Graph], flags: RunOptions, skipped: Collection[str] = ()
+) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
     """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
 
-    What several values lack is told of the first of them.
+    What several values lack is told of the first of them. `skipped` are values whose makers cannot be loaded.
     """
-    named: set[str] = set()
+    named = set(skipped)
     told: set[tuple[Check[Context], str]] = set()
     for graph in graphs:
         for argument in graph.arguments:

@@ -1,4 +1,4 @@
-"""Orders, staleness, and a bound on the period that no schedule beats and simple ones reach."""
+"""A bound on the period that no schedule beats and simple ones reach."""
 
 import heapq
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, GraphError, load, trace
-from penstock.graph.analysis import Bound, order, period_bound, staleness
+from penstock.graph.analysis import Bound, period_bound
 from penstock.graph.ir import Argument, Input, Node, Output, Ref
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
@@ -20,42 +20,6 @@ CHAIN = ("broadcast", "generate", "score", "group_advantage", "aipo_update")
 
 def durations(**seconds: float) -> dict[str, float]:
     return dict.fromkeys(CHAIN, 0.0) | seconds
-
-
-def test_order_puts_each_node_after_what_it_reads() -> None:
-    assert order(trace(AIPO)) == CHAIN
-    graph = trace(AIPO)
-    turned = graph.replace(nodes=graph.nodes[::-1])
-    assert order(turned) == CHAIN
-
-
-def test_order_refuses_a_cycle_by_name() -> None:
-    a = Node("a", "m:a", (Input("x", "m:X", Ref("b")),), (Output("out", "m:X"),))
-    b = Node("b", "m:b", (Input("x", "m:X", Ref("a")),), (Output("out", "m:X"),))
-    graph = Graph("loop", "m:loop", (), (a, b), ())
-    with pytest.raises(GraphError, match="the cycle a → b"):
-        order(graph)
-
-
-@pytest.mark.parametrize("lag", [0, 3])
-def test_staleness_starts_at_a_broadcast_and_reaches_the_update(lag: int) -> None:
-    ages = staleness(trace(AIPO, {"lag": lag}))
-    fresh = {("aipo_update", "policy"), ("broadcast", "value"), ("generate", "prompts")}
-    late = {
-        ("generate", "behaviour"),
-        ("score", "rollouts"),
-        ("aipo_update", "rollouts"),
-        ("group_advantage", "rewards"),
-        ("aipo_update", "advantage"),
-    }
-    assert ages == dict.fromkeys(fresh, 0) | dict.fromkeys(late, lag)
-
-
-def test_staleness_is_the_largest_lag_on_a_way() -> None:
-    ages = staleness(trace(ACTOR_CRITIC, {"lag": 1}))
-    assert ages["advantages", "values"] == 2
-    assert ages["advantages", "rewards"] == 1
-    assert ages["aipo_update", "advantage"] == 2
 
 
 def test_lag_zero_pays_every_stage_in_turn() -> None:

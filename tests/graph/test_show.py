@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.graph import GraphError, alternate, load, node, program, trace
-from penstock.graph.show import dumps, loads, mermaid, read, text
+from penstock.graph import alternate, load, node, program, trace
+from penstock.graph.show import mermaid, text
 from penstock.graph.types import Policy, Prompts, Rewards
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
@@ -155,18 +155,6 @@ def test_mermaid_has_a_box_per_node_and_dashes_for_feedback() -> None:
         '  n1 -->|"Rollouts"| n4\n'
         '  n3 -->|"Advantages"| n4\n'
     )
-
-
-def test_a_file_of_json_is_read_back(tmp_path: Path) -> None:
-    graph = trace(load(f"{PROGRAMS}:aipo"))
-    (tmp_path / "graph.json").write_text(dumps(graph), encoding="utf-8")
-    assert read(tmp_path / "graph.json") == graph
-
-
-@pytest.mark.parametrize("data", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "a", "results": 3}'])
-def test_what_is_no_graph_is_refused_with_its_place(data: str) -> None:
-    with pytest.raises(GraphError, match=r"^here.json: nothing to load \[not-a-graph\]\n"):
-        loads(data, "here.json")
 
 
 def test_text_is_what_print_prints() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from penstock.graph.show import loads
+from penstock.graph import Graph
 from penstock.runtime.cli import main as command
 from penstock.runtime.cli import report, run, simulate, tracing, watch
 from penstock.runtime.cli.display import PlainDisplay, Progress, dashboard
@@ -149,9 +149,9 @@ def test_a_program_may_lie_under_a_path_that_is_no_utf8_but_for_a_run(
     assert command.show([program]) == command.check([program]) == 0
     assert is_plain(capsys.readouterr().out)
     command.show([program, "--json"])
-    graph = loads(capsys.readouterr().out)
+    graph = Graph.from_json(json.loads(capsys.readouterr().out))
     command.show([program, "--json", "--out", str(folder / "g.json")])
-    assert loads((folder / "g.json").read_text()) == graph
+    assert Graph.from_json(json.loads((folder / "g.json").read_text())) == graph
     assert graph.op == program
     pictures = ["--svg", str(folder / "a.svg"), "--html", str(folder / "a.html"), "--trace", str(folder / "a.json")]
     assert simulate.main([program, "--updates", "2", *pictures]) == 0

@@ -196,7 +196,8 @@ def test_ranks_of_a_replica_have_a_gpu_each_and_generators_come_after_the_traine
 
 def test_a_model_that_never_changes_is_on_a_gpu_too() -> None:
     reference = Argument("reference", "carried", TYPE, "m:reference", "reference")
-    graph = replace(TRAIN, arguments=(*TRAIN.arguments, reference))
+    results = (*TRAIN.results, ("reference", Ref("reference")))
+    graph = replace(TRAIN, arguments=(*TRAIN.arguments, reference), results=results)
     plan = place([graph], _cluster(8, "cuda:0", "cuda:1"), device="cuda")
     assert {r.name: r.ranks[0].device for r in plan.replicas} == {
         "trainer/0": "cuda:0",

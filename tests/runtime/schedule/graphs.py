@@ -39,7 +39,7 @@ def delay(name: str, carried: str, lag: int) -> Node:
 def keep(name: str, reads: Sequence[str], pool: str = "scorer") -> Node:
     """A filter of the values in `reads`."""
     inputs = tuple(Input(f"{i}", ITEM, Ref(r)) for i, r in enumerate(reads))
-    outputs = tuple(Output(f"{i}", ITEM) for i in range(len(reads)))
+    outputs = tuple(Output(f"{i}" if i else "out", ITEM) for i in range(len(reads)))
     return Node(name, "keep", inputs, outputs, pool=pool, construct="keep")
 
 

@@ -1,0 +1,52 @@
+"""Programs with faults, in files of their own; a comment above a line has what is told of it: `# CODE: words`."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.graph import Fault, GraphError, check, load, trace
+
+MARK = re.compile(r"\s*# ([a-z]+(?:-[a-z]+)+): (.+)")
+Told = list[tuple[int, str, str]]
+
+
+def marked(file: Path) -> dict[str, Told]:
+    """The (line, code, words) of the faults that are expected, by program, in the order of the lines."""
+    text = file.read_text()
+    marks: Told = []
+    above: list[tuple[str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := MARK.fullmatch(line):
+            above.append((match[1], match[2]))
+        else:
+            marks += [(number, code, words) for code, words in above]
+            above = []
+    found = {}
+    for item in ast.parse(text).body:
+        if isinstance(item, ast.FunctionDef) and "program" in map(ast.unparse, item.decorator_list):
+            begin, end = item.decorator_list[0].lineno, item.end_lineno or item.lineno
+            found[item.name] = [mark for mark in marks if begin <= mark[0] <= end]
+    assert sum(map(len, found.values())) == len(marks), "a mark outside of the programs"
+    return found
+
+
+def faults_of(make: Callable[[], Any], **settings: Any) -> list[Fault]:
+    """What is told of a graph while it is made, or by `check`."""
+    try:
+        return check(make(), **settings)
+    except GraphError as error:
+        return list(error.faults)
+
+
+def assert_told(file: Path, name: str, expected: Told, **options: Any) -> None:
+    """A program's faults are those that are expected, in their order, each with all its words (given … needed)."""
+    program = load(f"{file}:{name}")
+    faults = faults_of(lambda: trace(program, options), batch=4)
+    lines = [(int(fault.where.removeprefix(f"{file}:")), fault.code) for fault in faults]
+    assert lines == [(line, code) for line, code, _ in expected], "\n".join(map(str, faults))
+    for fault, (_, _, words) in zip(faults, expected, strict=True):
+        text = f"{fault.what} given {fault.given} needed {fault.needed}"
+        for word in words.split(" … "):
+            assert word in text
