@@ -7,7 +7,8 @@ Shapes: N responses, T tokens of a response, P tokens that count, of all respons
 token t; the state after a response's last token is worth 0.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Unpack
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.graph import node, opens, requires
-from penstock.graph.protocols import Carried
+from penstock.graph.protocols import Array, Carried
 from penstock.graph.types import (
     AnyCritic,
     Context,
@@ -29,23 +30,15 @@ from penstock.graph.types import (
     Values,
 )
 from penstock.nodes.advantage import whiten
-from penstock.nodes.learn.batching import (
-    Packed,
-    behaviour_logprobs,
-    optimizer_steps,
-    per_response,
-    per_token,
-    sampled_lengths,
-    sampled_mask,
-)
-from penstock.nodes.learn.losses import segment_lengths
+from penstock.nodes.learn.batching import behaviour_logprobs, check_shape, columns, sampled_mask
+from penstock.nodes.learn.losses import Sampled, segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
-from penstock.nodes.learn.update import penalty
+from penstock.nodes.learn.update import Part, Scored, descend, penalty
 from penstock.nodes.model import Scorer
 from penstock.nodes.open_model import open_scorer, reads_tokens, require_scorer, run_spec
 from penstock.nodes.option_checks import bound, not_negative, share
 from penstock.nodes.reward_model import packed_values
-from penstock.nodes.trainable import Learner
+from penstock.nodes.trainable import Learner, expect
 
 
 def last_tokens(sequence_P: Tensor) -> Tensor:
@@ -112,11 +105,6 @@ class LanguageCritic(Learner[Scorer], Critic):
 
     called: ClassVar[str] = "critic"
 
-    @torch.no_grad()
-    def values(self, micro_batches: Sequence[Packed]) -> list[Tensor]:
-        """V before each target of each micro-batch, float32 [P], without a gradient."""
-        return self.workers.map(packed_values, micro_batches)
-
 
 @opens(run_spec, words=False)
 @requires(require_scorer)
@@ -125,23 +113,12 @@ def make_critic(context: Context) -> Carried:
     return LanguageCritic(*open_scorer(context, "float32"), context)
 
 
-def language_critic(critic: Critic) -> LanguageCritic:
-    """The critic as this file makes it; raises TypeError for one that another maker made."""
-    if not isinstance(critic, LanguageCritic):
-        raise TypeError(f"critic: given a {type(critic).__name__}, needed a LanguageCritic")
-    return critic
-
-
 @reads_tokens
 @node(pool="critic", clock="update")
 def critic_values(critic: Critic, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Values:
     """V(s_t) before each token of each response, float32 [N, T]; zero past the end."""
-    model = language_critic(critic)
-    micro_batches = model.pack(rollouts, micro_tokens)
-    values_NT = torch.zeros(rollouts.versions_NT.shape, device=model.device)
-    for packed, values_P in zip(micro_batches, model.values(micro_batches), strict=True):
-        values_NT[packed.sequence_P, packed.step_P] = values_P
-    return Values(values_NT.to(rollouts.versions_NT.device))
+    model = expect(LanguageCritic, critic, "critic")
+    return Values(model.score_tokens(rollouts, micro_tokens, packed_values))
 
 
 @requires(penalty, not_negative("kl"), share("gamma", "lam"))
@@ -164,8 +141,8 @@ def gae(
     deviation 1 over the batch. Raises ValueError for values or rewards of another shape than the rollouts', and for
     rollouts without μ beside a `reference`.
     """
-    per_token("gae: given values", values.values_NT, rollouts)
-    per_response("gae: given rewards", rewards.values_N, rollouts)
+    check_shape("gae: given values", values.values_NT, rollouts, each="token")
+    check_shape("gae: given rewards", rewards.values_N, rollouts, each="response")
     place = sampled_mask(rollouts).nonzero(as_tuple=True)
     sequence_P, _ = place
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
@@ -207,37 +184,27 @@ def critic_update(
     `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way). Raises
     ValueError for values or returns of another shape than the rollouts'.
     """
-    per_token("critic_update: given values", values.values_NT, rollouts)
-    per_token("critic_update: given returns", returns.returns_NT, rollouts)
-    learner = language_critic(critic)
-    rate = learner.rate(lr)
-    shares = optimizer_steps(learner.context, learner.version, rollouts.ordinals, epochs, minibatches)
-    losses, norms = [], []
-    for number, (_, rows) in enumerate(shares, 1):
-        part = rollouts.take(rows), values.take(rows), returns.take(rows)
-        total, tokens = _backward(learner, *part, clip, options["micro_tokens"])
-        norms.append(learner.apply(options, lr=rate, normaliser=tokens, last=number == len(shares)))
-        losses.append(total / tokens)
-    figures = {"critic_loss": sum(losses) / len(losses), "critic_grad_norm": sum(norms) / len(norms)}
-    return critic, {**figures, "critic_lr": rate}
+    check_shape("critic_update: given values", values.values_NT, rollouts, each="token")
+    check_shape("critic_update: given returns", returns.returns_NT, rollouts, each="token")
+    unread_N = torch.zeros(len(rollouts))
+    own = {"values_N": unread_N, "expected_NT": values.values_NT, "returns_NT": returns.returns_NT}
+    parts = [Part(Expected(**columns(rollouts), **own), partial(_value_loss, clip=clip))]
+    learner = expect(LanguageCritic, critic, "critic")
+    (steps,), metrics = descend(learner, packed_values, parts, epochs, minibatches, lr, options)
+    loss = sum(step["loss"] for step in steps) / len(steps)
+    return critic, {"critic_loss": loss, "critic_grad_norm": metrics["grad_norm"], "critic_lr": metrics["lr"]}
 
 
-def _backward(
-    learner: LanguageCritic,
-    rollouts: Rollouts,
-    values: Values,
-    returns: Returns,
-    clip: float | None,
-    micro_tokens: int | None,
-) -> tuple[float, int]:
-    """Add the gradient of the summed value loss to the learner's; the sum, and the number of tokens."""
-    old_NT, returns_NT = values.values_NT.to(learner.device), returns.returns_NT.to(learner.device)
+@dataclass
+class Expected(Scored):
+    """Rollouts with what the critic expected, and what came. It reads no log-probabilities, and no advantages."""
 
-    def loss(model: Scorer, packed: Packed) -> tuple[Tensor, Tensor]:
-        place = (packed.sequence_P, packed.step_P)
-        total = value_loss(packed_values(model, packed), old_NT[place], returns_NT[place], clip=clip).sum()
-        return total, total.detach()
+    expected_NT: Array = None
+    returns_NT: Array = None
 
-    tokens = int(sampled_lengths(rollouts).sum())
-    sums = learner.backward(learner.pack(rollouts, micro_tokens), loss)
-    return float(torch.stack(sums).sum()), tokens
+    def others(self) -> dict[str, Array]:
+        return {"expected": self.expected_NT, "returns": self.returns_NT}
+
+
+def _value_loss(values_P: Tensor, sampled: Sampled, *, clip: float | None) -> Tensor:
+    return value_loss(values_P, sampled.given["expected"], sampled.given["returns"], clip=clip)

@@ -23,6 +23,7 @@ from penstock.graph.types import (
     TokenAdvantages,
 )
 from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_lengths, sampled_mask
+from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import Llama, ModelError, load_model
@@ -126,11 +127,10 @@ def distill_update(
         return total, total.detach()
 
     tokens = int(sampled_lengths(rollouts).sum())
-    sums = learner.backward(learner.pack(rollouts, options["micro_tokens"]), loss)
-    rate = learner.rate(lr)
-    grad_norm = learner.apply(options, lr=rate, normaliser=tokens)
+    items = learner.pack(rollouts, options["micro_tokens"])
+    sums, metrics = learner.step(items, loss, options, lr=lr, normaliser=tokens)
     mean = float(torch.stack(sums).sum()) / tokens
-    return policy, {"loss": mean, "teacher_kl": mean, "grad_norm": grad_norm, "tokens": float(tokens), "lr": rate}
+    return policy, {"loss": mean, "teacher_kl": mean, "tokens": float(tokens), **metrics}
 
 
 def _all_logprobs(model: Llama, packed: Packed) -> Tensor:
@@ -149,7 +149,7 @@ def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens
 
     π_ref is at the temperature that was sampled at, as π is: a policy that has not moved from it has no divergence.
     """
-    return _logprobs(reference, rollouts, micro_tokens)
+    return Logprobs(language_model(reference).score_tokens(rollouts, micro_tokens, packed_logprobs))
 
 
 @reads_tokens
@@ -157,13 +157,4 @@ def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens
 def policy_logprobs(policy: Policy, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
     """log π of each sampled token by the policy as it is before the update, at the temperature that was sampled at,
     float32 [N, T]; zero elsewhere."""
-    return _logprobs(policy, rollouts, micro_tokens)
-
-
-def _logprobs(policy: Policy, rollouts: Rollouts, micro_tokens: int | None) -> Logprobs:
-    model = language_model(policy)
-    micro_batches = model.pack(rollouts, micro_tokens)
-    logprobs_NT = torch.zeros(rollouts.versions_NT.shape, device=model.device)
-    for packed, logprobs_P in zip(micro_batches, model.logprobs(micro_batches), strict=True):
-        logprobs_NT[packed.sequence_P, packed.step_P] = logprobs_P
-    return Logprobs(logprobs_NT.to(rollouts.versions_NT.device))
+    return Logprobs(language_model(policy).score_tokens(rollouts, micro_tokens, packed_logprobs))

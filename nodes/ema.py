@@ -11,7 +11,7 @@ from penstock.nodes import option_checks
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import open_model, require_model, run_spec
 from penstock.nodes.policy import LanguageModel, language_policy
-from penstock.nodes.trainable import MasterWeights
+from penstock.nodes.trainable import MasterWeights, expect
 
 
 class FollowingPolicy(LanguageModel, MasterWeights[Llama], Average):
@@ -47,8 +47,7 @@ def refresh(average: AnyAverage, policy: Policy) -> tuple[AnyAverage, Metrics]:
 
 @torch.no_grad()
 def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
-    if not isinstance(average, FollowingPolicy):
-        raise TypeError(f"average: given a {type(average).__name__}, needed a FollowingPolicy")
+    average = expect(FollowingPolicy, average, "average")
     goals = language_policy(policy).masters
     apart = {name: average.masters[name] - goal for name, goal in goals.items()}
     distance = average.workers.norm(apart) / average.workers.norm(goals)

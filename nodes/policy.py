@@ -1,38 +1,27 @@
 """A language model as a carried value: the policy that learns, or one that never changes."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, TypeVar
-
-import torch
-from torch import Tensor
+from typing import ClassVar
 
 from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import ModelSpec, open_model, require_model, run_spec
-from penstock.nodes.trainable import Frozen, Learner, SequenceModel
+from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 
 __all__ = [
     "FrozenLanguageModel",
     "FrozenPolicy",
     "LanguageModel",
     "LanguagePolicy",
-    "MicroLoss",
     "language_model",
     "language_policy",
     "make_policy",
     "make_reference",
     "open_frozen",
 ]
-
-Figures = TypeVar("Figures")
-# (a micro-batch, log π of its targets with a gradient, their entropies) → (the loss to add, figures without one).
-# Workers call it at the same time: it changes nothing.
-MicroLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Figures]]
 
 
 class LanguageModel(SequenceModel[Llama]):
@@ -53,31 +42,11 @@ class LanguageModel(SequenceModel[Llama]):
                 raise ValueError(f"rollouts whose tokens are scored: given {given}, needed {needed}")
         return super().pack(rollouts, max_tokens, whole_groups=whole_groups)
 
-    @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[Packed]) -> list[Tensor]:
-        """log π of each target of each micro-batch, float32 [P], nats, without a gradient."""
-        return self.workers.map(lambda model, packed: packed_logprobs(model, packed)[0], micro_batches)
-
 
 class LanguagePolicy(LanguageModel, Learner[Llama], Policy):
     """The policy that learns."""
 
     called: ClassVar[str] = "policy"
-
-    def accumulate(self, micro_batches: Sequence[Packed], loss: MicroLoss[Figures]) -> list[Figures]:
-        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order."""
-        return self.backward(micro_batches, lambda model, packed: loss(packed, *packed_logprobs(model, packed)))
-
-    def pack_texts(
-        self, texts: Sequence[str], responses: Sequence[str], max_tokens: int | None = None
-    ) -> tuple[list[Packed], int]:
-        """Demonstrations in micro-batches, and the number of their responses' tokens, end tokens included.
-
-        Raises ValueError for one that is longer than the model's context.
-        """
-        tokens_NS, prompts_N, responses_N = self.encode(texts, responses)
-        packed = self.pack_tokens(tokens_NS.to(self.device), prompts_N, responses_N, max_tokens)
-        return packed, int(responses_N.sum())
 
 
 class FrozenPolicy(LanguageModel, Frozen[Llama], Reference):
@@ -128,13 +97,9 @@ def _own(context: Context) -> Context:
 
 def language_policy(policy: Policy) -> LanguagePolicy:
     """The policy as this file makes it; raises TypeError for one that another maker made."""
-    if not isinstance(policy, LanguagePolicy):
-        raise TypeError(f"policy: given a {type(policy).__name__}, needed a LanguagePolicy")
-    return policy
+    return expect(LanguagePolicy, policy, "policy")
 
 
 def language_model(policy: Policy) -> LanguageModel:
     """Any policy's model, frozen or not; raises TypeError for a policy that has none."""
-    if not isinstance(policy, LanguageModel):
-        raise TypeError(f"policy: given a {type(policy).__name__}, needed one with a language model")
-    return policy
+    return expect(LanguageModel, policy, "policy")

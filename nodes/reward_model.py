@@ -8,11 +8,13 @@ Shapes: N responses or pairs (of pairs in a batch: the chosen, then the rejected
 sequence, P predicted tokens of a micro-batch, D hidden width.
 """
 
-from typing import Any, ClassVar, Unpack
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried, num_ranks
@@ -22,10 +24,12 @@ from penstock.nodes.data import Pairs
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
+from penstock.nodes.learn.sft import rollouts_of
+from penstock.nodes.learn.update import Forward
 from penstock.nodes.model import ModelError, Scorer, load_scorer
 from penstock.nodes.open_model import ModelSpec, directory_spec, open_scorer, reads_tokens, require_scorer, run_spec
 from penstock.nodes.tokenizer import load_tokenizer
-from penstock.nodes.trainable import Frozen, Learner, SequenceModel
+from penstock.nodes.trainable import Frozen, Learner, Model, SequenceModel, expect
 
 
 def dpo_loss(
@@ -71,33 +75,64 @@ def _first_by(keys_N: Tensor, group_N: Tensor) -> Tensor:
     return by_group_N[lengths_G.cumsum(0) - lengths_G]
 
 
-def packed_values(model: Scorer, packed: Packed) -> Tensor:
-    """The number at the token before each target: V(s_t), where target t is the action. float32 [P]."""
+def packed_values(model: Scorer, packed: Packed) -> tuple[Tensor, Tensor]:
+    """The number at the token before each target, V(s_t), where target t is the action: float32 [P]; and zeros, since
+    it has no entropy."""
     hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    return model.values(hidden_PD)
+    values_P = model.values(hidden_PD)
+    return values_P, torch.zeros_like(values_P)
 
 
-def pack_ends(
-    model: SequenceModel[Any], tokens_NS: Tensor, prompts_N: Tensor, responses_N: Tensor, max_tokens: int | None
-) -> list[Packed]:
-    """Micro-batches that hold whole sequences, with one target for each: what would follow its last token.
+def ends(rollouts: Rollouts) -> Rollouts:
+    """Rollouts with one sampled token for each: what would follow its last token.
 
     `packed_values` of them are the sequences' scores, as `LlamaForSequenceClassification` pools them.
     """
-    count, width = len(tokens_NS), int(responses_N.max()) + 1
-    ends_NT = torch.arange(width) == responses_N.cpu()[:, None]
-    padded_NS = torch.cat([tokens_NS, tokens_NS.new_zeros(count, 1)], dim=1).to(model.device)
-    return model.pack_tokens(padded_NS, prompts_N, responses_N + 1, max_tokens, ends_NT)
+    lengths_N = rollouts.response_lengths_N
+    after_NT = torch.arange(int(lengths_N.max()) + 1) == lengths_N.cpu()[:, None]
+    return replace(
+        rollouts,
+        tokens_NS=pad(rollouts.tokens_NS, (0, 1)),
+        response_lengths_N=lengths_N + 1,
+        versions_NT=after_NT.long() - 1,
+        temperature_N=torch.ones(len(rollouts)),
+    )
 
 
 @torch.no_grad()
-def sequence_scores(model: SequenceModel[Scorer], micro_batches: list[Packed], num_sequences: int) -> Tensor:
-    """The score of each sequence of `pack_ends`, float32 [N], without a gradient."""
-    scores_N = torch.zeros(num_sequences, device=model.device)
-    values = model.workers.map(packed_values, micro_batches)
-    for packed, values_P in zip(micro_batches, values, strict=True):
-        scores_N[packed.sequence_P] = values_P
-    return scores_N
+def sequence_sums(model: SequenceModel[Model], items: Sequence[Packed], count: int, forward: Forward[Model]) -> Tensor:
+    """The sum of the numbers of each sequence's targets, float32 [N], without a gradient."""
+    sums_N = torch.zeros(count, device=model.device)
+    found = model.workers.map(lambda model, packed: forward(model, packed)[0], items)
+    for packed, values_P in zip(items, found, strict=True):
+        sums_N.index_add_(0, packed.sequence_P, values_P)
+    return sums_N
+
+
+def learn_pairs(
+    learner: Learner[Model],
+    items: Sequence[Packed],
+    count: int,
+    forward: Forward[Model],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    options: UpdateOptions,
+    lr: float | Schedule,
+) -> tuple[Tensor, Metrics]:
+    """One AdamW step on the mean of `loss(chosen, rejected)` over `count` pairs, whose sequences are the chosen ones
+    and then the rejected. Returns (the sums of the sequences before the step, float32 [N]; its metrics).
+
+    The two sequences of a pair may be in different micro-batches: sums are computed first, without a gradient, and each
+    token then gets the weight that the loss's gradient gives its sequence.
+    """
+    sums_N = sequence_sums(learner, items, 2 * count, forward).requires_grad_()
+    losses_N = loss(*sums_N.chunk(2))
+    (weights_N,) = torch.autograd.grad(losses_N.sum(), sums_N)
+
+    def weighted(model: Model, packed: Packed) -> tuple[Tensor, None]:
+        return (weights_N[packed.sequence_P] * forward(model, packed)[0]).sum(), None
+
+    _, metrics = learner.step(items, weighted, options, lr=lr, normaliser=max(1, count))
+    return sums_N.detach(), {"loss": float(losses_N.detach().sum()) / max(1, count), **metrics}
 
 
 class FrozenRewardModel(Frozen[Scorer], RewardModel):
@@ -157,11 +192,9 @@ def reward_scores(
 
     The rollouts' tokens are read as they are, so the policy's tokenizer must be the reward model's.
     """
-    if not isinstance(reward_model, FrozenRewardModel):
-        raise TypeError(f"reward_scores: given a {type(reward_model).__name__}, needed a FrozenRewardModel")
-    lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
-    micro_batches = pack_ends(reward_model, rollouts.tokens_NS, *lengths, micro_tokens)
-    scores_N = sequence_scores(reward_model, micro_batches, len(rollouts)).cpu()
+    model = expect(FrozenRewardModel, reward_model, "reward_scores")
+    items = model.pack(ends(rollouts), micro_tokens)
+    scores_N = sequence_sums(model, items, len(rollouts), packed_values).cpu()
     return Rewards(scores_N), {"learned_reward": float(scores_N.mean())}
 
 
@@ -176,32 +209,18 @@ def preference_update(
 ) -> tuple[AnyPreferenceModel, Metrics]:
     """One AdamW step on the Bradley-Terry loss, averaged over the pairs (InstructGPT, arXiv 2203.02155, equation 1).
 
-    The two responses of a pair may be in different micro-batches: scores are computed first, without a gradient, and
-    each response then gets the weight that the loss's gradient gives it. Figures, of the model before the step:
-    `loss`, `accuracy` (share of pairs in the right order), `margin` (mean difference of the scores).
+    Figures, of the model before the step: `loss`, `accuracy` (share of pairs in the right order), `margin` (mean
+    difference of the scores).
     """
-    if not isinstance(reward_model, LearningRewardModel):
-        given = type(reward_model).__name__
-        raise TypeError(f"preference_update: given a {given}, needed a LearningRewardModel")
-    count = len(pairs.texts)
-    tokens = reward_model.encode(pairs.texts * 2, pairs.chosen + pairs.rejected)
-    micro_batches = pack_ends(reward_model, *tokens, options["micro_tokens"])
-    scores_N = sequence_scores(reward_model, micro_batches, 2 * count).requires_grad_()
-    losses_N = bradley_terry_loss(*scores_N.chunk(2))
-    # The two responses of a pair may be in different micro-batches, so each gets its own share of the gradient.
-    (weights_N,) = torch.autograd.grad(losses_N.sum(), scores_N)
-
-    def loss(model: Scorer, packed: Packed) -> tuple[Tensor, None]:
-        return (weights_N[packed.sequence_P] * packed_values(model, packed)).sum(), None
-
-    reward_model.backward(micro_batches, loss)
-    rate = reward_model.rate(lr)
-    grad_norm = reward_model.apply(options, lr=rate, normaliser=count)
-    chosen_N, rejected_N = scores_N.detach().chunk(2)
+    learner = expect(LearningRewardModel, reward_model, "preference_update")
+    limit = learner.model.config.max_position_embeddings
+    rollouts = rollouts_of(learner.tokenizer, pairs.texts * 2, pairs.chosen + pairs.rejected, limit=limit)
+    items = learner.pack(ends(rollouts), options["micro_tokens"])
+    given = learner, items, len(pairs.texts), packed_values
+    scores_N, metrics = learn_pairs(*given, bradley_terry_loss, options, lr)
+    chosen_N, rejected_N = scores_N.chunk(2)
     return reward_model, {
-        "loss": float(losses_N.detach().mean()),
         "accuracy": float(bradley_terry_accuracy(chosen_N, rejected_N).mean()),
         "margin": float((chosen_N - rejected_N).mean()),
-        "grad_norm": grad_norm,
-        "lr": rate,
+        **metrics,
     }

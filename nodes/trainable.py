@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
-from penstock.nodes.learn.batching import Packed, group_rows, pack, sampled_mask
+from penstock.nodes.learn.batching import Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
 from penstock.nodes.model import Decoder, save_tensors, torch_dtype
@@ -53,33 +53,22 @@ class SequenceModel(Generic[Model]):
         return self.model.device
 
     def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
-        """Micro-batches of at most `max_tokens` tokens with padding; by default what suits the device.
-
-        Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled at. With
-        `whole_groups` no prompt group is cut, however large.
-        """
-        lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
-        tokens_NS, settings = rollouts.tokens_NS.to(self.device), (sampled_mask(rollouts), rollouts.temperature_N)
-        group_N = group_rows(rollouts.ordinals) if whole_groups else None
-        return self.pack_tokens(tokens_NS, *lengths, max_tokens, *settings, group_N)
-
-    def pack_tokens(
-        self,
-        tokens_NS: Tensor,
-        prompts_N: Tensor,
-        responses_N: Tensor,
-        max_tokens: int | None = None,
-        sampled_NT: Tensor | None = None,
-        temperature_N: Tensor | None = None,
-        group_N: Tensor | None = None,
-    ) -> list[Packed]:
-        """The same of bare tokens: prompts and responses of the given lengths, padded on the right; see `pack`."""
+        """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default what suits the
+        device."""
         bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
-        return pack(tokens_NS, prompts_N, responses_N, bound, self.workers.count, sampled_NT, temperature_N, group_N)
+        return pack(rollouts, bound, multiple=self.workers.count, device=self.device, whole_groups=whole_groups)
 
-    def encode(self, texts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """As `encode_texts`. Raises ValueError for a row that is longer than the model's context."""
-        return encode_texts(self.tokenizer, texts, responses, self.model.config.max_position_embeddings)
+    @torch.no_grad()
+    def score_tokens(
+        self, rollouts: Rollouts, max_tokens: int | None, forward: Callable[[Model, Packed], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """The number that `forward` gives for each sampled token, float32 [N, T]; zero elsewhere."""
+        micro_batches = self.pack(rollouts, max_tokens)
+        values_NT = torch.zeros(rollouts.versions_NT.shape, device=self.device)
+        found = self.workers.map(lambda model, packed: forward(model, packed)[0], micro_batches)
+        for packed, values_P in zip(micro_batches, found, strict=True):
+            values_NT[packed.sequence_P, packed.step_P] = values_P
+        return values_NT.to(rollouts.versions_NT.device)
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's parts, in the run's dtype."""
@@ -115,26 +104,14 @@ class Frozen(SequenceModel[Model]):
         """It is the model that the run was given."""
 
 
-def encode_texts(
-    tokenizer: Tokenizer, texts: Sequence[str], responses: Sequence[str], limit: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens [N, S], prompt lengths [N], response lengths [N]) of texts and what follows each, on the CPU.
+Kind = TypeVar("Kind")
 
-    Each response ends with an end token. Raises ValueError for a row of more than `limit` tokens.
-    """
-    prompts = [tokenizer.encode_prompt(text) for text in texts]
-    wholes = [
-        prompt + tokenizer.encode(response) + [tokenizer.eos]
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    prompt_lengths_N = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
-    lengths_N = torch.tensor([len(whole) for whole in wholes], dtype=torch.long)
-    tokens_NS = torch.zeros(len(wholes), max(map(len, wholes), default=0), dtype=torch.long)
-    for row, whole in enumerate(wholes):
-        if limit is not None and len(whole) > limit:
-            raise ValueError(f"demonstration {texts[row]!r}: given {len(whole)} tokens, needed at most {limit}")
-        tokens_NS[row, : len(whole)] = torch.tensor(whole)
-    return tokens_NS, prompt_lengths_N, lengths_N - prompt_lengths_N
+
+def expect(kind: type[Kind], value: object, name: str) -> Kind:
+    """A carried value as the maker of this package makes it. Raises TypeError for one that another maker made."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: given a {type(value).__name__}, needed a {kind.__name__}")
+    return value
 
 
 def _workers(model: Model, ranks: Ranks, context: Context) -> "DataParallelThreads[Model] | Shards[Model]":
@@ -218,7 +195,7 @@ class Learner(MasterWeights[Model]):
         Workers call `loss` at the same time, each with a model of its own: it changes nothing.
         """
         try:
-            found = self.workers.backward(loss, items)
+            found = self.workers.backward(loss, items) if items else []
         except BaseException:
             # What other micro-batches have added would be in the next attempt, too.
             self._forget_gradients()
@@ -227,6 +204,19 @@ class Learner(MasterWeights[Model]):
             master = self.masters[name]
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         return found
+
+    def step(
+        self,
+        items: Sequence[Packed],
+        loss: Callable[[Model, Packed], tuple[Tensor, Figures]],
+        options: UpdateOptions,
+        *,
+        lr: float | Schedule,
+        normaliser: float,
+    ) -> tuple[list[Figures], dict[str, float]]:
+        """An update of one AdamW step: what `loss` gave beside each micro-batch's, and the step's metrics."""
+        found, rate = self.backward(items, loss), self.rate(lr)
+        return found, {"grad_norm": self.apply(options, lr=rate, normaliser=normaliser), "lr": rate}
 
     def rate(self, lr: float | Schedule) -> float:
         """The learning rate of the update under way. Raises ValueError for one that is negative or not finite."""

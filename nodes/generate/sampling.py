@@ -142,12 +142,8 @@ def mismatch(model: Llama, rollouts: Rollouts) -> float:
     `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch. Raises
     ValueError for rollouts without log μ.
     """
-    device = model.device
-    tokens_NS, recorded_NT = rollouts.tokens_NS.to(device), behaviour_logprobs(rollouts, "mismatch").to(device)
-    sampled_NT, total = sampled_mask(rollouts), 0.0
-    lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
-    settings = {"sampled_NT": sampled_NT, "temperature_N": rollouts.temperature_N}
-    for packed in pack(tokens_NS, *lengths, MICRO_TOKENS, **settings):
+    recorded_NT, total = behaviour_logprobs(rollouts, "mismatch").to(model.device), 0.0
+    for packed in pack(rollouts, MICRO_TOKENS, device=model.device):
         logprobs_P, _ = packed_logprobs(model, packed)
         total += float((logprobs_P - recorded_NT[packed.sequence_P, packed.step_P]).abs().sum())
-    return total / int(sampled_NT.sum())
+    return total / int(sampled_mask(rollouts).sum())

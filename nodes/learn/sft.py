@@ -1,20 +1,21 @@
 """Imitation of demonstrations, which makes the base model that RL starts from; and demonstrations as rollouts."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from penstock.graph import node, requires
-from penstock.graph.types import AnyPolicy, Metrics, Policy, Rollouts
+from penstock.graph.types import Advantages, AnyPolicy, Metrics, Policy, Rollouts
 from penstock.nodes.data import Demonstrations
-from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.losses import imitate
 from penstock.nodes.learn.optimizer import UpdateOptions, cosine, update_options
+from penstock.nodes.learn.update import policy_update
 from penstock.nodes.option_checks import count, not_negative
-from penstock.nodes.policy import language_model, language_policy
+from penstock.nodes.policy import language_model
 from penstock.nodes.tokenizer import Tokenizer
-from penstock.nodes.trainable import encode_texts
 
 
 @requires(count(0, "warmup"), not_negative("final"))
@@ -33,18 +34,11 @@ def sft_update(
 
     The learning rate rises over `warmup` updates to `lr`, and falls along a cosine to `final` · `lr` at the run's end.
     """
-    learner = language_policy(policy)
-
-    def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, Tensor]:
-        total = -logprobs_P.sum()  # cross-entropy
-        return total, total.detach()
-
-    micro_batches, tokens = learner.pack_texts(demonstrations.texts, demonstrations.responses, options["micro_tokens"])
-    losses = learner.accumulate(micro_batches, loss)
-    rate = cosine(learner.version, learner.updates, peak=lr, warmup=warmup, final=final)
-    grad_norm = learner.apply(options, lr=rate, normaliser=tokens)
-    mean = float(torch.stack(losses).sum()) / tokens
-    return policy, {"loss": mean, "lr": rate, "grad_norm": grad_norm, "tokens": float(tokens)}
+    rollouts = demonstrated.fn(policy, demonstrations)
+    worth = Advantages(torch.ones(len(rollouts)))  # which imitation does not read
+    schedule = partial(cosine, peak=lr, warmup=warmup, final=final)
+    policy, metrics = policy_update.fn(policy, rollouts, worth, loss=imitate, lr=schedule, **options)
+    return policy, {name: metrics[name] for name in ("loss", "lr", "grad_norm", "tokens")}
 
 
 def rollouts_of(
@@ -66,18 +60,22 @@ def rollouts_of(
     for name, each in (("responses", responses), ("ordinals", ordinals), ("answers", answers)):
         if each is not None and len(each) != len(texts):
             raise ValueError(f"rollouts_of: given {len(each)} {name}, needed {len(texts)}, one for each text")
-    tokens_NS, prompts_N, lengths_N = encode_texts(tokenizer, texts, responses, limit)
-    longest = int(lengths_N.max()) if len(texts) else 0
+    prompts = [tokenizer.encode_prompt(text) for text in texts]
+    replies = [[*tokenizer.encode(response), tokenizer.eos] for response in responses]
+    wholes = [torch.tensor(prompt + reply) for prompt, reply in zip(prompts, replies, strict=True)]
+    for text, whole in zip(texts, wholes, strict=True):
+        if limit is not None and len(whole) > limit:
+            raise ValueError(f"demonstration {text!r}: given {len(whole)} tokens, needed at most {limit}")
     return Rollouts(
         ordinals=tuple(range(len(texts)) if ordinals is None else ordinals),
         prompts=tuple(texts),
         answers=("",) * len(texts) if answers is None else tuple(answers),
         texts=tuple(responses),
-        tokens_NS=tokens_NS,
-        prompt_lengths_N=prompts_N,
-        response_lengths_N=lengths_N,
+        tokens_NS=pad_sequence(wholes, batch_first=True) if wholes else torch.zeros(0, 0, dtype=torch.long),
+        prompt_lengths_N=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long),
+        response_lengths_N=torch.tensor([len(reply) for reply in replies], dtype=torch.long),
         logprobs_NT=None,
-        versions_NT=torch.zeros(len(texts), longest, dtype=torch.long),
+        versions_NT=torch.zeros(len(texts), max(map(len, replies), default=0), dtype=torch.long),
         finished_N=torch.ones(len(texts), dtype=torch.bool),
     )
 

@@ -10,40 +10,46 @@ Shapes: P sampled tokens of a micro-batch, L lags.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.imports import encode, names_function, path_of, resolve, short
+from penstock.graph.protocols import Array
 from penstock.graph.requires import Call
 from penstock.graph.types import Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.batching import (
     Aggregation,
-    Batch,
     Packed,
-    Term,
+    check_shape,
+    columns,
+    group_rows,
     normaliser,
     optimizer_steps,
     sampled_lengths,
     sampled_mask,
     token_weights,
 )
+from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.losses import NEEDED, Loss, Sampled, aipo, kl_estimate, reads, reads_groups
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.open_model import reads_tokens
 from penstock.nodes.option_checks import finite, not_negative, positive
-from penstock.nodes.policy import LanguagePolicy, language_policy
+from penstock.nodes.policy import language_policy
+from penstock.nodes.trainable import Learner, Model
 
 # Lags that tokens are counted by, each for itself; the last count is of all that are as old or older.
 LAGS = 16
 
 # By name: sums over the tokens of an optimizer step, and `*_max`, the largest.
 Sums = dict[str, float]
+# (a model, a micro-batch) → a number for each of its targets, with a gradient, and the entropy of each.
+Forward = Callable[[Model, Packed], tuple[Tensor, Tensor]]
 
 
 def penalty(call: Call) -> None:
@@ -78,6 +84,47 @@ def plain_name(call: Call) -> None:
 
 
 SAME = 'names of their own, which the figures of each begin with: term(…, name="…")'
+
+
+@dataclass
+class Scored(Rollouts):
+    """Rollouts with what a loss reads of their tokens: `values_N`, the advantages, [N] or [N, T], and log-probabilities
+    as the inputs of an update."""
+
+    values_N: Array = None
+    reference_NT: Array = None
+    proximal_NT: Array = None
+
+    def others(self) -> dict[str, Array]:
+        """Numbers of each token, by the names of `Sampled`. `behaviour` is among them unless it was not recorded."""
+        found = {"behaviour": self.logprobs_NT, "reference": self.reference_NT, "proximal": self.proximal_NT}
+        return {name: values_NT for name, values_NT in found.items() if values_NT is not None}
+
+    def to(self, device: torch.device) -> Self:
+        """Raises ValueError for inputs that are not of the same tokens."""
+        each: Literal["token", "response"] = "token" if self.values_N.ndim == 2 else "response"
+        check_shape("advantage: given values", self.values_N, self, each=each)
+        for name, values_NT in self.others().items():
+            check_shape(f"{name}: given values", values_NT, self, each="token")
+        there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
+
+
+@dataclass
+class Term(Rollouts):
+    """One more term of an update's loss: the fields of `Scored`, and what to make of them (see `term`).
+
+    `loss` is the loss function as JSON (`graph.imports.encode`), so that a term can cross processes.
+    """
+
+    values_N: Array = None
+    reference_NT: Array = None
+    proximal_NT: Array = None
+    name: str = ""
+    loss: str = ""
+    weight: float = 1.0
+    average: Aggregation = "token_mean"
+    kl: float = 0.0
 
 
 @reads_tokens
@@ -124,36 +171,21 @@ def policy_update(
     NAME_entropy and so on; without a name they are of the first term.
     """
     learner = language_policy(policy)
-    batch = Batch.of(rollouts, advantage, learner.device, reference=reference, proximal=proximal)
-    parts = [_Part(_named(loss), batch, loss, weight, average, kl)]
+    parts = [Part(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
     for each in beside:
-        own = resolve(json.loads(each.loss))
-        parts.append(_Part(each.name, each.batch(learner.device), own, each.weight, each.average, each.kl))
+        rows = Scored(**{field.name: getattr(each, field.name) for field in fields(Scored)})
+        parts.append(Part(rows, resolve(json.loads(each.loss)), each.name, each.weight, each.average, each.kl))
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         raise ValueError(f"{learner.context.node}: given terms {', '.join(names)}, needed {SAME}")
-    learning_rate = learner.rate(lr if rate is None else rate.value)
-    shares = [
-        optimizer_steps(learner.context, learner.version, part.batch.rollouts.ordinals, epochs, minibatches, number)
-        for number, part in enumerate(parts)
-    ]
-    taken: list[list[StepSums]] = [[] for _ in parts]
-    norms: list[float] = []
-    for number, steps in enumerate(zip(*shares, strict=True), 1):
-        minibatch = [replace(part, batch=part.batch.take(rows)) for part, (_, rows) in zip(parts, steps, strict=True)]
-        unit, sums = _accumulate(learner, minibatch, options["micro_tokens"])
-        norms.append(learner.apply(options, lr=learning_rate, normaliser=unit, last=number == len(shares[0])))
-        for index, (own_sums, mean) in sums.items():
-            taken[index].append(StepSums(own_sums, mean, norms[-1], epoch=steps[0][0]))
+    rate_or_schedule = lr if rate is None else rate.value
+    taken, figures = descend(learner, packed_logprobs, parts, epochs, minibatches, rate_or_schedule, options)
     metrics, *others = map(update_metrics, taken)
     if others:
-        whole = sum(part.weight * own["loss"] for part, own in zip(parts, (metrics, *others), strict=True))
-        found: Metrics = {}
-        for name, own in zip(names[1:], others, strict=True):
-            found |= {f"{name}_{key}": x for key, x in own.items() if key not in ("grad_norm", "optimizer_steps")}
+        whole = sum(part.weight * each["loss"] for part, each in zip(parts, (metrics, *others), strict=True))
+        found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
         metrics = {**found, **metrics, "loss": whole, f"{names[0]}_loss": metrics["loss"]}
-    of_steps = {"grad_norm": sum(norms) / len(norms), "optimizer_steps": float(len(norms)), "lr": learning_rate}
-    return policy, {**metrics, **of_steps}
+    return policy, {**metrics, **figures}
 
 
 @requires(penalty, not_negative("kl"), finite("weight"), plain_name)
@@ -175,13 +207,10 @@ def term(
     Inputs and options are as those of `policy_update`. Without an `advantage` each response has 1. `name` is what the
     names of its metrics begin with, by default the loss function's. A term without a sampled token adds nothing.
     """
-    values_N = torch.ones(len(rollouts)) if advantage is None else advantage.values_N
+    worth = Advantages(torch.ones(len(rollouts))) if advantage is None else advantage
     return Term(
-        **{field.name: getattr(rollouts, field.name) for field in fields(Rollouts)},
-        values_N=values_N,
-        reference_NT=None if reference is None else reference.logprobs_NT,
-        proximal_NT=None if proximal is None else proximal.logprobs_NT,
-        name=name or _named(loss),
+        **vars(_scored(rollouts, worth, reference, proximal)),
+        name=name or loss_name(loss),
         loss=json.dumps(encode(loss, "term: option 'loss'")),
         weight=weight,
         average=average,
@@ -210,74 +239,110 @@ def aipo_update(
     return policy_update.fn(policy, rollouts, advantage, loss=loss, lr=lr, **options)  # type: ignore[no-any-return]
 
 
+def _scored(rollouts: Rollouts, advantage: Advantages, reference: Logprobs | None, proximal: Logprobs | None) -> Scored:
+    reference_NT, proximal_NT = (None if each is None else each.logprobs_NT for each in (reference, proximal))
+    return Scored(**columns(rollouts), values_N=advantage.values_N, reference_NT=reference_NT, proximal_NT=proximal_NT)
+
+
 @dataclass(frozen=True)
-class _Part:
-    """A term of the loss: its name and batch, a loss of tokens, the term's weight, how token losses are averaged, and
-    the factor of the divergence from the reference."""
+class Part:
+    """A term of the loss of an update: its rows, a loss of tokens, its name and weight, how token losses are averaged,
+    and the factor of the divergence from the reference."""
 
-    name: str
-    batch: Batch
+    rows: Scored
     loss: Loss
-    weight: float
-    average: Aggregation
-    kl: float
+    name: str = ""
+    weight: float = 1.0
+    average: Aggregation = "token_mean"
+    kl: float = 0.0
 
-    def total(self, logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
-        """(the weighted sum of the tokens' losses, whether each was clipped)."""
-        result = self.loss(logprobs_P, sampled)
-        unclipped_P = torch.zeros_like(logprobs_P, dtype=torch.bool)
-        loss_P, clipped_P = result if isinstance(result, tuple) else (result, unclipped_P)
-        if not isinstance(loss_P, Tensor) or loss_P.shape != logprobs_P.shape:
-            given = list(loss_P.shape) if isinstance(loss_P, Tensor) else type(loss_P).__name__
-            needed = f"a loss for each token, shape {list(logprobs_P.shape)}"
-            raise ValueError(f"loss {_named(self.loss)}: given a result of shape {given}, needed {needed}")
-        if self.kl:
-            loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
-        # Divided once, when all micro-batches of the step are there: see `_accumulate`.
-        weights_P = token_weights(sampled.lengths_P, aggregation=self.average)
-        return (weights_P * loss_P).sum(), clipped_P
+    def backward(
+        self,
+        learner: Learner[Model],
+        forward: Forward[Model],
+        lengths_N: Tensor,
+        scale: float,
+        micro_tokens: int | None,
+    ) -> Sums:
+        """Add `scale` times the gradient of the weighted sum of token losses to the learner's; the sums over tokens."""
+        whole_groups = reads_groups(self.loss)
+        group_N = group_rows(self.rows.ordinals).to(lengths_N.device) if whole_groups else None
 
+        def loss(model: Model, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs_P, entropy_P = forward(model, packed)
+            sequence_P, place = packed.sequence_P, (packed.sequence_P, packed.step_P)
+            sampled = Sampled(
+                advantages_P=self.rows.values_N[sequence_P if self.rows.values_N.ndim == 1 else place],
+                lengths_P=lengths_N[sequence_P],
+                versions_P=self.rows.versions_NT[place],
+                sequence_P=sequence_P,
+                given={name: values_NT[place] for name, values_NT in self.rows.others().items()},
+                replayed_P=None if self.rows.replayed_N is None else self.rows.replayed_N[sequence_P],
+                whole_groups_N=group_N,
+            )
+            result = self.loss(logprobs_P, sampled)
+            unclipped_P = torch.zeros_like(logprobs_P, dtype=torch.bool)
+            loss_P, clipped_P = result if isinstance(result, tuple) else (result, unclipped_P)
+            if not isinstance(loss_P, Tensor) or loss_P.shape != logprobs_P.shape:
+                given = list(loss_P.shape) if isinstance(loss_P, Tensor) else type(loss_P).__name__
+                needed = f"a loss for each token, shape {list(logprobs_P.shape)}"
+                raise ValueError(f"loss {loss_name(self.loss)}: given a result of shape {given}, needed {needed}")
+            if self.kl:
+                loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
+            total = (token_weights(sampled.lengths_P, aggregation=self.average) * loss_P).sum()
+            sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
+            return total * scale, {"loss": total.detach().double(), **sums}
 
-def _accumulate(
-    learner: LanguagePolicy, parts: Sequence[_Part], micro_tokens: int | None
-) -> tuple[float, dict[int, tuple[Sums, float]]]:
-    """Add the gradient of all terms of a minibatch to the learner's: (what it is to be divided by, and by the number of
-    each term that has a sampled token its sums and its mean loss)."""
-    unit, sums = 0.0, {}
-    for number, part in enumerate(parts):
-        if len(parts) > 1 and not sampled_mask(part.batch.rollouts).any():
-            continue
-        lengths_N, whole_groups = sampled_lengths(part.batch.rollouts), reads_groups(part.loss)
-        divisor = normaliser(lengths_N, aggregation=part.average, max_tokens=learner.context.max_tokens)
-        # Gradients add up in units of the first normaliser, by which the sum is divided at the end.
-        unit = unit or divisor
-        scale = part.weight * (unit / divisor)
-
-        # Default arguments bind the term: a closure in a loop would see the last one.
-        def loss(
-            packed: Packed,
-            logprobs_P: Tensor,
-            entropy_P: Tensor,
-            part: _Part = part,
-            lengths_N: Tensor = lengths_N,
-            whole_groups: bool = whole_groups,
-            scale: float = scale,
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            sampled = part.batch.sampled(packed, lengths_N, whole_groups=whole_groups)
-            total, clipped_P = part.total(logprobs_P, sampled)
-            found = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
-            return total * scale, {"loss": total.detach().double(), **found}
-
-        packed = learner.pack(part.batch.rollouts, micro_tokens, whole_groups=whole_groups)
-        found = add_up(learner.accumulate(packed, loss))
-        sums[number] = found, found["loss"] / divisor
-    if not unit:
-        given = f"{len(parts)} terms, {' and '.join(part.name for part in parts)}, without a sampled token"
-        raise ValueError(f"{learner.context.node}: given {given}, needed at least one in each minibatch")
-    return unit, sums
+        found = learner.backward(learner.pack(self.rows, micro_tokens, whole_groups=whole_groups), loss)
+        # One copy from the device for all micro-batches.
+        table = torch.stack([torch.stack(list(sums.values())) for sums in found]).tolist()
+        return add_up([dict(zip(found[0], row, strict=True)) for row in table])
 
 
-def _named(loss: Loss) -> str:
+def descend(
+    learner: Learner[Model],
+    forward: Forward[Model],
+    parts: Sequence[Part],
+    epochs: int,
+    minibatches: int,
+    lr: float | Schedule,
+    options: UpdateOptions,
+) -> tuple[list[list[Sums]], Metrics]:
+    """The AdamW steps of an update, along the weighted sum of its parts' losses.
+
+    `forward` gives a number for each target of a micro-batch, which the losses get as their first argument, and its
+    distribution's entropy. Returns, for each part, the sums of the steps in which it had tokens, with their mean `loss`
+    and the `epoch`; and the metrics that all parts share.
+    """
+    rate = learner.rate(lr)
+    shares = [
+        optimizer_steps(learner.context, learner.version, part.rows.ordinals, epochs, minibatches, number)
+        for number, part in enumerate(parts)
+    ]
+    parts = [replace(part, rows=part.rows.to(learner.device)) for part in parts]
+    taken: list[list[Sums]] = [[] for _ in parts]
+    norms: list[float] = []
+    for number, steps in enumerate(zip(*shares, strict=True), 1):
+        # Gradients add up in units of the first normaliser, by which the sum is divided once, when all are there.
+        unit = 0.0
+        for part, found, (epoch, rows) in zip(parts, taken, steps, strict=True):
+            share = replace(part, rows=part.rows.take(rows))
+            if len(parts) > 1 and not sampled_mask(share.rows).any():
+                continue
+            lengths_N = sampled_lengths(share.rows)
+            divisor = normaliser(lengths_N, aggregation=part.average, max_tokens=learner.context.max_tokens)
+            unit = unit or divisor
+            scale = part.weight * (unit / divisor)
+            sums = share.backward(learner, forward, lengths_N, scale, options["micro_tokens"])
+            found.append({**sums, "loss": sums["loss"] / divisor, "epoch": epoch})
+        if not unit:
+            given = f"{len(parts)} terms, {' and '.join(part.name for part in parts)}, without a sampled token"
+            raise ValueError(f"{learner.context.node}: given {given}, needed at least one in each minibatch")
+        norms.append(learner.apply(options, lr=rate, normaliser=unit, last=number == len(shares[0])))
+    return taken, {"grad_norm": sum(norms) / len(norms), "optimizer_steps": float(len(norms)), "lr": rate}
+
+
+def loss_name(loss: Loss) -> str:
     """What a loss function is called."""
     while isinstance(loss, partial):
         loss = loss.func
@@ -316,30 +381,17 @@ def token_sums(
     return sums
 
 
-def add_up(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
-    """The sums of several micro-batches as one, by a single copy from the device."""
-    names = list(parts[0])
-    table = torch.stack([torch.stack([part[name] for name in names]) for part in parts])
-    totals, peaks = table.sum(0).tolist(), table.amax(0).tolist()
-    return {name: peaks[i] if name.endswith("_max") else totals[i] for i, name in enumerate(names)}
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """The sums of several micro-batches, or of several steps, as one."""
+    joined = {name: [part[name] for part in parts] for name in parts[0]}
+    return {name: max(values) if name.endswith("_max") else sum(values) for name, values in joined.items()}
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """An optimizer step on a term of the loss: the sums over its tokens, its mean loss, the norm of the whole gradient,
-    its epoch."""
-
-    sums: Sums
-    loss: float
-    grad_norm: float
-    epoch: int
-
-
-def update_metrics(steps: Sequence[StepSums]) -> Metrics:
+def update_metrics(steps: Sequence[Sums]) -> Metrics:
     """The metrics of a term of the loss, over the steps of an update in which it had tokens. Means are over these.
 
-    `tokens` counts those of one epoch. `loss` and `grad_norm` are means over the steps, `entropy` that of the
-    distribution that was sampled from, at its temperature.
+    A step's `loss` is its mean already. `tokens` counts those of one epoch, `entropy` is that of the distribution that
+    was sampled from, at its temperature.
 
     Lags, ratios, `ess` and `kl` are of the tokens that a policy sampled, those with a recorded log μ, and are means
     over these: demonstrations have none. `kl` is the last epoch's estimate (k3) of KL(μ ‖ π): how far the policy had
@@ -353,13 +405,11 @@ def update_metrics(steps: Sequence[StepSums]) -> Metrics:
     """
     if not steps:
         return {"loss": 0.0, "tokens": 0.0}  # of a term that had nothing to learn from
-    whole = _total([step.sums for step in steps])
-    last = _total([step.sums for step in steps if step.epoch == steps[-1].epoch])
+    whole = add_up(steps)
+    last = add_up([step for step in steps if step["epoch"] == steps[-1]["epoch"]])
     tokens = whole["tokens"]
     metrics = {
-        "loss": sum(step.loss for step in steps) / len(steps),
-        "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
-        "optimizer_steps": float(len(steps)),
+        "loss": whole["loss"] / len(steps),
         "tokens": last["tokens"],
         "entropy": whole["entropy"] / tokens,
         "ratio_clipped": whole["ratio_clipped"] / tokens,
@@ -376,8 +426,3 @@ def update_metrics(steps: Sequence[StepSums]) -> Metrics:
         metrics["replayed_tokens"] = last["replayed"]
         metrics["replayed_lag_max"] = whole["replayed_lag_max"]
     return metrics
-
-
-def _total(parts: Sequence[Sums]) -> Sums:
-    joined = {name: [part[name] for part in parts] for name in parts[0]}
-    return {name: max(values) if name.endswith("_max") else sum(values) for name, values in joined.items()}

@@ -1,7 +1,10 @@
 """How the tokens of a batch are packed, cut and shared out: no token is lost, and no figure depends on it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.graph import Context, Rewards
-from penstock.nodes.learn.batching import Packed, behaviour_logprobs, minibatch_rows, pack
+from penstock.graph import Context, Rewards, Rollouts
+from penstock.nodes.learn.batching import behaviour_logprobs, optimizer_steps, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.losses import Sampled
-from penstock.nodes.learn.update import StepSums, add_up, token_sums, update_metrics
+from penstock.nodes.learn.update import add_up, token_sums, update_metrics
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import open_model
 from tests.nodes.rollouts import random_rollouts
-from tests.nodes.updating import batch
+from tests.nodes.updating import CONTEXT, batch
 
 # Packing loses no token, puts sequences of about one length together, and shares them out evenly.
 
@@ -26,73 +29,59 @@ Lengths = list[tuple[int, int]]
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12)
 
 
-def packing_batch(lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+def numbered(lengths: Lengths) -> Rollouts:
     """Tokens 1, 2, 3, … so that each one is told from all others."""
-    prompts, responses = torch.tensor(lengths).unbind(1)
-    tokens = torch.zeros(len(lengths), int((prompts + responses).max()), dtype=torch.long)
-    count = 1
-    for row, total in enumerate((prompts + responses).tolist()):
-        tokens[row, :total] = torch.arange(count, count + total)
-        count += total
-    return tokens, prompts, responses
+    rollouts, first = random_rollouts(lengths), 1
+    rollouts.tokens_NS.zero_()
+    for row, length in enumerate(map(sum, lengths)):
+        rollouts.tokens_NS[row, :length] = torch.arange(first, first + length)
+        first += length
+    return rollouts
 
 
-def packs(lengths: Lengths, max_tokens: int, multiple: int) -> tuple[Tensor, Tensor, list[Packed]]:
-    tokens, prompts, responses = packing_batch(lengths)
-    return tokens, prompts, pack(tokens, prompts, responses, max_tokens, multiple)
-
-
-@given(LENGTHS, st.integers(1, 60), st.integers(1, 3))
+@given(LENGTHS, st.integers(1, 120), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
 def test_every_response_token_is_predicted_once_by_the_token_before_it(
-    lengths: Lengths, size: int, multiple: int
+    lengths: Lengths, size: int, multiple: int, whole_groups: bool, random: Random
 ) -> None:
-    tokens, prompts, micros = packs(lengths, size, multiple)
+    rollouts = numbered(lengths)
+    rollouts.ordinals = tuple(random.randrange(3) for _ in lengths)
+    micros = pack(rollouts, size, multiple=multiple, whole_groups=whole_groups)
     places = [(s, t) for m in micros for s, t in zip(m.sequence_P.tolist(), m.step_P.tolist(), strict=True)]
     assert sorted(places) == [(s, t) for s, (_, response) in enumerate(lengths) for t in range(response)]
-    for m in micros:
-        at = prompts[m.sequence_P] + m.step_P
-        assert torch.equal(m.targets_P, tokens[m.sequence_P, at])
-        assert torch.equal(m.tokens_RW.flatten()[m.at_P], tokens[m.sequence_P, at - 1])
+    held = [{rollouts.ordinals[s] for s in m.sequence_P} for m in micros]
+    assert not whole_groups or sum(map(len, held)) == len(set(rollouts.ordinals))
+    for m, found in zip(micros, held, strict=True):
+        at = rollouts.prompt_lengths_N[m.sequence_P] + m.step_P
+        assert torch.equal(m.targets_P, rollouts.tokens_NS[m.sequence_P, at])
+        assert torch.equal(m.tokens_RW.flatten()[m.at_P], rollouts.tokens_NS[m.sequence_P, at - 1])
         assert torch.equal(m.at_P % m.tokens_RW.shape[1], at - 1)
-
-
-@given(LENGTHS, st.integers(1, 60), st.integers(1, 3))
-def test_micro_batches_keep_their_bound_and_hold_the_longest_sequences_first(
-    lengths: Lengths, size: int, multiple: int
-) -> None:
-    micros = packs(lengths, size, multiple)[2]
-    for m in micros:
-        assert m.tokens_RW.numel() <= size or m.tokens_RW.shape[0] == 1
+        assert m.tokens_RW.numel() <= size or (len(found) if whole_groups else m.tokens_RW.shape[0]) == 1
         assert int((m.tokens_RW > 0).sum(1).max()) == m.tokens_RW.shape[1]
     order = list(dict.fromkeys(s for m in micros for s in m.sequence_P.tolist()))
-    assert order == sorted(range(len(lengths)), key=lambda s: (-sum(lengths[s]), s))
+    assert whole_groups or order == sorted(range(len(lengths)), key=lambda s: (-sum(lengths[s]), s))
 
 
-def test_lanes_get_equal_shares() -> None:
-    shapes = [tuple(m.tokens_RW.shape) for m in packs([(3, 8)] * 10, 40, multiple=2)[2]]
-    assert shapes == [(3, 10), (3, 10), (3, 10), (1, 10)]
-    shapes = [tuple(m.tokens_RW.shape) for m in packs([(3, 8)] * 10, 1000, multiple=2)[2]]
-    assert shapes == [(5, 10), (5, 10)]
+@pytest.mark.parametrize(("size", "shapes"), [(40, [(3, 10)] * 3 + [(1, 10)]), (1000, [(5, 10)] * 2)])
+def test_workers_get_equal_shares(size: int, shapes: list[tuple[int, int]]) -> None:
+    assert [tuple(m.tokens_RW.shape) for m in pack(numbered([(3, 8)] * 10), size, multiple=2)] == shapes
 
 
-def test_what_is_in_a_row_after_a_sequence_does_not_count() -> None:
-    tokens = torch.full((2, 9), 7)
-    (micro,) = pack(tokens, torch.tensor([2, 1]), torch.tensor([4, 2]), 100)
+def test_what_is_in_a_row_after_a_sequence_does_not_count_and_an_empty_prompt_is_refused() -> None:
+    rollouts = numbered([(2, 4), (1, 2)])
+    rollouts.tokens_NS.fill_(7)
+    (micro,) = pack(rollouts, 100)
     assert micro.tokens_RW.tolist() == [[7] * 5, [7] * 2 + [0] * 3]
-
-
-def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt in row 1"):
-        pack(torch.ones(2, 3, dtype=torch.long), torch.tensor([1, 0]), torch.tensor([2, 3]), 10)
+        pack(replace(rollouts, prompt_lengths_N=torch.tensor([2, 0])), 100)
 
 
 @given(LENGTHS, st.integers(1, 60), st.randoms(use_true_random=False))
 def test_what_nobody_sampled_is_no_target_and_moves_nothing_else(lengths: Lengths, size: int, random: Random) -> None:
-    tokens, prompts, responses = packing_batch(lengths)
-    sampled = torch.tensor([[random.random() < 0.5 for _ in range(int(responses.max()))] for _ in lengths])
-    whole = pack(tokens, prompts, responses, size)
-    masked = pack(tokens, prompts, responses, size, sampled_NT=sampled)
-    marks = [sampled[each.sequence_P, each.step_P] for each in whole]
+    rollouts = numbered(lengths)
+    versions_NT = torch.tensor([[random.choice((-1, 2)) for _ in row] for row in rollouts.versions_NT])
+    whole, masked = pack(rollouts, size), pack(replace(rollouts, versions_NT=versions_NT), size)
+    marks = [versions_NT[each.sequence_P, each.step_P] >= 0 for each in whole]
+    # A micro-batch without a target is left out.
     kept = [(each, chosen) for each, chosen in zip(whole, marks, strict=True) if chosen.any()]
     for (all_of, chosen), some in zip(kept, masked, strict=True):
         assert torch.equal(some.tokens_RW, all_of.tokens_RW)
@@ -100,97 +89,87 @@ def test_what_nobody_sampled_is_no_target_and_moves_nothing_else(lengths: Length
             assert torch.equal(getattr(some, name), getattr(all_of, name)[chosen])
 
 
-def test_no_micro_batch_is_without_a_target() -> None:
-    tokens, prompts, responses = packing_batch([(2, 3), (1, 2), (3, 1)])
-    nothing = torch.zeros(3, 3, dtype=torch.bool)
-    assert pack(tokens, prompts, responses, 1, sampled_NT=nothing) == []
-    nothing[1, 1] = True
-    (micro,) = pack(tokens, prompts, responses, 1, sampled_NT=nothing)
-    assert (micro.sequence_P.tolist(), micro.step_P.tolist()) == ([1], [1])
-
-
-@given(LENGTHS, st.integers(1, 120), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_groups_stay_whole_and_nothing_is_lost(lengths: Lengths, size: int, multiple: int, random: Random) -> None:
-    tokens, prompts, responses = packing_batch(lengths)
-    groups = torch.tensor([random.randrange(3) for _ in lengths])
-    micros = pack(tokens, prompts, responses, size, multiple, group_N=groups)
-    places = [(s, t) for m in micros for s, t in zip(m.sequence_P.tolist(), m.step_P.tolist(), strict=True)]
-    assert sorted(places) == [(s, t) for s, (_, response) in enumerate(lengths) for t in range(response)]
-    held = [set(groups[m.sequence_P].tolist()) for m in micros]
-    assert sum(map(len, held)) == len(set(groups.tolist()))
-    for m, found in zip(micros, held, strict=True):
-        assert m.tokens_RW.numel() <= size or len(found) == 1
-        at = prompts[m.sequence_P] + m.step_P
-        assert torch.equal(m.tokens_RW.flatten()[m.at_P], tokens[m.sequence_P, at - 1])
-
-
-# Minibatches are whole prompt groups, each in one of them, drawn by a key.
+# Minibatches are whole prompt groups, each in one of them, drawn by the seed, the version and the epoch.
 
 
 ORDINALS = [4, 4, 6, 6, 6, 9, 12, 12]
 
 
-def test_every_row_is_in_one_minibatch_with_its_group() -> None:
-    for key in range(20):
-        parts = minibatch_rows(ORDINALS, 2, key)
-        assert sorted(row for part in parts for row in part) == list(range(8))
-        for part in parts:
+def cut(ordinals: Sequence[int], minibatches: int, version: int = 0, **context: Any) -> list[list[int]]:
+    steps = optimizer_steps(replace(CONTEXT, **context), version, ordinals, 1, minibatches)
+    return [rows for _, rows in steps]
+
+
+@pytest.mark.parametrize(
+    ("ordinals", "sizes"),
+    [
+        (ORDINALS, [4]),
+        (ORDINALS, [2, 2]),
+        ([number // 3 for number in range(18)], [2] * 3),
+        ([number // 3 for number in range(21)], [3, 2, 2]),
+        (range(5), [1] * 5),
+    ],
+)
+def test_minibatches_are_whole_groups_as_even_as_can_be(ordinals: Sequence[int], sizes: list[int]) -> None:
+    for version in range(20):
+        parts = cut(ordinals, len(sizes), version)
+        assert parts == cut(ordinals, len(sizes), version)
+        assert sorted(row for part in parts for row in part) == list(range(len(ordinals)))
+        for part, size in zip(parts, sizes, strict=True):
             assert part == sorted(part)
-            assert len({ORDINALS[row] for row in part}) == 2
-    assert len({str(minibatch_rows(ORDINALS, 2, key)) for key in range(20)}) > 2
+            assert len(list(groupby(part, key=lambda row: ordinals[row]))) == size
+    assert len(sizes) == 1 or len({str(cut(ordinals, len(sizes), version)) for version in range(20)}) > 2
 
 
-def test_one_minibatch_is_the_batch_as_it_is() -> None:
-    assert all(minibatch_rows(ORDINALS, 1, key) == [list(range(8))] for key in range(5))
+def test_each_seed_each_update_and_each_epoch_cuts_its_own_minibatches() -> None:
+    def epochs(version: int) -> list[frozenset[frozenset[int]]]:
+        steps = optimizer_steps(CONTEXT, version, range(12), epochs=4, minibatches=3)
+        return [frozenset(frozenset(rows) for epoch, rows in steps if epoch == number) for number in range(4)]
+
+    assert len({*epochs(0), *epochs(1), *epochs(2)}) == 12  # of 5775 ways to cut twelve groups in three
+    assert cut(range(5), 5, seed=1) != cut(range(5), 5, seed=2)
 
 
-def test_a_key_says_which() -> None:
-    assert minibatch_rows(ORDINALS, 4, 3) == minibatch_rows(ORDINALS, 4, 3)
-
-
-@pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(6, 3, [2] * 3), (7, 3, [3, 2, 2]), (5, 5, [1] * 5)])
-def test_minibatches_are_as_even_as_whole_groups_can_be(groups: int, minibatches: int, sizes: list[int]) -> None:
-    ordinals = [ordinal for ordinal in range(groups) for _ in range(3)]
-    for key in range(10):
-        parts = minibatch_rows(ordinals, minibatches, key)
-        assert [len(part) for part in parts] == [3 * size for size in sizes]
-        assert sorted(row for part in parts for row in part) == list(range(3 * groups))
-
-
-@pytest.mark.parametrize("minibatches", [-1, 0, 5, 8])
-def test_groups_are_never_torn(minibatches: int) -> None:
-    given = f"given minibatches={minibatches} for a batch of 4 prompt groups, needed at least 1, and a prompt group for"
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, -1), (1, 0), (1, 5), (1, 8), (0, 1)])
+def test_groups_are_never_torn_and_no_step_is_empty(epochs: int, minibatches: int) -> None:
+    given = (
+        f"given epochs={epochs} and minibatches={minibatches} for a batch of 4 prompt groups, needed at least 1, and"
+    )
     with pytest.raises(ValueError, match=given):
-        minibatch_rows(ORDINALS, minibatches, 0)
+        optimizer_steps(CONTEXT, 0, ORDINALS, epochs, minibatches)
 
 
-def test_rows_are_taken_of_arrays_and_of_tuples_alike() -> None:
-    rollouts, _ = batch()
-    rollouts.logprobs_NT = None
-    taken = rollouts.take([3, 1])
-    assert taken.ordinals == (3, 1)
-    assert taken.logprobs_NT is None
-    assert torch.equal(taken.tokens_NS, rollouts.tokens_NS[[3, 1]])
-    assert Rewards(torch.tensor([5.0, 6.0])).take([1]).values_N.tolist() == [6]
+# Rows are taken by numbers or by marks, of arrays and of tuples alike.
 
 
-def test_rows_are_taken_by_marks_too_and_none_at_all() -> None:
+def test_rows_are_taken_by_numbers_and_by_marks_and_none_at_all() -> None:
     rollouts, advantage = batch()
-    for marks in (advantage.values_N > 0, [True, False, True, False, True]):
-        taken = rollouts.take(marks)
+    rollouts.logprobs_NT = None
+    assert rollouts.take([3, 1]).logprobs_NT is None
+    values_N = advantage.values_N > 0
+    marks: list[Any] = [values_N, values_N.tolist(), list(values_N), values_N.numpy()]
+    numbers: list[Any] = [[0, 2, 4], range(0, 5, 2), torch.tensor([0, 2, 4]), list(torch.tensor([0, 2, 4]).numpy())]
+    for rows in (*marks, *numbers):
+        taken = rollouts.take(rows)
         assert (taken.ordinals, len(taken)) == ((0, 2, 4), 3)
         assert torch.equal(taken.tokens_NS, rollouts.tokens_NS[[0, 2, 4]])
     nothing = rollouts.take([])
     assert (len(nothing), nothing.tokens_NS.shape) == (0, (0, rollouts.tokens_NS.shape[1]))
-    assert len(type(rollouts).concat([nothing, taken, nothing])) == 3
+    assert len(Rollouts.concat([nothing, taken, nothing])) == 3
     assert taken.take(torch.tensor([2, 2])).ordinals == (4, 4)
+    assert Rewards(torch.tensor([5.0, 6.0])).take([1]).values_N.tolist() == [6]
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [([5], "row 5, needed 0 to 4"), ([-1], "row -1, needed 0 to 4"), ([True], "1 marks, needed 5, one for each row")],
+    [
+        ([5], "row 5, needed 0 to 4"),
+        ([-1], "row -1, needed 0 to 4"),
+        ([True], "1 marks, needed 5, one for each row"),
+        (torch.ones(5), "row 1.0, needed"),
+    ],
 )
-def test_a_row_that_there_is_not_is_refused(rows: list[int], said: str) -> None:
+def test_a_row_that_there_is_not_is_refused(rows: Any, said: str) -> None:
     with pytest.raises(ValueError, match=rf"Rollouts\.take: given {said}"):
         batch()[0].take(rows)
 
@@ -203,97 +182,86 @@ BEHAVIOUR = torch.tensor([-1.2, -1.0, -0.5, -3.5, -1.0])
 CLIPPED = torch.tensor([False, True, False, True, False])
 
 
-def sums(rows: slice, version: int = 7, replayed: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    ones_P = torch.ones(5, dtype=torch.long)[rows]
-    old_P = None if replayed is None else replayed[rows]
-    known = Sampled(ones_P.float(), ones_P, torch.arange(5)[rows], ones_P * 0, {"behaviour": BEHAVIOUR[rows]}, old_P)
-    return {**token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, version)}
+ALL = [0, 1, 2, 3, 4]
 
 
-def test_figures_do_not_depend_on_the_micro_batches() -> None:
-    whole = update_metrics([StepSums(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
-    parts = update_metrics([StepSums(add_up([sums(slice(0, 2)), sums(slice(2, 5))]), 0.5, 2.0, 0)])
-    assert whole == pytest.approx(parts)
+def figures(
+    *steps: list[list[int]],
+    version: int = 7,
+    replayed: Sequence[int] | None = None,
+    behaviour: Tensor = BEHAVIOUR,
+    epochs: int = 1,
+) -> dict[str, float]:
+    """Of tokens with versions 0 to 4, 0 where nobody sampled: `steps` are the tokens of each micro-batch."""
+    old_P = None if replayed is None else torch.isin(torch.arange(5), torch.tensor(replayed))
+    versions_P = torch.where(behaviour.isnan(), 0, torch.arange(5))
+
+    def sums(rows: list[int]) -> dict[str, float]:
+        ones_P = torch.ones(len(rows), dtype=torch.long)
+        old = None if old_P is None else old_P[rows]
+        known = Sampled(ones_P.float(), ones_P, versions_P[rows], ones_P * 0, {"behaviour": behaviour[rows]}, old)
+        found = token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, version)
+        return {name: float(total) for name, total in found.items()}
+
+    whole = [add_up([{**sums(rows), "loss": 0.25} for rows in step if rows]) for step in steps]
+    return update_metrics([{**step, "epoch": float(epoch)} for epoch in range(epochs) for step in whole])
+
+
+def test_figures_do_not_depend_on_the_micro_batches_nor_on_the_steps() -> None:
+    whole = figures([ALL])
     ratio = (LOGPROBS - BEHAVIOUR).exp()
     assert whole["ratio_mean"] == pytest.approx(float(ratio.mean()))
     assert whole["ratio_clipped"] == pytest.approx(0.4)
-    assert (whole["lag_mean"], whole["lag_max"]) == (5, 7)
+    assert (whole["lag_mean"], whole["lag_max"], whole["tokens"]) == (5, 7, 5)
     assert whole["ess"] == pytest.approx(float(ratio.sum() ** 2 / ratio.square().sum() / 5))
-
-
-def test_steps_of_an_epoch_are_parts_of_its_batch() -> None:
-    once = update_metrics([StepSums(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
-    halves = [add_up([sums(slice(0, 2))]), add_up([sums(slice(2, 5))])]
-    cut = update_metrics([StepSums(halves[0], 0.4, 1.0, 0), StepSums(halves[1], 0.6, 3.0, 0)])
-    twice = update_metrics([StepSums(half, 0.5, 2.0, epoch) for epoch in range(2) for half in halves])
-    assert {**cut, "optimizer_steps": 1.0} == pytest.approx(once)
-    assert {**twice, "optimizer_steps": 1.0} == pytest.approx(once)
-    assert (cut["optimizer_steps"], twice["optimizer_steps"], twice["tokens"]) == (2, 4, 5)
+    assert figures([[0, 1], [2, 3, 4]]) == pytest.approx({**whole, "loss": 0.5})
+    # Steps of an epoch are parts of its batch.
+    assert figures([[0, 1]], [[2, 3, 4]]) == pytest.approx(whole)
+    assert figures([[0, 1]], [[2, 3, 4]], epochs=2) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 4])
 def test_replayed_tokens_are_counted_apart_and_the_ratios_are_of_all(cut: int) -> None:
     """Versions are 0 to 4 at version 7: the two replayed tokens have lags 7 and 6, the others 5, 4 and 3."""
-    replayed = torch.tensor([True, True, False, False, False])
-    parts = [sums(rows, replayed=replayed) for rows in (slice(0, cut), slice(cut, 5)) if rows.start != rows.stop]
-    plain = update_metrics([StepSums(add_up([sums(slice(None))]), 0.5, 2.0, 0)])
-    mixed = update_metrics([StepSums(add_up(parts), 0.5, 2.0, epoch) for epoch in range(2)])
+    plain, mixed = figures([ALL]), figures([ALL[:cut], ALL[cut:]], replayed=[0, 1], epochs=2)
     assert (mixed["lag_mean"], mixed["lag_max"]) == (4, 5)
     assert (mixed["replayed_tokens"], mixed["replayed_lag_max"], mixed["tokens"]) == (2, 7, 5)
     same = ("ess", "ratio_mean", "ratio_max", "ratio_clipped", "kl", "entropy")
     assert {name: mixed[name] for name in same} == pytest.approx({name: plain[name] for name in same})
     assert not plain.keys() & {"replayed_tokens", "replayed_lag_max"}
-
-
-def test_an_update_of_replayed_tokens_alone_has_no_lag_of_fresh_ones() -> None:
-    figures = update_metrics(
-        [StepSums(add_up([sums(slice(None), replayed=torch.ones(5, dtype=torch.bool))]), 0.5, 2.0, 0)]
-    )
-    assert (figures["lag_mean"], figures["lag_max"], figures["replayed_tokens"]) == (0, 0, 5)
+    alone = figures([ALL], replayed=ALL)
+    assert (alone["lag_mean"], alone["lag_max"], alone["replayed_tokens"]) == (0, 0, 5)
 
 
 def test_tokens_are_counted_by_lag_and_old_ones_together() -> None:
-    figures = update_metrics([StepSums(add_up([sums(slice(None), version=17)]), 0.5, 2.0, epoch) for epoch in range(2)])
-    counts = {name: count for name, count in figures.items() if name.startswith("tokens_lag_")}
-    assert counts == {"tokens_lag_13": 1, "tokens_lag_14": 1, "tokens_lag_15": 3}
-    replayed = torch.tensor([True, True, False, False, False])
-    fresh = update_metrics([StepSums(add_up([sums(slice(None), replayed=replayed)]), 0.5, 2.0, 0)])
-    assert {n for n in fresh if n.startswith("tokens_lag_")} == {"tokens_lag_3", "tokens_lag_4", "tokens_lag_5"}
+    def by_lag(found: dict[str, float]) -> dict[str, float]:
+        return {name: count for name, count in found.items() if name.startswith("tokens_lag_")}
+
+    old = figures([ALL], version=17, epochs=2)
+    assert by_lag(old) == {"tokens_lag_13": 1, "tokens_lag_14": 1, "tokens_lag_15": 3}
+    fresh = figures([ALL], replayed=[0, 1])
+    assert by_lag(fresh) == {"tokens_lag_3": 1, "tokens_lag_4": 1, "tokens_lag_5": 1}
 
 
 def test_kl_is_never_negative_and_a_huge_ratio_leaves_one_effective_token() -> None:
-    known = Sampled(
-        torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2), {"behaviour": torch.tensor([-90.0, -1])}
-    )
-    found = add_up([token_sums(torch.tensor([-0.1, -1.0]), torch.zeros(2), torch.zeros(2), known, 0)])
-    figures = update_metrics([StepSums(found, 0.0, 0.0, 0)])
-    assert figures["ess"] == pytest.approx(0.5)
-    assert figures["kl"] > 0
+    found = figures([[0, 1]], behaviour=torch.tensor([-90.0, -1, 0, 0, 0]))
+    assert found["ess"] == pytest.approx(0.5)
+    assert found["kl"] > 0
 
 
 def test_rows_that_nobody_sampled_have_no_part_in_lags_ratios_and_divergence() -> None:
     """Their log μ is NaN, wherever a micro-batch begins; loss, entropy and the count of tokens are of all."""
-    sampled, shown = [0, 2, 3], [1, 4]
     behaviour = BEHAVIOUR.clone()
-    behaviour[shown] = torch.nan
-
-    def figures(parts: list[list[int]]) -> dict[str, float]:
-        found = []
-        for rows in parts:
-            ones_P = torch.ones(len(rows), dtype=torch.long)
-            versions_P = torch.where(behaviour[rows].isnan(), 0, 5 + torch.tensor(rows))
-            known = Sampled(ones_P.float(), ones_P, versions_P, ones_P * 0, {"behaviour": behaviour[rows]})
-            found.append(token_sums(LOGPROBS[rows], LOGPROBS[rows].exp(), CLIPPED[rows], known, 10))
-        return update_metrics([StepSums(add_up(found), 0.5, 2.0, 0)])
-
-    alone, beside = figures([sampled]), figures([[0, 1, 2, 3, 4]])
-    assert beside == pytest.approx(figures([[0, 1], [4], [2, 3]]))
-    only = ("ratio_mean", "ratio_max", "ess", "kl", "lag_mean", "lag_max", "tokens_lag_5", "tokens_lag_3")
+    behaviour[[1, 4]] = torch.nan
+    alone, beside = (figures([rows], behaviour=behaviour) for rows in ([0, 2, 3], ALL))
+    cut = figures([[0, 1], [4], [2, 3]], behaviour=behaviour)
+    assert {**beside, "loss": 0.75} == pytest.approx(cut)
+    only = ("ratio_mean", "ratio_max", "ess", "kl", "lag_mean", "lag_max", "tokens_lag_5", "tokens_lag_4")
     assert {name: beside[name] for name in only} == pytest.approx({name: alone[name] for name in only})
     assert not {name for name in beside if name.startswith("tokens_lag_")} - alone.keys()
     assert (beside["tokens"], alone["tokens"]) == (5, 3)
     assert beside["entropy"] == pytest.approx(float(LOGPROBS.exp().mean()))
-    assert not figures([shown]).keys() & {*only, "lag_max"}
+    assert not figures([[1, 4]], behaviour=behaviour).keys() & {*only}
 
 
 # Data-parallel threads compute what one thread does, in an order that does not depend on which of them is faster.

@@ -295,8 +295,7 @@ def test_what_does_not_match_is_an_error(context: Context) -> None:
 
 def gradient(rollouts: Rollouts) -> dict[str, torch.Tensor]:
     learner = model()
-    lengths = rollouts.prompt_lengths_N, rollouts.response_lengths_N
-    for packed in pack(rollouts.tokens_NS, *lengths, 256, sampled_NT=sampled_mask(rollouts)):
+    for packed in pack(rollouts, 256):
         logprobs_P, _ = packed_logprobs(learner, packed)
         ratio_P = torch.exp(logprobs_P - rollouts.logprobs_NT[packed.sequence_P, packed.step_P])
         ratio_P.sum().backward()  # type: ignore[no-untyped-call]
@@ -315,13 +314,7 @@ def test_a_gradient_does_not_depend_on_log_probabilities_that_an_environment_s_t
 
 def test_what_an_environment_said_is_context_and_no_target(context: Context) -> None:
     rollouts = play(make_engine(context, samples=SAMPLES), [2], turns=2)[-1][2]
-    (packed,) = pack(
-        rollouts.tokens_NS,
-        rollouts.prompt_lengths_N,
-        rollouts.response_lengths_N,
-        4096,
-        sampled_NT=sampled_mask(rollouts),
-    )
+    (packed,) = pack(rollouts, 4096)
     assert len(packed.targets_P) == int(sampled_mask(rollouts).sum())
     assert bool((rollouts.versions_NT[packed.sequence_P, packed.step_P] >= 0).all())
     heard = int((rollouts.versions_NT[0] < 0).nonzero()[0])

@@ -29,6 +29,7 @@ from penstock.nodes.generate.engine import Engine, EngineSlots
 from penstock.nodes.generate.kv_cache import Cache, MemoryPlan, Prefix, available_bytes, block_bounds
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.model import Llama, ModelConfig, ModelError, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy
 from tests.nodes.tiny_model import CONFIG, TOKENIZER
@@ -290,10 +291,13 @@ def test_an_update_computes_the_bits_that_mismatch_has_measured(context: Context
     rollouts, metrics = run(engine, [0], Weights(0, learner.weights()))[0]
     micro_batches = learner.pack(rollouts)
 
-    def loss(packed: Packed, logprobs_P: Tensor, entropy_P: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+        logprobs_P, _ = packed_logprobs(model, packed)
         return logprobs_P.sum(), logprobs_P.detach()
 
-    learnt, scored = learner.accumulate(micro_batches, loss), learner.logprobs(micro_batches)
+    with torch.no_grad():
+        scored = learner.workers.map(lambda model, packed: packed_logprobs(model, packed)[0], micro_batches)
+    learnt = learner.backward(micro_batches, loss)
     distances = []
     for packed, with_P, without_P in zip(micro_batches, learnt, scored, strict=True):
         assert torch.equal(with_P, without_P)

@@ -16,7 +16,7 @@ from penstock.graph import Advantages, Context, Policy, Prompts, Rewards, Rollou
 from penstock.nodes.distill import distill_update, distillation_advantage, policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.sampling import mismatch
-from penstock.nodes.learn.batching import Aggregation, Term, normaliser, token_weights
+from penstock.nodes.learn.batching import Aggregation, normaliser, token_weights
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.logprobs import token_logprobs
 from penstock.nodes.learn.losses import (
@@ -44,7 +44,7 @@ from penstock.nodes.learn.losses import (
     segment_sum,
     tis,
 )
-from penstock.nodes.learn.update import aipo_update, policy_update, term
+from penstock.nodes.learn.update import Term, aipo_update, policy_update, term
 from penstock.nodes.model import Llama, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.replay_buffer import open_buffer, replay
@@ -728,7 +728,7 @@ def test_a_term_of_fewer_groups_than_minibatches_is_in_as_many_steps() -> None:
         _, figures = policy_update.fn(policy(), *batch(), beside=(few,), loss=aipo, epochs=2, minibatches=4)
         assert (figures["optimizer_steps"], figures["tokens"], figures["imitate_tokens"]) == (8, 13, tokens)
         assert figures["imitate_loss"] > 0
-    with pytest.raises(ValueError, match="given minibatches=4 for a batch of 3 prompt groups"):
+    with pytest.raises(ValueError, match="minibatches=4 for a batch of 3 prompt groups"):
         policy_update.fn(policy(), demonstrations(), Advantages(torch.ones(3)), loss=imitate, minibatches=4)
 
 

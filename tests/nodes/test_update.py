@@ -29,7 +29,7 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate
-from penstock.nodes.learn.batching import minibatch_rows, optimizer_steps
+from penstock.nodes.learn.batching import optimizer_steps
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.losses import (
     Loss,
@@ -253,9 +253,9 @@ def test_minibatches_are_updates_on_whole_prompt_groups_in_the_keyed_order() -> 
     rollouts, advantage = batch()
     rollouts = replace(rollouts, ordinals=(7, 7, 8, 8, 8))
     step_by_step, cut = policy(), policy()
-    parts = minibatch_rows(rollouts.ordinals, 2, cut.context.key("minibatches", 0, 0))
-    assert sorted(parts) == [[0, 1], [2, 3, 4]]
-    for rows in parts:
+    parts = optimizer_steps(cut.context, 0, rollouts.ordinals, 1, 2)
+    assert sorted(rows for _, rows in parts) == [[0, 1], [2, 3, 4]]
+    for _, rows in parts:
         policy_update.fn(step_by_step, rollouts.take(rows), advantage.take(rows), loss=aipo)
     policy_update.fn(cut, rollouts, advantage, loss=aipo, minibatches=2)
     assert equal(step_by_step, cut)
@@ -267,42 +267,6 @@ def test_an_update_draws_nothing_from_the_global_generators() -> None:
     policy_update.fn(policy(), *batch(), loss=aipo, epochs=2, minibatches=5)
     assert random.getstate() == before
     assert torch.equal(torch.get_rng_state(), torch_before)
-
-
-def test_each_epoch_and_each_update_cuts_its_own_minibatches() -> None:
-    """What `policy_update` and `critic_update` take their steps on."""
-
-    def cut(version: int) -> list[frozenset[frozenset[int]]]:
-        steps = optimizer_steps(CONTEXT, version, range(12), epochs=4, minibatches=3)
-        epochs = [[frozenset(rows) for epoch, rows in steps if epoch == number] for number in range(4)]
-        assert all(sorted(row for rows in epoch for row in rows) == list(range(12)) for epoch in epochs)
-        return [frozenset(epoch) for epoch in epochs]
-
-    assert cut(0) == cut(0)
-    assert len({*cut(0), *cut(1), *cut(2)}) == 12  # of 5775 ways to cut twelve groups in three
-
-
-def test_the_seed_draws_the_minibatches() -> None:
-    def first(seed: int) -> list[list[list[int]]]:
-        learner = policy(seed=seed)
-        return [minibatch_rows(range(5), 5, learner.context.key("minibatches", 0, epoch)) for epoch in range(3)]
-
-    assert first(1) == first(1) != first(2)
-    assert first(1)[0] != first(1)[1] or first(1)[1] != first(1)[2]
-
-
-@pytest.mark.parametrize("minibatches", [0, 6])
-def test_minibatches_without_a_group_are_refused(minibatches: int) -> None:
-    learner = policy()
-    needed = f"given minibatches={minibatches} for a batch of 5 prompt groups, needed at least 1, and a prompt group"
-    with pytest.raises(ValueError, match=needed):
-        policy_update.fn(learner, *batch(), loss=aipo, minibatches=minibatches)
-    assert equal(learner, policy())
-
-
-def test_no_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match="given epochs=0, needed 1 or more"):
-        policy_update.fn(policy(), *batch(), loss=aipo, epochs=0)
 
 
 def test_the_gradient_is_clipped_and_its_norm_reported_as_it_was() -> None:
@@ -406,7 +370,7 @@ def test_inputs_of_other_rows_are_refused() -> None:
         ValueError, match=r"advantage: given values of shape \[3\], needed \[5\], one for each response"
     ):
         policy_update.fn(policy(), rollouts, Advantages(advantage.values_N[:3]), loss=aipo)
-    with pytest.raises(ValueError, match=r"reference: given log-probabilities of shape \[5, 2\], needed \[5, 4\], one"):
+    with pytest.raises(ValueError, match=r"reference: given values of shape \[5, 2\], needed \[5, 4\], one"):
         policy_update.fn(policy(), rollouts, advantage, Logprobs(rollouts.logprobs_NT[:, :2]), loss=aipo)
     with pytest.raises(
         ValueError, match=r"advantage: given values of shape \[5, 3\], needed \[5, 4\], one for each token"
@@ -582,20 +546,6 @@ def test_texts_become_rollouts_in_groups_and_within_a_limit() -> None:
     assert len(rollouts_of(tokenizer, [], [])) == 0
     with pytest.raises(ValueError, match="given 1 answers, needed 2, one for each text"):
         rollouts_of(tokenizer, ["1+1="] * 2, ["2", "3"], answers=["2"])
-
-
-def test_rows_are_taken_by_numbers_or_by_marks() -> None:
-    made = rollouts_of(policy().tokenizer, ["1+1=", "1+2=", "2+2="], ["2", "3", "4"])
-    scores_N = torch.tensor([1.0, 0.0, 1.0])
-    marks: list[Any] = [[True, False, True], scores_N > 0, [score > 0 for score in scores_N], (scores_N > 0).numpy()]
-    numbers: list[Any] = [[0, 2], range(0, 3, 2), torch.tensor([0, 2]), list(torch.tensor([0, 2]).numpy())]
-    for rows in (*marks, *numbers):
-        assert made.take(rows).texts == ("2", "4")
-        assert torch.equal(made.take(rows).tokens_NS, made.tokens_NS[[0, 2]])
-    for wrong, told in ((scores_N, "given row 1.0"), ([3], "given row 3"), ([-1], "given row -1")):
-        with pytest.raises(ValueError, match=told):
-            made.take(wrong)
-    assert len(made.take(scores_N > 2)) == 0
 
 
 # A DPO update by hand: the gradient of equation 7 on each prompt's best and worst response.
