@@ -1,7 +1,7 @@
 """What this machine's memory, links and GPUs do in a second, for `penstock doctor --measure`.
 
-`python -m penstock.nodes.calibrate DEVICE` measures, and prints what was found as one line of JSON. For the links it
-starts itself with `--answer`, as the other end of them.
+`cpu` and `cuda` measure. For the links `python -m penstock.nodes.calibrate FOLDER` is the other end, which meets this
+one in the folder.
 
 A GPU's products are those of decoders: square weights of many layers, one after the other, so that what of them stays
 in a cache does so here as well.
@@ -9,7 +9,6 @@ in a cache does so here as well.
 Shapes: R rows, W width.
 """
 
-import json
 import os
 import secrets
 import subprocess
@@ -28,8 +27,6 @@ from torch import Tensor
 
 from penstock.nodes.model.kernels import linear
 
-# The first argument of the process at the other end of a link; the second is the folder where both meet.
-ANSWER = "--answer"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of the products on a GPU.
 ROWS, WIDTHS = (16, 1024, 8192), (1024, 2048, 4096, 8192)
@@ -45,13 +42,6 @@ ROUNDS, FEWEST = 5, 2
 # Bytes of a tensor that no cache keeps, and of one that the nearest caches keep.
 LARGE, SMALL = 256 << 20, 256 << 10
 DEADLINE = timedelta(seconds=30)
-
-
-def main() -> None:
-    if sys.argv[1] == ANSWER:
-        _gloo(Path(sys.argv[2]), 1)
-    else:
-        print(json.dumps(cpu() if sys.argv[1] == "cpu" else cuda(sys.argv[1])))
 
 
 def cpu() -> dict[str, Any]:
@@ -132,7 +122,7 @@ def host_gb_s(device: str) -> float:
 def links() -> dict[str, float]:
     """GB/s and microseconds one way between two processes: over gloo on loopback, and by shared memory."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "penstock.nodes.calibrate", ANSWER, folder]
+        command = [sys.executable, "-m", "penstock.nodes.calibrate", folder]
         with subprocess.Popen(command) as other:
             try:
                 return {**_gloo(Path(folder), 0), **_shared()}
@@ -200,4 +190,4 @@ def _now() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    _gloo(Path(sys.argv[1]), 1)

@@ -251,8 +251,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return process.wait()
 
 
-# `penstock doctor` runs this file as a process, since the runtime imports no node.
-if __name__ == "__main__":
-    _, _reason = _find_isolation()
-    print(_reason or f"bubblewrap ({shutil.which('bwrap')}) isolates code: no network, files, processes")
-    sys.exit(bool(_reason))
+def described_isolation() -> tuple[bool, str]:
+    """Whether code runs isolated on this machine, and by what or why not."""
+    _, reason = _find_isolation()
+    return not reason, reason or f"bubblewrap ({shutil.which('bwrap')}) isolates code: no network, files, processes"

@@ -21,8 +21,8 @@ from penstock.runtime.control.launcher import DONE
 from penstock.runtime.record.errors import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint, open_regular
 
+# The cluster file in the cache that `penstock doctor --measure` writes and `--cluster this` reads.
 PROFILE = "machine.toml"
-"""The cluster file in the cache that `penstock doctor --measure` writes and `--cluster this` reads."""
 
 
 def cache_folder() -> Path:
@@ -32,14 +32,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
+# The flags of `penstock run sft` beside the data; the rest is that program's own defaults.
 RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
-"""The flags of `penstock run sft` beside the data; the rest is that program's own defaults."""
+# What the names of folders begin with in which a base is built.
 BUILDING = "building-"
-"""What the names of folders begin with in which a base is built."""
+# As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built.
 THREADS = 2
-"""As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built."""
+# What the base follows from: when one of these files changes, it is built again.
 SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/*.py", "nodes/learn/*.py")
-"""What the base follows from: when one of these files changes, it is built again."""
 
 
 def base_model(data: str, tell: Callable[[Line], None]) -> Path:

@@ -1,12 +1,9 @@
-"""What a command has done in a child process, since it needs torch: three modes of one module.
+"""What a command has done in a child process, since it needs torch or a module of the user's.
 
-`python -m penstock.runtime.cli.children …`
-
-- `trace FD VERB PROGRAM [WORDS …]` imports a program, reads its flags, traces it, and writes one JSON object to the
-  file descriptor FD. Help and usage errors go to the terminal, with exit status 0 and 2 and nothing to FD.
-- `inputs` reads {"graphs", "flags"} of a run as JSON, tries what the run reads and needs, and prints what is wrong;
-  exit status 1 if anything is.
-- `run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger stops where the
+- `python -m penstock.runtime.cli.children MODULE:FUNCTION FD` calls a function for `tracing.ask_child`: it reads its
+  arguments from the file descriptor FD as a JSON list, and writes its answer there instead. `traced`, `inputs` and
+  `torch_facts` are such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer.
+- `… run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger stops where the
   user wants it to. Exit status as of `penstock run`.
 """
 
@@ -16,7 +13,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
@@ -37,47 +36,59 @@ from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOption
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
-RAISED = (Exception, SystemExit)
-"""What a user's module or function may raise. One that leaves the process would have nothing said of it."""
+# What the names of our modules begin with; the last is the one that a child was started with.
 OURS = ("penstock.", "importlib", "__main__")
-"""What the names of our modules begin with; the last is the one that a child was started with."""
 
 
-def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
-    """All that the parent wants to know of a program called with these words; {"error", "usage"} if it cannot be
-    said."""
+def answered(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns; {"error", "usage"} for what it raises: a CommandError in its words, anything else with
+    its traceback."""
     try:
-        program = load(name)
-    except GraphError as error:
-        return _error(str(error), usage=True)
-    except RAISED:
-        return _error(own_frames())
-    if not isinstance(program, Program):
-        given = f"{name}: given a value of type {type(program).__name__}"
-        return _error(f"{given}, needed a function with @program", usage=True)
-    try:
-        options, flags = parse(program, verb, name, argv)
-    except (GraphError, CommandError) as error:
-        return _error(str(error), usage=True)
+        return function(*arguments)
+    except CommandError as error:
+        return {"error": str(error), "usage": error.status == 2}
     except Exception:
-        return _error(own_frames())
-    base = False
+        return {"error": own_frames(), "usage": False}
+
+
+def answer(verb: str, name: str, argv: Sequence[str]) -> Any:
+    """`traced` as the parent hears of it."""
+    return answered(traced, verb, name, argv)
+
+
+@contextmanager
+def kept_here() -> Iterator[None]:
+    """A user's module or function may not leave the process: nothing would be said of it."""
     try:
+        yield
+    except SystemExit:
+        raise CommandError(own_frames()) from None
+
+
+def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """All that the parent wants to know of a program called with these words. Raises CommandError where it cannot be
+    said, SystemExit after help or a usage error."""
+    try:
+        with kept_here():
+            program = load(name)
+        if not isinstance(program, Program):
+            given = f"{name}: given a value of type {type(program).__name__}"
+            raise CommandError(f"{given}, needed a function with @program", 2)
+        options, flags = parse(program, verb, name, argv)
+    except GraphError as error:
+        raise CommandError(str(error), 2) from None
+    base = False
+    with kept_here():
         graphs, faults = _trace(program, options, flags)
-        traced = list(graphs.values())
+        made = list(graphs.values())
         if verb == "check":
-            faults += [*clashes(program, "run").values(), *_lacks(program, traced, flags)]
+            faults += [*clashes(program, "run").values(), *_lacks(program, made, flags)]
             faults.sort(key=by_place)
         elif verb == "run" and not faults:
-            try:
-                device, faults = try_inputs(traced, flags.options(flags.model))
-            except ValueError as error:
-                return _error(str(error))
+            device, faults = _tried(made, flags.options(flags.model))
             flags = dataclasses.replace(flags, device=device)
-            makers = (opened(argument.maker) for graph in traced for argument in graph.carried)
+            makers = (opened(argument.maker) for graph in made for argument in graph.carried)
             base = any(maker is not None and maker.base for maker in makers)
-    except RAISED:
-        return _error(own_frames())
     return {
         "name": program.name,
         "path": program.path,
@@ -88,8 +99,34 @@ def answer(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _error(text: str, *, usage: bool = False) -> dict[str, Any]:
-    return {"error": text, "usage": usage}
+def inputs(graphs: Sequence[Any], flags: Any) -> None:
+    """Try what a run reads and needs, given as JSON. Raises CommandError with what is wrong."""
+    _, faults = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
+    if faults:
+        raise CommandError(faults_text(faults))
+
+
+def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
+    try:
+        return try_inputs(graphs, flags)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def torch_facts() -> dict[str, Any]:
+    """What `penstock doctor` asks of torch, its threads and its GPUs."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "gloo": torch.distributed.is_gloo_available(),
+        "gpus": [[gpu.name, gpu.total_memory / 2**30, gpu.major, gpu.minor] for gpu in gpus],
+    }
 
 
 def own_frames() -> str:
@@ -233,17 +270,6 @@ def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
             raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
 
 
-def wrong(graphs: Sequence[Graph], flags: RunOptions) -> str:
-    """What is wrong with a run's inputs; "" if nothing is."""
-    try:
-        faults = try_inputs(graphs, flags)[1]
-    except ValueError as error:
-        return str(error)
-    except Exception:
-        return own_frames()
-    return faults_text(faults) if faults else ""
-
-
 def run_here(path: str) -> int:
     """Run what the folder says in this process; the exit status."""
     from penstock.runtime.cli.display import PlainDisplay, Progress, write_line
@@ -272,25 +298,22 @@ def run_here(path: str) -> int:
     return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)
 
 
-def main(mode: str, *words: str) -> int:
+def main(mode: str, words: str) -> int:
     if mode == "run":
-        return run_here(*words)
-    if mode == "inputs":
-        asked = json.load(sys.stdin)
-        flags = RunOptions.from_json(asked["flags"])
-        said = wrong([Graph.from_json(graph) for graph in asked["graphs"]], flags)
-        print(visible(said))
-        return int(bool(said))
+        return run_here(words)
     # Ctrl-C, or help that nobody reads on, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    fd, verb, name, *argv = words
-    data = json.dumps(answer(verb, name, argv)).encode()
-    # What the program printed: nobody waits for this process once it has answered.
-    sys.stdout.flush()
-    with os.fdopen(int(fd), "wb") as pipe:
-        pipe.write(data)
-    return 0
+    with os.fdopen(int(words), "r+") as paper:
+        arguments = json.load(paper)
+        paper.seek(0)
+        paper.truncate()
+        found = json.dumps(answered(lambda: resolve_name(mode)(*arguments)))
+        # What the program printed.
+        sys.stdout.flush()
+        paper.write(found)
+    # torch takes a while to leave, and everything is said.
+    os._exit(0)
 
 
 if __name__ == "__main__":

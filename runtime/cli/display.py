@@ -98,8 +98,8 @@ STAGES = {
     "stopped": "stopped",
     "failed": "failed",
 }
+# Rows that rates are averaged over.
 RECENT = 10
-"""Rows that rates are averaged over."""
 
 
 @dataclass
@@ -231,14 +231,15 @@ def external_text(line: Line) -> str:
     return f"waiting for `penstock agent {line['join']}` on host {line['host']}"
 
 
+# Time between two plain lines about updates.
 PLAIN_SECONDS = 1.0
-"""Time between two plain lines about updates."""
+# Time between two plain lines about failures.
 FAILURE_SECONDS = 10.0
-"""Time between two plain lines about failures."""
+# Lines at the end of the last traceback that the dashboard shows.
 TRACEBACK = 8
-"""Lines at the end of the last traceback that the dashboard shows."""
 POOL_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "red")
 Wanted = tuple[str, str, Callable[[float | None], str]]
+# What the dashboard shows of a row: name, key, and how.
 FIGURES: tuple[Wanted, ...] = (
     ("loss", "loss", figure),
     ("lag", "lag_mean", figure),
@@ -247,7 +248,6 @@ FIGURES: tuple[Wanted, ...] = (
     ("mismatch", "mismatch", figure),
     ("sync", "sync_s", lambda value: "-" if value is None else f"{1e3 * value:.3g} ms"),
 )
-"""What the dashboard shows of a row: name, key, and how."""
 PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), *FIGURES[:2])
 
 

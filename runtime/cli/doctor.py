@@ -12,7 +12,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from rich.text import Text
 
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import read_flags
-from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
 from penstock.runtime.cluster.gpus import GPUS, Gpu, Tflops
 from penstock.runtime.record.errors import disk_fault, visible
@@ -91,19 +90,8 @@ def main(argv: Sequence[str]) -> int:
 SHM_NEEDED = 256 << 20
 FILES_NEEDED = 1024
 GIB = float(1 << 30)
-TORCH_DEADLINE = 120.0
-"""Seconds for a child to import torch."""
-
-ASK_TORCH = """
-import json, torch
-count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
-print(json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
-    "cpu": torch.backends.cpu.get_cpu_capability(), "gloo": torch.distributed.is_gloo_available(),
-    "gpus": [{"name": g.name, "gib": round(g.total_memory / 2**30, 1), "capability": [g.major, g.minor]} for g in gpus],
-}))
-"""
+# Seconds for a child to import torch, and for one to measure a device: on an idle machine less than 30.
+TORCH_DEADLINE, DEADLINE = 120.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -127,16 +115,12 @@ def check_torch() -> Iterator[Finding]:
     yield _judge("python", version, sys.version_info >= (3, 11), "needed 3.11 or newer", "lack")
     try:
         # In a child: this process stays without torch, and survives one that crashes or hangs.
-        command = [sys.executable, "-c", ASK_TORCH]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_DEADLINE, check=True)
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
-        yield Finding("torch", last, "lack", "nothing can be trained: pip install 'torch>=2.11,<2.14'")
+        what = "the process that imports torch"
+        facts = ask_child("penstock.runtime.cli.children:torch_facts", what=what, deadline=TORCH_DEADLINE)
+    except CommandError as error:
+        follows = "nothing can be trained: pip install 'torch>=2.11,<2.14'"
+        yield Finding("torch", str(error).rpartition("\n")[2], "lack", follows)
         return
-    except subprocess.TimeoutExpired:
-        yield Finding("torch", f"no answer within {TORCH_DEADLINE:.0f} s", "lack", "its import hangs; reinstall it")
-        return
-    facts = json.loads(done.stdout)
     release = tuple(int(part) for part in facts["version"].split("+")[0].split(".")[:2])
     found = f"{facts['version']} (CPU code: {facts['cpu']}, {facts['threads']} threads by default)"
     yield _judge("torch", found, (2, 11) <= release < (2, 14), "tested with 2.11 to 2.13 only")
@@ -147,9 +131,8 @@ def check_torch() -> Iterator[Finding]:
         driver = shutil.which("nvidia-smi") is not None
         follows = "a driver is here: install a CUDA build, or see that it matches" if driver else "runs on the CPU"
         yield Finding("GPUs", f"none ({built})", "note", follows)
-    for index, gpu in enumerate(facts["gpus"]):
-        major, minor = gpu["capability"]
-        found = f"{gpu['name']}, {gpu['gib']} GiB, sm_{major}{minor}"
+    for index, (kind, gib, major, minor) in enumerate(facts["gpus"]):
+        found = f"{kind}, {gib:.1f} GiB, sm_{major}{minor}"
         yield _judge(f"cuda:{index}", found, major >= 8, "no bfloat16: use --dtype float32")
 
 
@@ -200,11 +183,16 @@ def check_processes() -> Iterator[Finding]:
 
 def check_sandbox() -> Iterator[Finding]:
     """Code that a model writes runs isolated or, unless asked for, not at all."""
-    command = [sys.executable, "-m", "penstock.nodes.environments.sandbox"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_DEADLINE, check=False)
-    found = (done.stdout.strip() or done.stderr.strip().rpartition("\n")[2])[:200]
+    isolated, found = False, ""
+    try:
+        what = "the process that looks for a sandbox"
+        isolated, found = ask_child(
+            "penstock.nodes.environments.sandbox:described_isolation", what=what, deadline=TORCH_DEADLINE
+        )
+    except CommandError as error:
+        found = str(error).rpartition("\n")[2]
     follows = "tools that run a model's code are refused without --no-sandbox: apt install bubblewrap"
-    yield _judge("sandbox", found, done.returncode == 0, follows)
+    yield _judge("sandbox", found[:200], isolated, follows)
 
 
 def check_files() -> Iterator[Finding]:
@@ -236,11 +224,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-DEADLINE = 600.0
-"""Seconds for the child to measure one device; on an idle machine it takes less than 30."""
-CHILD = "penstock.nodes.calibrate"
-
-
 def measure(path: Path) -> dict[str, Any]:
     """Measure, write the cluster file, and return its content. Raises CommandError for a child that fails, and before
     it measures for a file that cannot be written."""
@@ -253,44 +236,23 @@ def measure(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CommandError(str(disk_fault(path, error, choice="--out FILE")), 2) from error
     raw = _asked("cpu")
-    cpu = cpu_of(raw, psutil.virtual_memory().total / 2**30)
-    kinds = {device: gpu_of(_asked(device)) for device in Cluster.local().hosts[0].devices}
-    facts = cluster_facts(kinds, cpu)
+    facts = cluster_facts(raw, {device: _asked("cuda", device) for device in Cluster.local().hosts[0].devices})
     Cluster.model_validate(facts)
     about = f"# Measured by `penstock doctor --measure` in {raw['seconds']:.0f} s, with torch {raw['torch']}.\n"
-    write_atomic(path, (about + toml(facts)).encode(), "--out FILE")
+    kinds = [(f"{group}.{THIS}", facts[group][THIS]) for group in ("cpus", "gpus") if group in facts]
+    lines = [f"{name} = {toml(value)}\n" for name, value in [("hosts", facts["hosts"]), *kinds]]
+    write_atomic(path, "".join([about, *lines]).encode(), "--out FILE")
     return facts | {"seconds": raw["seconds"]}
 
 
-def _asked(device: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", CHILD, device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
-        raise CommandError(f"{device} could not be measured: {last}") from None
-    except subprocess.TimeoutExpired:
-        raise CommandError(f"{device} was not measured within {DEADLINE:.0f} s: is the machine busy?") from None
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def cpu_of(raw: Mapping[str, Any], memory_gib: float) -> Cpu:
-    """`raw` is what the measuring child printed for the host."""
-    memory = raw["memory"]
-    return Cpu(
-        memory_gib=memory_gib,
-        read_gb_s=memory["read"],
-        copy_gb_s=memory["copy"],
-        cached_gb_s=memory["cached"],
-        call_us=raw["launch_us"],
-        **raw["links"],
-    )
+def _asked(kind: str, *device: str) -> Any:
+    what = f"{(*device, kind)[0]} could not be measured: the process that does"
+    return ask_child(f"penstock.nodes.calibrate:{kind}", *device, what=what, deadline=DEADLINE)
 
 
 def gpu_of(raw: Mapping[str, Any]) -> Gpu:
-    """The same of a CUDA device: the best of the measured rates of each precision are what it reaches. Its links to
-    other GPUs are those of the known kind that its name has in it, else of none."""
+    """Of what was measured of a CUDA device: the best rates of each precision are what it reaches. Its links to other
+    GPUs are those of the known kind that its name has in it, else of none."""
     known = next((gpu for name, gpu in GPUS.items() if name in raw["name"]), None)
     base = (known or GPUS["A100"].model_copy(update={"nvlink_gb_s": 0.0})).model_dump()
     share = base["efficiency"]["matmul"]
@@ -307,36 +269,26 @@ def gpu_of(raw: Mapping[str, Any]) -> Gpu:
     )
 
 
-def cluster_facts(kinds: Mapping[str, Gpu], cpu: Cpu) -> dict[str, Any]:
-    """The cluster file's content; `kinds` by CUDA device, of which the first one's stands for all."""
+def cluster_facts(raw: Mapping[str, Any], gpus: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The cluster file's content. `raw` and `gpus` are what was measured of the host and of each CUDA device, of which
+    the first one's stands for all."""
+    memory = {f"{name}_gb_s": raw["memory"][name] for name in ("read", "copy", "cached")}
+    cpu = Cpu(memory_gib=psutil.virtual_memory().total / GIB, call_us=raw["launch_us"], **memory, **raw["links"])
     host: dict[str, Any] = {"name": "local", "cores": len(os.sched_getaffinity(0)), "cpu": THIS}
     found: dict[str, Any] = {"hosts": [host], "cpus": {THIS: cpu.model_dump()}}
-    if kinds:
-        host |= {"devices": list(kinds), "gpu": THIS}
-        found["gpus"] = {THIS: next(iter(kinds.values())).model_dump()}
+    if gpus:
+        host |= {"devices": list(gpus), "gpu": THIS}
+        found["gpus"] = {THIS: gpu_of(next(iter(gpus.values()))).model_dump()}
     return found
 
 
-def toml(facts: Mapping[str, Any], prefix: str = "") -> str:
-    """TOML of nested dicts of numbers, strings and lists."""
-    plain, tables = [], []
-    for name, value in facts.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            tables.append(f"\n[{path}]\n{toml(value, f'{path}.')}")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            tables += [f"\n[[{path}]]\n{toml(item, f'{path}.')}" for item in value]
-        else:
-            plain.append(f"{name} = {_toml_value(value)}\n")
-    return "".join(plain + tables)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
+def toml(value: Any) -> str:
+    """TOML of numbers, strings, lists, and dicts, which become inline tables."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{name} = {toml(item)}' for name, item in value.items())} }}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml_value(item) for item in value)}]"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+        return f"[{', '.join(map(toml, value))}]"
+    return f"{value:.5g}" if isinstance(value, float) else json.dumps(value)
 
 
 def measured_text(facts: dict[str, Any], path: Path) -> str:

@@ -28,11 +28,11 @@ from penstock.runtime.control.run_config import (
 )
 
 F = TypeVar("F")
+# Name, annotation and default of a field, as `make_dataclass` takes them.
 Field = tuple[str, Any, Any]
-"""Name, annotation and default of a field, as `make_dataclass` takes them."""
 
+# What --model is for an untrained model.
 NEW = "new"
-"""What --model is for an untrained model."""
 
 
 def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> str:
@@ -265,8 +265,8 @@ class AgentFlags:
     checkpoints."""
 
 
+# The verbs that take a PROGRAM.
 VERBS = {"run": RunFlags, "show": ShowFlags, "check": CheckFlags, "simulate": SimulateFlags, "plan": PlanFlags}
-"""The verbs that take a PROGRAM."""
 
 EXAMPLES = {
     "run": "penstock run {0} --lag 2 --updates 50" + "\n  penstock run {0} --in-process --updates 3 --plain",

@@ -32,8 +32,8 @@ from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import SegmentOrigin
 
+# The largest event log that is followed for the summary of a run whose controller could write none.
 LOG_BYTES = 32 << 20
-"""The largest event log that is followed for the summary of a run whose controller could write none."""
 STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
 

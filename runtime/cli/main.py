@@ -20,8 +20,8 @@ from penstock.runtime.cli.tracing import CommandError, faults_text, trace_progra
 from penstock.runtime.control.signals import interrupt, nobody_reads, on_stop
 from penstock.runtime.record.errors import visible
 
+# What a shell says of a command that ended because nobody read its output.
 UNREAD = 128 + signal.SIGPIPE
-"""What a shell says of a command that ended because nobody read its output."""
 
 
 class Verb(NamedTuple):

@@ -22,8 +22,8 @@ from penstock.runtime.plan.roles import roles_of
 from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
 from penstock.runtime.record.errors import visible
 
+# The share of the groups that filters leave, unless it is said.
 KEPT = 0.7
-"""The share of the groups that filters leave, unless it is said."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,8 +74,8 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     )
 
 
+# Where the words begin, if nothing else is said.
 COLUMN = 12
-"""Where the words begin, if nothing else is said."""
 
 
 def labelled(label: str, words: str, width: int, column: int = COLUMN) -> list[str]:
@@ -89,8 +89,8 @@ def assumed(said: Sequence[str], width: int, column: int = COLUMN) -> list[str]:
     return [line for label, words in zip(labels, said, strict=False) for line in labelled(label, words, width, column)]
 
 
+# What parts of a step are called here, where it is not their name.
 SAID = {"cache": "the cache", "weights": "the weights", "tp": "tensor parallelism", "pp": "the hops between stages"}
-"""What parts of a step are called here, where it is not their name."""
 
 
 def text(found: Planned, cluster: str) -> str:

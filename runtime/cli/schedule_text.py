@@ -22,17 +22,17 @@ from penstock.runtime.record.timeline import Bar, excerpt, pool_of
 from penstock.runtime.record.trace_formats import chrome_trace, gantt_svg, gantt_text
 from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation
 
+# Updates that the text shows; files hold all.
 DRAWN = 6
-"""Updates that the text shows; files hold all."""
+# Replicas of each pool that pictures show.
 LANES = 8
-"""Replicas of each pool that pictures show."""
+# Where the words of a line begin.
 COLUMN = 8
-"""Where the words of a line begin."""
+# The parts of a weight sync that have durations of their own.
 SYNC = ("publish", "wire", "swap")
-"""The parts of a weight sync that have durations of their own."""
 
+# Labels, and the words beside them. A label may be empty, which continues what is above.
 Paragraphs = Sequence[tuple[str, str]]
-"""Labels, and the words beside them. A label may be empty, which continues what is above."""
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ from penstock.runtime.record.errors import visible
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, Verdicts, simulate
 
+# Prompt groups per update, unless it is said.
 BATCH = 8
-"""Prompt groups per update, unless it is said."""
+# What stands for flags of given seconds in a plan.
 OTHERWISE = {"drop": "--kept says what its filters leave", "generators": "the plan says it"}
-"""What stands for flags of given seconds in a plan."""
+# Updates of each run that shows the effect of lag; no more than were asked for.
 COMPARED = 24
-"""Updates of each run that shows the effect of lag; no more than were asked for."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -47,8 +47,8 @@ from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 
 FLAG = "--from"
+# Batches that filters may drop for each update: the simulation is not to fail where the run did not.
 PATIENCE = 10_000
-"""Batches that filters may drop for each update: the simulation is not to fail where the run did not."""
 
 
 @dataclass(frozen=True)

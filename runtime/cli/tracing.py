@@ -2,6 +2,7 @@
 
 - `trace_program` asks the child for the graphs, the flags and the faults of a program.
 - `require_inputs` has a child check the inputs of a run that was traced before, for a resume.
+- `ask_child` is the one way to have a function called in a process of its own.
 - `built_in` lists the built-in programs; their files are parsed, not imported.
 - `CommandError` ends a command with a message and an exit status.
 """
@@ -10,16 +11,14 @@ import ast
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from penstock import __path__ as roots
 
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
     from penstock.runtime.control.run_config import RunOptions
 
 
-UNDERSTANDS = ("penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags")
-"""Modules that `understand` takes."""
+# Seconds for a child to import the program and what it needs, to trace it, and to look at its data.
 DEADLINE = 300.0
-"""Seconds for a child to import the program and what it needs, to trace it, and to look at its data."""
 
 
 class CommandError(Exception):
@@ -99,66 +96,63 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ())
     if not argv or argv[0].startswith("-"):
         known = f"{', '.join(built_in())}, package.module:function or file.py:function"
         raise CommandError(f"given {given}, needed a PROGRAM: {known} (`penstock {verb} --help`)", 2)
-    return understand(verb, ask_child(verb, argv, meanwhile))
-
-
-def ask_child(verb: str, argv: Sequence[str], meanwhile: Sequence[str]) -> Any:
-    """The JSON answer of the child that traces. Raises as `trace_program`."""
-    name, answer, until = argv[0], b"", monotonic() + DEADLINE
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "penstock.runtime.cli.children", "trace", str(write), verb, *argv]
-    child = subprocess.Popen(command, pass_fds=[write])
-    os.close(write)
-    pipe = select.poll()
-    pipe.register(read, select.POLLIN)
-    try:
-        # The child needs seconds to import torch. It is started first, and what its answer takes is imported beside it.
-        for module in (*UNDERSTANDS, *meanwhile):
-            importlib.import_module(module)
-        while pipe.poll(1000 * max(0.0, until - monotonic())):
-            if not (part := os.read(read, 1 << 16)):
-                return json.loads(answer) if answer else _leave(name, child.wait(DEADLINE))
-            answer += part
-    finally:
-        # torch takes a while to leave, and the child has said all that it will.
-        child.kill()
-        child.wait()
-        os.close(read)
-    raise CommandError(f"{name}: the process that imports and traces it has not answered within {DEADLINE:g} s")
-
-
-def _leave(name: str, status: int) -> NoReturn:
-    """End the command as a child did that gave no answer."""
-    if status in (0, 2):  # help, or a usage error that has been printed
-        raise SystemExit(status)
-    if status == -signal.SIGPIPE:  # help that nobody read to its end
-        raise SystemExit(128 + signal.SIGPIPE)
-    how = f"signal {-status}" if status < 0 else f"exit status {status}"
-    raise CommandError(f"{name}: the process that imported it ended with {how}")
-
-
-def understand(verb: str, found: Mapping[str, Any]) -> Traced:
-    """The child's answer as a value. Raises CommandError for an error that it found."""
+    # The child needs seconds to import torch. What its answer takes is imported beside it.
+    taken = ("penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags", *meanwhile)
+    what = f"{argv[0]}: the process that imports and traces it"
+    found = ask_child("penstock.runtime.cli.children:traced", verb, argv[0], argv[1:], what=what, meanwhile=taken)
     from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
     from penstock.runtime.cli.flags import VERBS
 
-    if "error" in found:
-        raise CommandError(found["error"], 2 if found["usage"] else 1)
     # JSON has lists only; flags are hashed and compared as tuples.
-    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found["flags"].items()}
-    graph, evaluation = (Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation"))
-    faults = tuple(Fault(**fault) for fault in found["faults"])
-    return Traced(found["name"], found["path"], VERBS[verb](**flags), graph, evaluation, faults, found["base"])
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found.pop("flags").items()}
+    graphs = {key: Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation")}
+    faults = tuple(Fault(**fault) for fault in found.pop("faults"))
+    return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults)
 
 
 def require_inputs(graphs: "Sequence[Graph]", flags: "RunOptions") -> None:
     """Have a child try what a run of these graphs reads and needs. Raises CommandError with what is wrong."""
-    asked = json.dumps({"graphs": [graph.to_json() for graph in graphs], "flags": asdict(flags)})
-    command = [sys.executable, "-m", "penstock.runtime.cli.children", "inputs"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=DEADLINE)
-    if done.returncode:
-        raise CommandError(done.stdout.strip() or done.stderr.strip())
+    asked = [graph.to_json() for graph in graphs], asdict(flags)
+    ask_child("penstock.runtime.cli.children:inputs", *asked, what="the process that tries what the run reads")
+
+
+def ask_child(
+    function: str, *arguments: Any, what: str, deadline: float = DEADLINE, meanwhile: Sequence[str] = ()
+) -> Any:
+    """What `function`, an import path, answers in a process of its own; arguments and answer travel as JSON.
+
+    `what` names the process where it fails. The modules `meanwhile` are imported beside it. Raises CommandError for
+    what the function raises, for a process that dies, and after `deadline` seconds; SystemExit for one that has
+    printed help or a usage error.
+    """
+    with os.fdopen(os.memfd_create("penstock"), "r+") as paper:
+        json.dump(arguments, paper)
+        paper.seek(0)
+        command = [sys.executable, "-m", "penstock.runtime.cli.children", function, str(paper.fileno())]
+        child = subprocess.Popen(command, pass_fds=[paper.fileno()])
+        try:
+            for module in meanwhile:
+                importlib.import_module(module)
+            status = child.wait(deadline)
+        except subprocess.TimeoutExpired:
+            raise CommandError(f"{what} has not answered within {deadline:g} s") from None
+        finally:
+            child.kill()
+            child.wait()
+        paper.seek(0)
+        text = paper.read()
+    if status == -signal.SIGPIPE:  # help that nobody read to its end
+        raise SystemExit(128 + signal.SIGPIPE)
+    if status in (0, 2) and not text:
+        raise SystemExit(status)
+    if status:
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        raise CommandError(f"{what} ended with {how}")
+    found = json.loads(text)
+    if isinstance(found, dict) and "error" in found:
+        raise CommandError(found["error"], 2 if found["usage"] else 1)
+    return found
 
 
 def faults_text(faults: "Sequence[Fault]") -> str:

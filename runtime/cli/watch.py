@@ -37,8 +37,8 @@ from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.scheduler import Scheduler
 
+# Seconds between two looks at the folder.
 LOOK_S = 0.5
-"""Seconds between two looks at the folder."""
 Port = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 
 

@@ -30,8 +30,8 @@ from penstock.runtime.report.write import Live
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")
+# Seconds between two looks of a stream at the newest page.
 LOOK_S = 0.25
-"""Seconds between two looks of a stream at the newest page."""
 HEARTBEAT_S = 10.0
 
 

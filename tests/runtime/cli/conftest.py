@@ -1,18 +1,17 @@
 """Verbs in this process: the child that traces costs seconds, and has tests of its own."""
 
 import json
-from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from penstock.graph.ir import Graph
-from penstock.runtime.cli import launching, run, tracing
-from penstock.runtime.cli.children import answer, wrong
+from penstock.runtime.cli import launching, tracing
+from penstock.runtime.cli.children import answered
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.launcher import DONE
-from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 
 WALL_S = 12.3
@@ -32,15 +31,13 @@ SUMMARY = {
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are traced, and inputs tried, in this process."""
 
-    def ask(verb: str, argv: Sequence[str], meanwhile: Sequence[str]) -> Any:
-        return json.loads(json.dumps(answer(verb, argv[0], argv[1:])))
-
-    def require(graphs: Sequence[Graph], flags: RunOptions) -> None:
-        if said := wrong(graphs, flags):
-            raise CommandError(said)
+    def ask(function: str, *arguments: Any, **_: object) -> Any:
+        found = json.loads(json.dumps(answered(resolve_name(function), *json.loads(json.dumps(arguments)))))
+        if found and "error" in found:
+            raise CommandError(found["error"], 2 if found["usage"] else 1)
+        return found
 
     monkeypatch.setattr(tracing, "ask_child", ask)
-    monkeypatch.setattr(run, "require_inputs", require)
 
 
 class Processes:

@@ -1,32 +1,51 @@
+"""`penstock doctor`: what a machine has, what follows from what it lacks, and what is kept of how fast it is."""
+
+import importlib.util
 import json
 import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from penstock.runtime.cli import doctor
-from penstock.runtime.cli.base_model import cache_folder
+from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.doctor import Finding
+from penstock.runtime.cli.tracing import CommandError, ask_child
+from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
+from penstock.runtime.cluster.gpus import GPUS
 
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}
+CPU = {
+    "torch": "2.13.0", "seconds": 60.0, "launch_us": 1.0, "memory": {"read": 20.0, "copy": 20.0, "cached": 80.0},
+    "links": {"gloo_gb_s": 2.0, "latency_us": 80.0, "shared_gb_s": 8.0},
+}  # fmt: skip
+GPU = {
+    "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "memory": {"read": 2900.0, "copy": 2700.0},
+    "launch_us": 4.5, "host_gb_s": 55.0, "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
+    "torch": "2.13.0", "seconds": 20.0,
+}  # fmt: skip
 Output = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def children(monkeypatch: Patch, tmp_path: Path) -> dict[str, Any]:
+    """What the children of `doctor` answer, by the name of the function; an error is raised."""
+    said = {"torch_facts": TORCH, "described_isolation": (True, "bubblewrap"), "cpu": CPU, "cuda": GPU}
+
+    def ask(function: str, *arguments: object, **_: object) -> Any:
+        found = said[function.partition(":")[2]]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(doctor, "ask_child", ask)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    tell_torch(monkeypatch, TORCH)
-
-
-def tell_torch(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
-    """What the child that imports torch says."""
-
-    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
-        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(facts))
-
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(Cluster, "local", lambda: Cluster(hosts=(Host(name="local", cores=2),)))
+    return said
 
 
 def found(name: str) -> Finding:
@@ -36,64 +55,74 @@ def found(name: str) -> Finding:
 def test_a_machine_that_has_all_is_told_so(capsys: Output) -> None:
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out
-    for name in ("python", "torch", "cores", "memory", "/dev/shm", "ZeroMQ", "loopback", "cache", "trust"):
+    for name in ("python", "torch", "cores", "memory", "/dev/shm", "ZeroMQ", "loopback", "sandbox", "cache", "trust"):
         assert name in shown
-    assert "This machine can run Penstock." in shown
-
-
-def test_the_findings_are_json_for_a_machine(capsys: Output) -> None:
     assert doctor.main(["--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ok"]
     assert {finding["verdict"] for finding in said["findings"]} <= {"ok", "note"}
 
 
-def test_a_lack_is_named_with_what_follows(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    lack = Finding("/dev/shm", "0.06 of 0.06 GiB free", "lack", "large batches will not fit")
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([lack]),))
+def test_a_lack_is_named_with_what_follows(capsys: Output, children: dict[str, Any]) -> None:
+    children["torch_facts"] = CommandError("Traceback\nModuleNotFoundError: No module named 'torch'")
     assert doctor.main([]) == 1
-    assert "large batches will not fit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "No module named 'torch'" in shown
+    assert "pip install" in shown
 
 
-def test_a_missing_torch_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], **_: object) -> None:
-        raise subprocess.CalledProcessError(
-            1, command, stderr="Traceback\nModuleNotFoundError: No module named 'torch'"
-        )
-
-    monkeypatch.setattr(subprocess, "run", fail)
-    torch = found("torch")
-    assert torch.verdict == "lack"
-    assert "No module named 'torch'" in torch.found
-    assert "pip install" in torch.follows
+class Usage(NamedTuple):
+    total: int = 64 << 20
+    used: int = 0
+    free: int = 64 << 20
 
 
-def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = {"name": "NVIDIA H200", "gib": 139.8, "capability": [9, 0]}
-    tell_torch(monkeypatch, {**TORCH, "cuda": "13.0", "gpus": [gpu, {**gpu, "name": "Old", "capability": [7, 0]}]})
-    assert found("cuda:0") == Finding("cuda:0", "NVIDIA H200, 139.8 GiB, sm_90")
-    assert found("cuda:1").verdict == "note"
+def no_bwrap(patch: Patch, said: dict[str, Any], path: Path) -> None:
+    said["described_isolation"] = (False, "no bwrap")
 
 
-def test_a_small_dev_shm_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage(NamedTuple):
-        total: int
-        used: int
-        free: int
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
-    assert found("/dev/shm").verdict == "lack"
-    assert "--shm-size" in found("/dev/shm").follows
+def old_torch(patch: Patch, said: dict[str, Any], path: Path) -> None:
+    gpu = ["NVIDIA H200", 139.81, 9, 0]
+    said["torch_facts"] = {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": False, "gpus": [gpu, ["Old", 8, 7, 0]]}
 
 
-def test_a_cache_that_cannot_be_written_is_a_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
-    assert found("cache").verdict == "lack"
-    assert "PENSTOCK_CACHE" in found("cache").follows
+def small_shm(patch: Patch, said: dict[str, Any], path: Path) -> None:
+    patch.setattr(shutil, "disk_usage", lambda path: Usage())
 
 
-def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def cache_below_a_file(patch: Patch, said: dict[str, Any], path: Path) -> None:
+    (path / "file").write_text("")
+    patch.setenv("PENSTOCK_CACHE", str(path / "file" / "cache"))
+
+
+def no_board(patch: Patch, said: dict[str, Any], path: Path) -> None:
+    patch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "verdict", "follows"),
+    [
+        (no_bwrap, "sandbox", "note", "bubblewrap"),
+        (old_torch, "torch", "note", "tested with"),
+        (old_torch, "gloo", "lack", "weights"),
+        (old_torch, "cuda:0", "ok", ""),
+        (old_torch, "cuda:1", "note", "no bfloat16"),
+        (small_shm, "/dev/shm", "lack", "--shm-size"),
+        (small_shm, "cache", "note", "nearly full"),
+        (cache_below_a_file, "cache", "lack", "PENSTOCK_CACHE"),
+        (no_board, "TensorBoard", "note", "penstock[track]"),
+    ],
+)
+def test_what_is_lacking_has_a_verdict_and_what_follows(
+    change: Callable[..., None], name: str, verdict: str, follows: str,
+    children: dict[str, Any], monkeypatch: Patch, tmp_path: Path,
+) -> None:  # fmt: skip
+    change(monkeypatch, children, tmp_path)
+    finding = found(name)
+    assert (finding.verdict, follows in finding.follows) == (verdict, True)
+
+
+def test_the_cache_is_where_it_is_asked_for(monkeypatch: Patch, tmp_path: Path) -> None:
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("PENSTOCK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -101,3 +130,62 @@ def test_the_cache_is_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "penstock"
+
+
+def test_what_was_measured_is_this_machine_from_then_on(capsys: Output, monkeypatch: Patch) -> None:
+    assert doctor.main(["--measure"]) == 0
+    assert "measured in 60 s" in capsys.readouterr().out
+    host = read_cluster("this", cache_folder() / PROFILE)
+    assert (host.cpus["this"].read_gb_s, host.cpus["this"].shared_gb_s) == (20.0, 8.0)
+    assert host.cpus["this"].memory_gib == pytest.approx(psutil.virtual_memory().total / 2**30, rel=1e-4)
+    with_gpu = Host(name="local", cores=2, devices=("cuda:0",))
+    monkeypatch.setattr(Cluster, "local", lambda: Cluster(hosts=(with_gpu,)))
+    assert doctor.main(["--measure"]) == 0
+    assert "700 TFLOP/s in bf16" in capsys.readouterr().out
+    planned = read_cluster("this", cache_folder() / PROFILE)
+    kind = planned.gpu_of(planned.hosts[0])
+    assert kind is not None
+    # The measured rates, and the links of the known kind.
+    assert kind.flops("bf16") == pytest.approx(7e14, rel=1e-4)
+    assert kind.bandwidth == pytest.approx(2.7e12, rel=1e-4)
+    assert kind.nvlink_gb_s == GPUS["H100"].nvlink_gb_s
+    assert kind.flops("fp8") == pytest.approx(GPUS["H100"].flops("fp8"), rel=1e-4)
+
+
+def test_it_can_be_kept_elsewhere_and_said_as_json(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "elsewhere.toml"
+    assert doctor.main(["--measure", "--json", "--out", str(path)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["path"], said["cpus"]["this"]["latency_us"]) == (str(path), 80.0)
+    assert Cluster.read(path).cpus
+    assert not (cache_folder() / PROFILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "status"),
+    [
+        (["--out", "machine.toml"], r"--out.*without --measure", 2),
+        (["--measure", "--out", "{}"], "given a folder, needed a file", 2),
+        (["--measure", "--out", "{}/file/x.toml"], r"\(--out FILE\)", 2),
+        (["--measure"], "no room", 1),
+    ],
+)
+def test_what_cannot_be_measured_or_kept_is_said_with_what_is_needed(
+    words: list[str], said: str, status: int, tmp_path: Path, children: dict[str, Any]
+) -> None:
+    children["cpu"] = CommandError("no room")
+    (tmp_path / "file").touch()
+    with pytest.raises(CommandError, match=said) as error:
+        doctor.main([word.format(tmp_path) for word in words])
+    assert error.value.status == status
+
+
+@pytest.mark.slow
+def test_this_machine_can_be_asked_and_measured(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(doctor, "ask_child", ask_child)
+    assert found("torch").verdict in ("ok", "note")
+    assert found("sandbox").found
+    path = tmp_path / "machine.toml"
+    assert doctor.main(["--measure", "--out", str(path)]) == 0
+    measured = read_cluster(str(path)).cpus["this"]
+    assert measured.latency_us > measured.call_us

@@ -70,7 +70,7 @@ def test_no_display_obeys_what_an_error_or_a_name_says() -> None:
 def test_what_a_command_complains_of_is_shown_and_not_obeyed(
     argv: list[str], capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*words: object) -> None:
+    def refuse(*words: object, **more: object) -> None:
         raise CommandError(EVIL)
 
     monkeypatch.setattr(tracing, "ask_child", refuse)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.cli import run
-from penstock.runtime.cli.tracing import CommandError, require_inputs
+from penstock.runtime.cli import run, tracing
+from penstock.runtime.cli.tracing import CommandError, ask_child, require_inputs
 from penstock.runtime.control.launcher import DONE, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
@@ -159,6 +159,7 @@ def needy_config(processes: Processes, tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "shelf").mkdir()
     (tmp_path / "needy.py").write_text(NEEDY)
     run.main(["needy.py:needy", "--shelf", "shelf", "--device", "cpu", "--out", "run"])
+    monkeypatch.setattr(tracing, "ask_child", ask_child)
     return processes.configs[0]
 
 
