@@ -1,7 +1,7 @@
 """What this machine's memory, links and GPUs do in a second, for `penstock doctor --measure`.
 
-`cpu` and `cuda` measure. For the links `python -m penstock.nodes.calibrate FOLDER` is the other end, which meets this
-one in the folder.
+`installed` says what there is, `cpu` and `cuda` measure. For the links `python -m penstock.nodes.calibrate FOLDER` is
+the other end, which meets this one in the folder.
 
 A GPU's products are those of decoders: square weights of many layers, one after the other, so that what of them stays
 in a cache does so here as well.
@@ -42,6 +42,20 @@ ROUNDS, FEWEST = 5, 2
 # Bytes of a tensor that no cache keeps, and of one that the nearest caches keep.
 LARGE, SMALL = 256 << 20, 256 << 10
 DEADLINE = timedelta(seconds=30)
+
+
+def installed() -> dict[str, Any]:
+    """What `penstock doctor` asks of torch, its threads and its GPUs."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "gloo": torch.distributed.is_gloo_available(),
+        "gpus": [[gpu.name, gpu.total_memory / 2**30, gpu.major, gpu.minor] for gpu in gpus],
+    }
 
 
 def cpu() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What a command has done in a child process, since it needs torch or a module of the user's.
 
 - `python -m penstock.runtime.cli.children MODULE:FUNCTION FD` calls a function for `tracing.ask_child`: it reads its
-  arguments from the file descriptor FD as a JSON list, and writes its answer there instead. `traced`, `inputs` and
-  `torch_facts` are such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer.
+  arguments from the file descriptor FD as a JSON list, and writes its answer there instead. `traced` and `inputs`
+  are such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer.
 - `… run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger stops where the
   user wants it to. Exit status as of `penstock run`.
 """
@@ -111,22 +111,6 @@ def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]
         return try_inputs(graphs, flags)
     except ValueError as error:
         raise CommandError(str(error)) from None
-
-
-def torch_facts() -> dict[str, Any]:
-    """What `penstock doctor` asks of torch, its threads and its GPUs."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "gloo": torch.distributed.is_gloo_available(),
-        "gpus": [[gpu.name, gpu.total_memory / 2**30, gpu.major, gpu.minor] for gpu in gpus],
-    }
 
 
 def own_frames() -> str:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
-from penstock.runtime.cli.flags import read_flags
+from penstock.runtime.cli.flags import Output, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
 from penstock.runtime.cluster.gpus import GPUS, Gpu, Tflops
@@ -39,7 +39,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "lack": ("✗", "bold
 
 
 @dataclass(frozen=True)
-class DoctorFlags:
+class DoctorFlags(Output):
     """Say what this machine has and lacks for running Penstock, and what follows from it.
 
     Exit status 1 if something is lacking that a run needs.
@@ -56,8 +56,6 @@ class DoctorFlags:
     """Measure this machine, for `penstock plan --cluster this`."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the cache)")] = ""
     """Where to write what was measured, as a cluster file."""
-    json: bool = False
-    """The findings, or what was measured, as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,7 +114,7 @@ def check_torch() -> Iterator[Finding]:
     try:
         # In a child: this process stays without torch, and survives one that crashes or hangs.
         what = "the process that imports torch"
-        facts = ask_child("penstock.runtime.cli.children:torch_facts", what=what, deadline=TORCH_DEADLINE)
+        facts = ask_child("penstock.nodes.calibrate:installed", what=what, deadline=TORCH_DEADLINE)
     except CommandError as error:
         follows = "nothing can be trained: pip install 'torch>=2.11,<2.14'"
         yield Finding("torch", str(error).rpartition("\n")[2], "lack", follows)

@@ -101,21 +101,47 @@ def _extended(cls: type[F], found: Sequence[Field]) -> type[F]:
 
 
 @dataclass(frozen=True)
-class RunFlags(RunOptions):
+class FolderFlags:
+    """Flags of every verb that takes the folder of a run"""
+
+    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Flags of every verb that tells something"""
+
+    json: bool = False
+    """As JSON, the last line of output: of a run its summary, of a plan with memory in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramFlags(Output):
+    """Flags of every verb that takes a PROGRAM"""
+
+    config: Annotated[str, Shown("FILE", "none")] = ""
+    """Flags from a TOML file; those on the command line win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFlags(Output):
+    """Flags of every verb that starts a run"""
+
+    in_process: bool = False
+    """Everything in one process and one thread, for a debugger: breakpoint() in a node stops there."""
+    plain: bool = False
+    """Plain lines instead of the live display."""
+
+
+@dataclass(frozen=True)
+class RunFlags(StartFlags, ProgramFlags, RunOptions):
     """Flags of every program"""
 
     cluster: Annotated[str, Shown("FILE", "this machine")] = ""
     """Hosts with their cores and devices, in TOML: docs/cluster-file.md has examples and all keys."""
     out: Annotated[str, Shown("DIR", "runs/PROGRAM-DATE-TIME")] = ""
     """The run folder: new or empty."""
-    config: Annotated[str, Shown("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
-    in_process: bool = False
-    """Everything in one process and one thread, for a debugger: breakpoint() in a node stops there."""
-    plain: bool = False
-    """Plain lines instead of the live display."""
-    json: bool = False
-    """The last line of output is the summary as JSON."""
 
     def options(self, model: str) -> RunOptions:
         """The run's options alone, with a model directory ("" or "new": untrained)."""
@@ -124,23 +150,19 @@ class RunFlags(RunOptions):
 
 
 @dataclass(frozen=True)
-class ShowFlags:
+class ShowFlags(ProgramFlags):
     """Flags of show"""
 
     format: Literal["text", "mermaid", "svg", "json"] = "text"
     """text reads like the program; json loads back equal."""
     evaluation: bool = False
     """The program's evaluation instead of the program."""
-    json: bool = False
-    """The same as --format json."""
     out: Annotated[str, Shown("FILE", "standard output")] = ""
     """Where to write."""
-    config: Annotated[str, Shown("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
 
 
 @dataclass(frozen=True)
-class CheckFlags:
+class CheckFlags(ProgramFlags):
     """Flags of check"""
 
     batch: int = RunOptions.batch
@@ -153,10 +175,6 @@ class CheckFlags:
     """Problems that it is to run with."""
     eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
     """Problems that it is to be measured on."""
-    config: Annotated[str, Shown("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
-    json: bool = False
-    """The faults as JSON."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +207,7 @@ class Planning:
 
 
 @dataclass(frozen=True)
-class DrawingFlags:
+class DrawingFlags(Output):
     """Flags of how a schedule is shown"""
 
     width: Count = 0
@@ -200,12 +218,10 @@ class DrawingFlags:
     """The same as a page to zoom in, which needs no network."""
     trace: Annotated[str, Shown("FILE", "none")] = ""
     """Write the schedule as a Chrome trace, for https://ui.perfetto.dev."""
-    json: bool = False
-    """The result as one JSON object."""
 
 
 @dataclass(frozen=True)
-class SimulateFlags(DrawingFlags, Planning):
+class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Flags of simulate"""
 
     plan: Annotated[str, Shown("FILE", "none")] = ""
@@ -230,20 +246,14 @@ class SimulateFlags(DrawingFlags, Planning):
     up to the bound."""
     seed: Seed = RunOptions.seed
     """Seed of the lengths of responses."""
-    config: Annotated[str, Shown("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
 
 
 @dataclass(frozen=True)
-class PlanFlags(Planning):
+class PlanFlags(ProgramFlags, Planning):
     """Flags of plan"""
 
     batch: Positive = 256
     """Prompt groups per update."""
-    config: Annotated[str, Shown("FILE", "none")] = ""
-    """Flags from a TOML file; those on the command line win."""
-    json: bool = False
-    """The plan as one JSON object; memory in bytes."""
 
 
 @dataclass(frozen=True)

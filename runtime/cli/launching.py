@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 from penstock import __version__
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
+from penstock.runtime.cli.flags import StartFlags
 from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
@@ -35,16 +35,6 @@ from penstock.runtime.schedule.replay import SegmentOrigin
 # The largest event log that is followed for the summary of a run whose controller could write none.
 LOG_BYTES = 32 << 20
 STATUS = {DONE: "done", INTERRUPTED: "stopped"}
-
-
-@dataclass(frozen=True)
-class DisplayOptions:
-    """How a run is shown, whether in one process, and when the command began."""
-
-    plain: bool
-    json: bool
-    in_process: bool
-    began: float
 
 
 def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
@@ -98,23 +88,24 @@ def go(
     folder: RunFolder,
     config: RunConfig,
     cluster: Cluster,
-    look: DisplayOptions,
+    flags: StartFlags,
+    began: float,
     prepare: Callable[[Display], None] | None = None,
     earlier: float = 0.0,
 ) -> int:
-    """Run to the end with a display, write and tell the summary; the exit status. `prepare` comes first, on display;
-    `earlier` are the wall seconds of the run before this command."""
+    """Run to the end with a display, write and tell the summary; the exit status. The command `began` on the monotonic
+    clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command."""
     name, updates = config.graph.name, config.flags.updates
     folder.hold()
-    with open_display(name, updates, relative(folder.path), plain=look.plain or look.in_process) as display:
+    with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
         if prepare is not None:
             prepare(display)
         with on_stop(carry_on):
-            status = launch_here(folder) if look.in_process else launch(folder, cluster, display.tell)
+            status = launch_here(folder) if flags.in_process else launch(folder, cluster, display.tell)
             errors = display.progress.errors
             if (moved := folder.follow()) and status != DONE and moved not in errors:
                 errors.append(moved)
-            summary = finish(folder, status, errors, monotonic() - look.began, earlier, display.progress.cause)
+            summary = finish(folder, status, errors, monotonic() - began, earlier, display.progress.cause)
     drawn = draw(folder, summary)
     folder.release()
     # Nobody may read it any more: `main` sees to the exit status.
@@ -122,7 +113,7 @@ def go(
         for error in errors:
             print(visible(f"penstock: {error}"), file=sys.stderr)
         text = summary_text(summary, updates, relative(folder.path), drawn)
-        print(json.dumps(summary) if look.json else visible(text))
+        print(json.dumps(summary) if flags.json else visible(text))
     return status
 
 
@@ -136,15 +127,15 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     return f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"
 
 
-def require_start(config: RunConfig, cluster: Cluster, look: DisplayOptions) -> None:
+def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
     and for processes whose controller could not listen where the cluster file says."""
-    if not look.in_process and cluster.bind:
+    if not flags.in_process and cluster.bind:
         try:
             try_endpoint(tcp_endpoint(cluster.bind))
         except WireError as error:
             raise CommandError(str(error.strerror)) from None
-    for replica in config.plan.replicas if look.in_process else ():
+    for replica in config.plan.replicas if flags.in_process else ():
         if len(replica.ranks) > 1:
             given = f"--in-process with {replica.name} of {len(replica.ranks)} ranks ({spelled(replica.mesh)})"
             raise CommandError(f"{given}, needed one rank for each: they would wait for each other", 2)

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import tyro
 
-from penstock.runtime.cli.flags import read_flags
+from penstock.runtime.cli.flags import FolderFlags, Output, read_flags
 from penstock.runtime.control.messages import read_record, record_bytes
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.event_log import StageLog, commands_digest, read_log
@@ -20,7 +20,7 @@ from penstock.runtime.schedule.replay import RecordedStep, ReplayError, SegmentO
 
 
 @dataclass(frozen=True)
-class ReportFlags:
+class ReportFlags(Output, FolderFlags):
     """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
     went, how stale the samples were, what it learnt, and what another lag or split would have made of it.
 
@@ -30,12 +30,8 @@ class ReportFlags:
       penstock report runs/aipo-20250304-050607
       penstock report runs/aipo-20250304-050607 --json"""
 
-    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """The run folder."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: DIR/report.html)")] = ""
     """Where the page goes."""
-    json: bool = False
-    """Print the figures as JSON, and where the page is."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ReplayFlags:
+class ReplayFlags(Output, FolderFlags):
     """Check a run's record: feed its events to the scheduler again and compare every decision.
 
     The event log is a chain of hashes: one that was edited or reordered is refused, with the record's number; so is one
@@ -61,11 +57,6 @@ class ReplayFlags:
 
     Example:
       penstock replay runs/aipo-20250304-050607"""
-
-    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """The run folder."""
-    json: bool = False
-    """The result as JSON."""
 
 
 def replay(argv: Sequence[str]) -> int:

@@ -13,14 +13,12 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.flags import NEW, RunFlags, changes, read_flags, with_changes
-from penstock.runtime.cli.launching import DisplayOptions, asked, configure, go, require_start
+from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
+from penstock.runtime.cli.launching import asked, configure, go, require_start
 from penstock.runtime.cli.tracing import CommandError, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
@@ -60,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
     cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
     config = configure(replace(traced, flags=flags), cluster, flags.model)
-    look = DisplayOptions(flags.plain, flags.json, flags.in_process, began)
-    require_start(config, cluster, look)
+    require_start(config, cluster, flags)
     needs_base = traced.base and not flags.model
     if needs_base and not is_made_up(flags.data):
         raise CommandError(
@@ -83,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             display.tell({"kind": "note", "level": "warning", "text": text})
 
     try:
-        return go(folder, config, cluster, look, prepare)
+        return go(folder, config, cluster, flags, began, prepare)
     finally:
         if any((folder.path / mark).exists() for mark in MARKS):
             folder.unlock()
@@ -92,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ResumeFlags:
+class ResumeFlags(StartFlags, FolderFlags):
     """Go on with a run exactly where its last complete checkpoint is.
 
     The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
@@ -103,16 +100,8 @@ class ResumeFlags:
       penstock resume runs/aipo-20250304-050607
       penstock resume runs/aipo-20250304-050607 --updates 200"""
 
-    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """The run folder."""
-    in_process: bool = False
-    """Everything in one process and one thread, for a debugger."""
     trust: bool = False
     """Run the code that the folder names even if other users have made the folder, without being asked."""
-    plain: bool = False
-    """Plain lines instead of the live display."""
-    json: bool = False
-    """The last line of output is the summary as JSON."""
 
 
 def resume(argv: Sequence[str]) -> int:
@@ -147,13 +136,12 @@ def resume(argv: Sequence[str]) -> int:
         if wanted == done and summary.get("status") == "done":
             raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         before, config = config, _changed(config, cluster, options, "mesh" in given)
-        look = DisplayOptions(flags.plain, flags.json, flags.in_process, began)
-        require_start(config, cluster, look)
+        require_start(config, cluster, flags)
         require_inputs(config.graphs, config.flags)
         if config != before:
             config.write(folder, asked)
         path.unlink(missing_ok=True)
-        status = go(folder, config, cluster, look, earlier=float(summary.get("wall_s", logged)))
+        status = go(folder, config, cluster, flags, began, earlier=float(summary.get("wall_s", logged)))
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
             before.write(folder, asked)  # what was wanted now may be why
         return status

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from penstock.graph.ir import Firing
 from penstock.runtime.cli.display import Line, dashboard, open_display
-from penstock.runtime.cli.flags import read_flags
+from penstock.runtime.cli.flags import FolderFlags, read_flags
 from penstock.runtime.cli.launching import relative, summary_text
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
@@ -43,7 +43,7 @@ Port = Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
 
 
 @dataclass(frozen=True)
-class WatchFlags:
+class WatchFlags(FolderFlags):
     """Look at a run while it goes on, from its folder alone: the run does not notice.
 
     The report's page renews itself, on 127.0.0.1 only; the address has a token, which is another one each time.
@@ -53,8 +53,6 @@ class WatchFlags:
       penstock watch runs/aipo-20250304-050607
       penstock watch runs/aipo-20250304-050607 --tui"""
 
-    dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """The run folder."""
     port: Annotated[Port, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any free one)")] = 0
     """The port of the page."""
     open: bool = False

@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def children(monkeypatch: Patch, tmp_path: Path) -> dict[str, Any]:
     """What the children of `doctor` answer, by the name of the function; an error is raised."""
-    said = {"torch_facts": TORCH, "described_isolation": (True, "bubblewrap"), "cpu": CPU, "cuda": GPU}
+    said = {"installed": TORCH, "described_isolation": (True, "bubblewrap"), "cpu": CPU, "cuda": GPU}
 
     def ask(function: str, *arguments: object, **_: object) -> Any:
         found = said[function.partition(":")[2]]
@@ -64,7 +64,7 @@ def test_a_machine_that_has_all_is_told_so(capsys: Output) -> None:
 
 
 def test_a_lack_is_named_with_what_follows(capsys: Output, children: dict[str, Any]) -> None:
-    children["torch_facts"] = CommandError("Traceback\nModuleNotFoundError: No module named 'torch'")
+    children["installed"] = CommandError("Traceback\nModuleNotFoundError: No module named 'torch'")
     assert doctor.main([]) == 1
     shown = capsys.readouterr().out
     assert "No module named 'torch'" in shown
@@ -83,7 +83,7 @@ def no_bwrap(patch: Patch, said: dict[str, Any], path: Path) -> None:
 
 def old_torch(patch: Patch, said: dict[str, Any], path: Path) -> None:
     gpu = ["NVIDIA H200", 139.81, 9, 0]
-    said["torch_facts"] = {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": False, "gpus": [gpu, ["Old", 8, 7, 0]]}
+    said["installed"] = {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": False, "gpus": [gpu, ["Old", 8, 7, 0]]}
 
 
 def small_shm(patch: Patch, said: dict[str, Any], path: Path) -> None:

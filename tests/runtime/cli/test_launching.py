@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cli import run
-from penstock.runtime.cli.launching import DisplayOptions, finish, go, summary_text
+from penstock.runtime.cli.flags import StartFlags
+from penstock.runtime.cli.launching import finish, go, summary_text
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
 from penstock.runtime.control.launcher import FAILED, INTERRUPTED
@@ -367,8 +368,6 @@ def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
 
 def test_a_display_is_closed_before_the_summary(processes: Processes, finished: RunFolder, capsys: Output) -> None:
     config = RunConfig.load(finished)
-    assert (
-        go(finished, config, Cluster.local(), DisplayOptions(plain=True, json=False, in_process=False, began=0.0)) == 0
-    )
+    assert go(finished, config, Cluster.local(), StartFlags(plain=True), 0.0) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines.index("training …") < lines.index("status     done")
