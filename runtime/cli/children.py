@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -27,7 +27,7 @@ from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import Context
-from penstock.runtime.cli.flags import CheckFlags, RunFlags
+from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.tracing import CommandError, faults_text
 from penstock.runtime.cluster.cluster import ClusterError
@@ -82,7 +82,10 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         graphs, faults = _trace(program, options, flags)
         made = list(graphs.values())
         if verb == "check":
-            faults += [*clashes(program, "run").values(), *_lacks(program, made, flags)]
+            fields = {field.name for field in dataclasses.fields(RunFlags)} - {"config"}
+            known = {name: value for name, value in (program.defaults | vars(flags)).items() if name in fields}
+            asked = RunFlags(**known)
+            faults += [*clashes(program, "run").values(), *unmet(made, asked.options(asked.model))]
             faults.sort(key=by_place)
         elif verb == "run" and not faults:
             device, faults = _tried(made, flags.options(flags.model))
@@ -150,30 +153,6 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     return graphs, faults
 
 
-def _lacks(program: Program[..., Any], graphs: Sequence[Graph], flags: CheckFlags) -> list[Fault]:
-    """What makers require and a run with these flags would not have."""
-    fields = {field.name for field in dataclasses.fields(RunFlags)}
-    own = {name: value for name, value in program.defaults.items() if name in fields}
-    asked = RunFlags(**(own | {name: value for name, value in vars(flags).items() if name in fields - {"config"}}))
-    faults: list[Fault] = []
-    unknown: set[str] = set()
-    for graph in graphs:
-        for argument in graph.arguments:
-            try:
-                load(argument.maker)
-            except GraphError as error:
-                unknown.add(argument.name)
-                what = f"{argument.kind} {argument.name!r}: maker"
-                known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
-                faults += (dataclasses.replace(fault, what=what, where=argument.where) for fault in known)
-    for argument, required, lack in unmet(graphs, asked.options(asked.model), unknown):
-        needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
-        faults.append(
-            Fault("unmet-requirement", f"{argument.kind} {argument.name!r}", str(lack), needed, argument.where)
-        )
-    return faults
-
-
 def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
     """(the device chosen, what nodes lack in view of the run). Looks at what makers require, and reads a little of what
     the program reads. Raises ValueError for what is wrong with them."""
@@ -191,8 +170,8 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fa
                 resolve(option)
     # Not before what may bring a torch is imported.
     device = choose_device(flags.device)
-    for _, _, error in unmet(graphs, flags):
-        raise error
+    for fault in unmet(graphs, flags):
+        raise ValueError(fault.given)
     for graph in graphs:
         # Not before its requirements are met: a source may open what they look for.
         for argument in graph.sources:
@@ -207,28 +186,33 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fa
     return device, list(dict.fromkeys(faults))
 
 
-def unmet(
-    graphs: Sequence[Graph], flags: RunOptions, skipped: Collection[str] = ()
-) -> Iterator[tuple[Argument, Check[Context], ValueError]]:
+def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[Fault]:
     """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
 
-    What several values lack is told of the first of them. `skipped` are values whose makers cannot be loaded.
+    What several values lack is told of the first of them.
     """
-    named = set(skipped)
     told: set[tuple[Check[Context], str]] = set()
-    for graph in graphs:
-        for argument in graph.arguments:
-            if argument.name in named:  # the program's own value, which is made as the program says
-                continue
-            named.add(argument.name)
-            context = context_of(argument.name, graphs, flags, Context())
-            for required in requirements(load(argument.maker)):
-                try:
-                    required(context)
-                except ValueError as error:
-                    if (required, str(error)) not in told:
-                        yield argument, required, error
-                    told.add((required, str(error)))
+    arguments: dict[str, Argument] = {}
+    for argument in (argument for graph in graphs for argument in graph.arguments):
+        # Of a name in two graphs there is one value, which is made as the first of them says.
+        arguments.setdefault(argument.name, argument)
+    for argument in arguments.values():
+        what = f"{argument.kind} {argument.name!r}"
+        context = context_of(argument.name, graphs, flags, Context())
+        try:
+            required_ones = requirements(load(argument.maker))
+        except GraphError as error:
+            known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
+            yield from (dataclasses.replace(fault, what=f"{what}: maker", where=argument.where) for fault in known)
+            continue
+        for required in required_ones:
+            try:
+                required(context)
+            except ValueError as error:
+                if (required, str(error)) not in told:
+                    needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
+                    yield Fault("unmet-requirement", what, str(error), needed, argument.where)
+                told.add((required, str(error)))
 
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:

@@ -113,7 +113,7 @@ class Output:
     """Flags of every verb that tells something"""
 
     json: bool = False
-    """As JSON, the last line of output: of a run its summary, of a plan with memory in bytes."""
+    """The result as one JSON object, in the last line of output."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import ast
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -134,12 +135,12 @@ def ask_child(
         try:
             for module in meanwhile:
                 importlib.import_module(module)
-            status = child.wait(deadline)
-        except subprocess.TimeoutExpired:
-            raise CommandError(f"{what} has not answered within {deadline:g} s") from None
+            with os.fdopen(os.pidfd_open(child.pid)) as ended:
+                if not select.select([ended], [], [], deadline)[0]:
+                    raise CommandError(f"{what} has not answered within {deadline:g} s")
         finally:
             child.kill()
-            child.wait()
+            status = child.wait()
         paper.seek(0)
         text = paper.read()
     if status == -signal.SIGPIPE:  # help that nobody read to its end

@@ -5,23 +5,18 @@ that is this machine, so that no page of another site can read anything by a nam
 changes nothing.
 """
 
-import asyncio
 import errno
 import hmac
 import json
 import secrets
-import socket
+import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from hashlib import sha256
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from http.cookies import SimpleCookie
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from time import monotonic, sleep
+from urllib.parse import parse_qs, urlsplit
 
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.record.folder import RunFolder
@@ -55,98 +50,18 @@ HEADERS = {
 }  # fmt: skip
 
 
-class Guard:
-    """Lets through whoever has the token and asks this machine by its own name; puts the headers on every answer."""
-
-    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
-        self.app, self.token, self.cookie = app, token.encode(), cookie
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        given = request.query_params.get("token", "")
-        fault = self._fault(request, given)
-
-        async def sealed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                new = dict(HEADERS)
-                if given and not fault:
-                    new["Set-Cookie"] = f"{self.cookie}={self.token.decode()}; HttpOnly; SameSite=Strict; Path=/"
-                message["headers"] = [*message["headers"], *((k.lower().encode(), v.encode()) for k, v in new.items())]
-            await send(message)
-
-        answer: ASGIApp = PlainTextResponse(fault + "\n", 403) if fault else self.app
-        await answer(scope, receive, sealed)
-
-    def _fault(self, request: Request, given: str) -> str:
-        host = request.headers.get("host", "").rpartition("@")[2].split(":")[0].lower()
-        if host not in HOSTS:
-            return f"403: given the host {host!r}; needed {' or '.join(HOSTS)}, as `penstock watch` printed it"
-        words = (given, request.cookies.get(self.cookie, ""))
-        if any(hmac.compare_digest(word.encode("utf-8", "replace"), self.token) for word in words):
-            return ""
-        found = "a wrong token" if any(words) else "no token"
-        return f"403: given {found}; needed the whole address that `penstock watch` printed, with its ?token=…"
-
-
-def make_app(live: Live, token: str, cookie: str) -> ASGIApp:
-    """`/` is the newest page, `/events` the stream, `/live.js` what renews the page."""
-
-    def newest(_: Request) -> Response:
-        return HTMLResponse(live.snapshot.html)
-
-    def script(_: Request) -> Response:
-        return Response((TEMPLATES / "live.js").read_bytes(), media_type="text/javascript")
-
-    async def events(request: Request) -> Response:
-        known = request.headers.get("last-event-id", "")
-        return StreamingResponse(stream(live, known), media_type="text/event-stream")
-
-    routes = [Route("/", newest), Route("/live.js", script), Route("/events", events)]
-    return Guard(Starlette(routes=routes), token, cookie)
-
-
-async def stream(live: Live, known: str) -> AsyncIterator[str]:
-    """A `page` for each page newer than `known`, a comment where there is none for a while, `ended` at the end."""
-    clock = asyncio.get_running_loop().time
-    said = clock()
-    yield "retry: 2000\n\n"
-    while True:
-        shot = live.snapshot
-        data = json.dumps({"rows": shot.rows, "bytes": shot.bytes})
-        if shot.id != known:
-            known, said = shot.id, clock()
-            yield f"event: page\nid: {shot.id}\ndata: {data}\n\n"
-        if shot.ended:
-            yield f"event: ended\nid: {shot.id}\ndata: {data}\n\n"
-            return
-        if clock() - said >= HEARTBEAT_S:
-            said = clock()
-            yield ": still here\n\n"
-        await asyncio.sleep(LOOK_S)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the command, which ends at once."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class PageServer:
+class PageServer(ThreadingTCPServer):
     """Listens from when it is made. Raises CommandError for a port that cannot be had."""
 
+    daemon_threads = allow_reuse_address = True
+
     def __init__(self, folder: RunFolder, port: int) -> None:
-        self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self.socket.bind((LOOPBACK, port))
+            super().__init__((LOOPBACK, port), Page)
         except OSError as error:
-            self.socket.close()
             given = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had: {error.strerror}"
             raise CommandError(f"--port: given {port}, which {given}; needed a free one (0 takes any)") from None
-        self.socket.listen(64)
-        self.port: int = self.socket.getsockname()[1]
+        self.port: int = self.server_address[1]
         self.token = secrets.token_urlsafe(32)
         self.live = Live(folder)
 
@@ -157,8 +72,69 @@ class PageServer:
     def serve(self) -> None:
         """Until a signal."""
         self.live.start()
-        app = make_app(self.live, self.token, f"penstock_{self.port}")
-        config = uvicorn.Config(
-            app, log_config=None, log_level="critical", access_log=False, server_header=False, lifespan="off", ws="none"
-        )
-        _Server(config).run([self.socket])
+        self.serve_forever()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        # A browser may leave at any time.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+class Page(BaseHTTPRequestHandler):
+    """`/` is the newest page, `/events` the stream, `/live.js` what renews the page."""
+
+    server: PageServer
+    server_version, sys_version = "penstock", ""
+    # Seconds for a browser to say what it wants.
+    timeout = 60.0
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is logged."""
+
+    def do_GET(self) -> None:
+        """Answers whoever has the token and asks this machine by its own name."""
+        url, cookie = urlsplit(self.path), f"penstock_{self.server.port}"
+        host = self.headers.get("host", "").rpartition("@")[2].split(":")[0].lower()
+        known = SimpleCookie(self.headers.get("cookie", "")).get(cookie)
+        given = parse_qs(url.query).get("token", [""])[-1]
+        words, token = (given, known.value if known else ""), self.server.token
+        kept = {"Set-Cookie": f"{cookie}={token}; HttpOnly; SameSite=Strict; Path=/"} if given else {}
+        if host not in HOSTS:
+            needed = f"{' or '.join(HOSTS)}, as `penstock watch` printed it"
+            self._answer(403, f"403: given the host {host!r}; needed {needed}\n")
+        elif not any(hmac.compare_digest(word.encode("utf-8", "replace"), token.encode()) for word in words):
+            found = "a wrong token" if any(words) else "no token"
+            needed = "the whole address that `penstock watch` printed, with its ?token=…"
+            self._answer(403, f"403: given {found}; needed {needed}\n")
+        elif url.path == "/":
+            self._answer(200, self.server.live.snapshot.html, "text/html", kept)
+        elif url.path == "/live.js":
+            self._answer(200, (TEMPLATES / "live.js").read_text(), "text/javascript", kept)
+        elif url.path == "/events":
+            self._answer(200, "retry: 2000\n\n", "text/event-stream", kept)
+            self._stream(self.headers.get("last-event-id", ""))
+        else:
+            self._answer(404, "404: there is no such page\n")
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": f"{kind}; charset=utf-8", **HEADERS, **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def _stream(self, known: str) -> None:
+        """A `page` for each page newer than `known`, a comment where there is none for a while, `ended` at the end."""
+        said, ended = monotonic(), False
+        while not ended:
+            shot = self.server.live.snapshot
+            ended = shot.ended
+            data = f"id: {shot.id}\ndata: {json.dumps({'rows': shot.rows, 'bytes': shot.bytes})}\n\n"
+            text = f"event: page\n{data}" if shot.id != known else ""
+            text += f"event: ended\n{data}" if ended else ""
+            if not text and monotonic() - said >= HEARTBEAT_S:
+                text = ": still here\n\n"
+            if text:
+                known, said = shot.id, monotonic()
+                self.wfile.write(text.encode())
+            sleep(LOOK_S)
