@@ -8,13 +8,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from llama import parameter_shapes
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.graph.protocols import Sharding, rule_of
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
+from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory
 from penstock.runtime.tensor.process_group import AllReduce, Connection, Transport

@@ -14,11 +14,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from llama import parameter_shapes
 from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import parameter_shapes
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory

@@ -1,7 +1,7 @@
 """Llama 3.1, as it lies on trainers and generators: for the benchmarks of resharding."""
 
-from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 
 MODELS = {
@@ -14,5 +14,10 @@ MODELS = {
 def layout(name: str, mesh: Mesh, wire: str = "bfloat16") -> Layout:
     """All matrices travel in `wire`, norms in bfloat16."""
     model = MODELS[name]
-    tensors = [(n, s, wire if len(s) > 1 else "bfloat16") for n, s in parameter_shapes(model).items()]
-    return sharded(tensors, mesh, tensor_parallel(model), pipeline_stages(model, mesh.extent("pp")))
+    shapes = parameter_shapes(model)
+    tensors = [(n, s, wire if len(s) > 1 else "bfloat16") for n, s in shapes.items()]
+    return sharded(tensors, mesh, tensor_parallel(model), stages_of(model, shapes, mesh.extent("pp")))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}

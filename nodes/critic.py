@@ -35,7 +35,7 @@ from penstock.nodes.learn.losses import Sampled, segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.update import Part, Scored, descend, penalty
 from penstock.nodes.model import Scorer
-from penstock.nodes.open_model import open_scorer, reads_tokens, require_scorer, run_spec
+from penstock.nodes.open_model import open_model, reads_tokens, require_model, run_spec
 from penstock.nodes.option_checks import bound, not_negative, share
 from penstock.nodes.reward_model import packed_values
 from penstock.nodes.trainable import Learner, expect
@@ -107,10 +107,10 @@ class LanguageCritic(Learner[Scorer], Critic):
 
 
 @opens(run_spec, words=False)
-@requires(require_scorer)
+@requires(require_model(Scorer))
 def make_critic(context: Context) -> Carried:
     """A critic on the decoder of `context.model`; its head is zero, so that it expects nothing before it learns."""
-    return LanguageCritic(*open_scorer(context, "float32"), context)
+    return LanguageCritic(*open_model(Scorer, context, "float32"), context)
 
 
 @reads_tokens

@@ -21,10 +21,10 @@ class FollowingPolicy(LanguageModel, MasterWeights[Llama], Average):
 
 
 @opens(run_spec)
-@requires(require_model)
+@requires(require_model(Llama))
 def make_average(context: Context) -> Carried:
     """The first policy itself: what it follows has not moved yet."""
-    model, tokenizer = open_model(context, "float32")
+    model, tokenizer = open_model(Llama, context, "float32")
     return FollowingPolicy(model.requires_grad_(False), tokenizer, context)
 
 

@@ -4,27 +4,17 @@ the model of a carried value before its weights are there.
 `ModelSpec` says of a model, from its shape alone, whether it can be cut as a mesh wants it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
-
-from torch import nn
 
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
 from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks
 from penstock.graph.requires import Call, opened
 from penstock.graph.types import Context, Rollouts
-from penstock.nodes.model import (
-    Llama,
-    ModelConfig,
-    ModelError,
-    Scorer,
-    grow_scorer,
-    load_model,
-    read_config,
-    torch_dtype,
-)
-from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_config, pipeline_stages
+from penstock.nodes.model import Decoder, ModelConfig, ModelError, Scorer, load_model, read_config, torch_dtype
+from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_config, stages_of
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -34,42 +24,35 @@ ALPHABET = "0123456789+-=:"
 ARITHMETIC_CONTEXT, BYTE_CONTEXT = 32, 2048
 
 
-def open_model(context: Context, dtype: str | None = None) -> tuple[Llama, Tokenizer]:
-    """The model in `dtype` (the run's, if None) on the run's device, and its tokenizer.
+M = TypeVar("M", bound=Decoder)
+
+
+def open_model(kind: type[M], context: Context, dtype: str | None = None) -> tuple[M, Tokenizer]:
+    """The run's model in `dtype` (the run's, if None) on the run's device, and its tokenizer. A `Scorer` has the
+    decoder of that model and a head that gives every token the number zero, until it has learnt.
 
     With no `context.model` it is `initial_model`, its weights drawn from the seed alone: every pool makes the same.
     """
     dtype = dtype or context.dtype
     if context.model:
         unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
-        return load_model(context.model, dtype, context.device, unread=unread), load_tokenizer(context.model)
+        new_head = issubclass(kind, Scorer)
+        model = load_model(kind, context.model, dtype, context.device, new_head=new_head, unread=unread)
+        return model, load_tokenizer(context.model)
     config, tokenizer = initial_model(context.data)
-    model = Llama(config, torch_dtype(dtype), context.device)
+    model = kind(config, torch_dtype(dtype), context.device)
     model.init_weights(context.seed)
     return model, tokenizer
 
 
-def open_scorer(context: Context, dtype: str) -> tuple[Scorer, Tokenizer]:
-    """The same model with a head that gives every token the number zero, until it has learnt."""
-    if context.model:
-        unread = num_ranks(context.mesh) > 1
-        return grow_scorer(context.model, dtype, context.device, unread=unread), load_tokenizer(context.model)
-    config, tokenizer = initial_model(context.data)
-    model = Scorer(config, torch_dtype(dtype), context.device)
-    model.init_weights(context.seed)
-    nn.init.zeros_(model.score.weight)
-    return model, tokenizer
+def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
+    """What makers that open a model of this kind require. It raises ModelError for a directory that holds no such
+    model; its weights are not read."""
 
+    def check(context: Context) -> None:
+        open_model(kind, replace(context, device="meta"))
 
-def require_model(context: Context) -> None:
-    """What makers that open it require. Raises ModelError for a directory that holds no such model; its weights are not
-    read."""
-    open_model(replace(context, device="meta"))
-
-
-def require_scorer(context: Context) -> None:
-    """The same for those that put a head on it."""
-    open_scorer(replace(context, device="meta"), context.dtype)
+    return check
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ def check_stages(config: ModelConfig, stages: int) -> None:
     """Whether a pipeline can be cut into stages. Raises ModelError."""
     if config.tie_word_embeddings:
         raise ModelError(f"given tied embeddings over {stages} stages, needed a head of its own or one stage")
-    pipeline_stages(config, stages)
+    stages_of(config, (), stages)
 
 
 def check_decoding(config: ModelConfig, mesh: Axes) -> None:
@@ -111,7 +94,7 @@ def check_decoding(config: ModelConfig, mesh: Axes) -> None:
 
 
 def run_spec(context: Context) -> ModelSpec:
-    """The model that `open_model` and `open_scorer` open: that of `--model`."""
+    """The model that `open_model` opens: that of `--model`."""
     return directory_spec(context.model) if context.model else ModelSpec(*initial_model(context.data))
 
 

@@ -11,18 +11,6 @@ from penstock.nodes.model import Llama
 from penstock.nodes.open_model import ModelSpec, open_model, require_model, run_spec
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 
-__all__ = [
-    "FrozenLanguageModel",
-    "FrozenPolicy",
-    "LanguageModel",
-    "LanguagePolicy",
-    "language_model",
-    "language_policy",
-    "make_policy",
-    "make_reference",
-    "open_frozen",
-]
-
 
 class LanguageModel(SequenceModel[Llama]):
     """A model that gives log-probabilities to tokens."""
@@ -58,17 +46,17 @@ class FrozenLanguageModel(LanguageModel, Frozen[Llama], FrozenModel):
 
 
 @opens(run_spec, base=True)
-@requires(require_model)
+@requires(require_model(Llama))
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
-    return LanguagePolicy(*open_model(context, "float32"), context)
+    return LanguagePolicy(*open_model(Llama, context, "float32"), context)
 
 
 @opens(run_spec, base=True)
-@requires(require_model)
+@requires(require_model(Llama))
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""
-    model, tokenizer = open_model(context)
+    model, tokenizer = open_model(Llama, context)
     return FrozenPolicy(model.requires_grad_(False), tokenizer, context)
 
 
@@ -79,7 +67,7 @@ def frozen_spec(context: Context) -> ModelSpec:
 
 def require_frozen(context: Context) -> None:
     """Raises ModelError for a directory that holds no language model; its weights are not read."""
-    require_model(_own(context))
+    require_model(Llama)(_own(context))
 
 
 @opens(frozen_spec)
@@ -87,7 +75,7 @@ def require_frozen(context: Context) -> None:
 def open_frozen(context: Context) -> Carried:
     """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the carried
     value's. It is the run's own model where there is no such option."""
-    model, tokenizer = open_model(_own(context))
+    model, tokenizer = open_model(Llama, _own(context))
     return FrozenLanguageModel(model.requires_grad_(False), tokenizer, context)
 
 

@@ -26,8 +26,8 @@ from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.sft import rollouts_of
 from penstock.nodes.learn.update import Forward
-from penstock.nodes.model import ModelError, Scorer, load_scorer
-from penstock.nodes.open_model import ModelSpec, directory_spec, open_scorer, reads_tokens, require_scorer, run_spec
+from penstock.nodes.model import ModelError, Scorer, load_model
+from penstock.nodes.open_model import ModelSpec, directory_spec, open_model, reads_tokens, require_model, run_spec
 from penstock.nodes.tokenizer import load_tokenizer
 from penstock.nodes.trainable import Frozen, Learner, Model, SequenceModel, expect
 
@@ -147,7 +147,7 @@ class LearningRewardModel(Learner[Scorer], PreferenceModel):
 
 def require_reward_model(context: Context) -> None:
     """Raises ModelError without a reward model's directory, or for one without a head; its weights are not read."""
-    load_scorer(_directory(context), context.dtype, "meta")
+    load_model(Scorer, _directory(context), context.dtype, "meta")
 
 
 def reward_model_spec(context: Context) -> ModelSpec:
@@ -172,15 +172,15 @@ def open_reward_model(context: Context) -> Carried:
     """
     folder = _directory(context)
     unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
-    model = load_scorer(folder, context.dtype, context.device, unread=unread).requires_grad_(False)
+    model = load_model(Scorer, folder, context.dtype, context.device, unread=unread).requires_grad_(False)
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 
 
 @opens(run_spec, words=False, base=True)
-@requires(require_scorer)
+@requires(require_model(Scorer))
 def make_preference_model(context: Context) -> Carried:
     """A reward model on the decoder of `context.model`, whose head is zero: it has no preference yet."""
-    return LearningRewardModel(*open_scorer(context, "float32"), context)
+    return LearningRewardModel(*open_model(Scorer, context, "float32"), context)
 
 
 @reads_tokens

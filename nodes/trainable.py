@@ -19,7 +19,7 @@ from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.batching import Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
-from penstock.nodes.model import Decoder, save_tensors, torch_dtype
+from penstock.nodes.model import Decoder, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel, trainer_rules
 from penstock.nodes.parallel.mesh import Ranks
@@ -87,7 +87,7 @@ class SequenceModel(Generic[Model]):
         """
         tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole()}
         if self.ranks.rank == 0:
-            save_tensors(self.model, tensors, folder)
+            save_model(self.model, tensors, folder)
             self.tokenizer.save(folder)
 
 

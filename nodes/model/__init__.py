@@ -1,28 +1,11 @@
 """Models: what they look like, what they compute, and their files."""
 
-from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.hf import (
-    grow_scorer,
-    load_model,
-    load_scorer,
-    read_config,
-    save_model,
-    save_tensors,
-    torch_dtype,
-)
-from penstock.nodes.model.llama import Decoder, Llama, Scorer
-
-__all__ = [
-    "Decoder",
-    "Llama",
-    "ModelConfig",
-    "ModelError",
-    "Scorer",
-    "grow_scorer",
-    "load_model",
-    "load_scorer",
-    "read_config",
-    "save_model",
-    "save_tensors",
-    "torch_dtype",
-]
+from penstock.nodes.model.config import ModelConfig as ModelConfig
+from penstock.nodes.model.config import ModelError as ModelError
+from penstock.nodes.model.hf import load_model as load_model
+from penstock.nodes.model.hf import read_config as read_config
+from penstock.nodes.model.hf import save_model as save_model
+from penstock.nodes.model.hf import torch_dtype as torch_dtype
+from penstock.nodes.model.llama import Decoder as Decoder
+from penstock.nodes.model.llama import Llama as Llama
+from penstock.nodes.model.llama import Scorer as Scorer

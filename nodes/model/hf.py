@@ -1,8 +1,7 @@
-"""Hugging Face model directories, in and out: `config.json`, safetensors, and the tokenizer's files copied along."""
+"""Hugging Face model directories, in and out: `config.json`, safetensors, of whole models."""
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,16 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.llama import Decoder, Llama, Scorer
+from penstock.nodes.model.llama import Decoder, Scorer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+# Of one file of weights.
 SHARD_BYTES = 4 << 30
 # The head of a model that gives a number.
 HEAD = "score.weight"
@@ -35,62 +28,61 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def read_json(path: Path, error: type[ValueError] = ModelError) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises `error`, with the file's name, for anything else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from fault
+    except ValueError as fault:
+        raise error(f"{path}: given something that is not JSON ({fault}), needed a JSON object") from fault
+    if not isinstance(data, dict):
+        raise error(f"{path}: given JSON of a {type(data).__name__}, needed an object")
+    return data
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of a model directory. Raises ModelError, with the file's name, where it cannot be used."""
     path = Path(folder) / CONFIG
+    data = read_json(path)
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ModelError(f"given JSON of a {type(found).__name__}, needed an object")
-        return ModelConfig.from_json(found)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        return ModelConfig.from_json(data)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: given something that is not JSON ({error}), needed a JSON object") from error
-
-
-def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Llama:
-    """The language model of a directory, its weights converted to `dtype`.
-
-    With `unread` they are read when the model is asked to `load` them. Raises ModelError unless every tensor is there
-    and fits.
-    """
-    model = Llama(read_config(folder), torch_dtype(dtype), device, unread=unread)
-    return _fill(model, Path(folder), {"lm_head.weight"} if model.lm_head is None else set(), unread=unread)
-
-
-def load_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Scorer:
-    """The reward model of a directory in the layout of `LlamaForSequenceClassification` with one label.
-
-    Raises ModelError for a directory without that head.
-    """
-    if HEAD not in _places(Path(folder)):
-        needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
-        raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
-    model = Scorer(read_config(folder), torch_dtype(dtype), device, unread=unread)
-    return _fill(model, Path(folder), {"lm_head.weight"}, unread=unread)
-
-
-def grow_scorer(folder: str | Path, dtype: str = "float32", device: str = "cpu", *, unread: bool = False) -> Scorer:
-    """The decoder of a directory, whatever its head, with a new one that is zero."""
-    model = Scorer(read_config(folder), torch_dtype(dtype), device, unread=unread)
-    return _fill(model, Path(folder), {"lm_head.weight", HEAD}, own={HEAD}, unread=unread)
 
 
 M = TypeVar("M", bound=Decoder)
 
 
-def _fill(model: M, folder: Path, unused: set[str], own: Set[str] = frozenset(), *, unread: bool = False) -> M:
-    """Copy a directory's tensors into the model, now or as it loads them, and zeros into its `own`. `unused` ones may
-    be there too. Names and shapes are looked at now."""
-    parameters, places = dict(model.named_parameters()), _places(folder)
-    needed = {name: p for name, p in parameters.items() if name not in own}
-    check_names(needed, {n: p for n, p in places.items() if n not in unused - needed.keys()}, str(folder))
-    for path, names in _by_file(needed, places).items():
+def load_model(
+    kind: type[M],
+    folder: str | Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    *,
+    new_head: bool = False,
+    unread: bool = False,
+) -> M:
+    """The model of a directory, its weights converted to `dtype`. A `Scorer` is read from the layout of
+    `LlamaForSequenceClassification` with one label; with `new_head` it stands on the decoder of any directory, and its
+    head is zero.
+
+    With `unread` weights are read when the model is asked to `load` them; their names and shapes are looked at now.
+    Raises ModelError unless every tensor is there and fits.
+    """
+    folder = Path(folder)
+    model, places = kind(read_config(folder), torch_dtype(dtype), device, unread=unread), _places(folder)
+    parameters, own = dict(model.named_parameters()), {HEAD} if new_head else set()
+    read = {name: parameter for name, parameter in parameters.items() if name not in own}
+    if HEAD in read and HEAD not in places:
+        needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
+        raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
+    # The head of a language model is of no use to a scorer, nor a second one where embeddings are tied.
+    unused = own | ({"lm_head.weight"} - parameters.keys())
+    check_names(read, {name: path for name, path in places.items() if name not in unused}, str(folder))
+    for path, names in _by_file(read, places).items():
         for name, piece in _read(path, names):
-            check_shape(name, piece.get_shape(), parameters[name], str(path))
+            check_shape(name, piece.get_shape(), read[name], str(path))
 
     @torch.no_grad()
     def copy(wanted: Mapping[str, Tensor]) -> None:
@@ -115,23 +107,9 @@ def _by_file(names: Iterable[str], places: Mapping[str, Path]) -> dict[Path, lis
     return found
 
 
-def save_model(
-    model: Decoder, folder: str | Path, tokenizer_from: str | Path | None = None, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write a directory that `load_model` or `load_scorer`, and `transformers`, read, with the tokenizer's files of
-    `tokenizer_from`."""
-    tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    save_tensors(model, tensors, folder, tokenizer_from, shard_bytes)
-
-
-def save_tensors(
-    model: Decoder,
-    tensors: Mapping[str, Tensor],
-    folder: str | Path,
-    tokenizer_from: str | Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write the directory of a model whose weights are `tensors`, whole and on the CPU, in files of `shard_bytes`."""
+def save_model(model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Write a directory that `load_model` and `transformers` read, of a model whose weights are `tensors`, whole and on
+    the CPU."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if isinstance(model, Scorer) else {}
@@ -141,7 +119,7 @@ def save_tensors(
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
         held = sum(other.nbytes for other in shards[-1].values())
-        if held and held + tensor.nbytes > shard_bytes:
+        if held and held + tensor.nbytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor
     weight_map: dict[str, str] = {}
@@ -152,10 +130,6 @@ def save_tensors(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for name in TOKENIZER_FILES if tokenizer_from is not None else ():
-        source = Path(str(tokenizer_from)) / name
-        if source.exists() and not (folder / name).exists():
-            shutil.copyfile(source, folder / name)
 
 
 def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
@@ -183,10 +157,9 @@ def _listed(names: list[str]) -> str:
 def _places(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
     if (folder / INDEX).exists():
-        try:
-            files: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ModelError(f"{folder / INDEX}: cannot be read: {error!r}, needed a weight_map") from error
+        files = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise ModelError(f"{folder / INDEX}: given weight_map {files!r}, needed the file of each tensor")
         return {name: folder / Path(file).name for name, file in files.items()}
     if (folder / WEIGHTS).exists():
         with _open(folder / WEIGHTS) as file:

@@ -48,9 +48,11 @@ class Decoder(nn.Module):
         self.unread: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         if not unread:
             self.to_empty(device=device)
-        cos_PK, sin_PK = rope_tables(config)
-        self.register_buffer("cos_PK", cos_PK.to(device, dtype), persistent=False)
-        self.register_buffer("sin_PK", sin_PK.to(device, dtype), persistent=False)
+        angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
+        # The table's sine carries the signs of `_rotate`: one fused operation instead of a negation and two products.
+        cos_PF, sin_PF = angles_PF.cos(), angles_PF.sin()
+        self.register_buffer("cos_PK", torch.cat((cos_PF, cos_PF), 1).to(device, dtype), persistent=False)
+        self.register_buffer("sin_PK", torch.cat((-sin_PF, sin_PF), 1).to(device, dtype), persistent=False)
 
     def _add_head(self) -> None:
         raise NotImplementedError
@@ -88,12 +90,12 @@ class Decoder(nn.Module):
         """Normal weights of `initializer_range`, scaled down where they write into the residual stream (GPT-2).
 
         A function of the seed alone: neither device, dtype nor the global generator change what is drawn, and models
-        with different heads have the same decoder.
+        with different heads have the same decoder. A head that gives a number is zero.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
+            if parameter.dim() == 1 or name == "score.weight":
+                parameter.fill_(float(parameter.dim() == 1))
                 continue
             std = self.config.initializer_range
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -151,12 +153,12 @@ class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens: nn.Embedding = _Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = _Norm(config)
+        self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
+        self.norm: nn.Module = _Norm(config)
 
     def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x_BSD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x_BSD = layer(x_BSD, rope, attend)
         return self.norm(x_BSD)  # type: ignore[no-any-return]
 
@@ -229,17 +231,9 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) ->
 
 def _rotate(x_BSHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x[i], x[i + K/2]) by its position's angle (Su et al., arXiv 2104.09864, equation 34)."""
-    # The table's sine carries the signs: one fused operation instead of a negation and two products.
     cos_BS1K, sin_BS1K = rope
     first, second = x_BSHK.chunk(2, dim=-1)
     return torch.addcmul(x_BSHK * cos_BS1K, torch.cat((second, first), dim=-1), sin_BS1K)
-
-
-def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (− for the first half of a head) of every position, each [P, K], float32."""
-    angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
-    cos_PF, sin_PF = angles_PF.cos(), angles_PF.sin()
-    return torch.cat((cos_PF, cos_PF), dim=1), torch.cat((-sin_PF, sin_PF), dim=1)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

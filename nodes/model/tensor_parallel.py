@@ -79,11 +79,6 @@ def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
     )
 
 
-def pipeline_stages(config: ModelConfig, stages: int) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter of the language model. Raises ModelError as `stages_of` does."""
-    return stages_of(config, parameter_shapes(config), stages)
-
-
 def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[str, tuple[int, ...]]:
     """The stages that hold each of these parameters, of any model of the family: layers in runs of nearly equal length,
     the embedding on the first, norm and head on the last. A tied embedding is on both.
@@ -103,28 +98,6 @@ def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[st
         else:
             found[name] = (last,)
     return found
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of the language model, in the order of the module's own, without making it."""
-    width, inner, words = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
-    for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        found |= {
-            f"{prefix}input_layernorm.weight": (width,),
-            f"{prefix}self_attn.q_proj.weight": (queries, width),
-            f"{prefix}self_attn.k_proj.weight": (keys, width),
-            f"{prefix}self_attn.v_proj.weight": (keys, width),
-            f"{prefix}self_attn.o_proj.weight": (width, queries),
-            f"{prefix}post_attention_layernorm.weight": (width,),
-            f"{prefix}mlp.gate_proj.weight": (inner, width),
-            f"{prefix}mlp.up_proj.weight": (inner, width),
-            f"{prefix}mlp.down_proj.weight": (width, inner),
-        }
-    found["model.norm.weight"] = (width,)
-    return found if config.tie_word_embeddings else found | {"lm_head.weight": (words, width)}
 
 
 class LlamaPart(Llama):

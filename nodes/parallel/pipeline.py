@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from penstock.graph.protocols import STAGE
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Decoder
-from penstock.nodes.model.llama import Attend
-from penstock.nodes.model.tensor_parallel import pipeline_stages
+from penstock.nodes.model.tensor_parallel import stages_of
 from penstock.nodes.open_model import check_stages
 from penstock.nodes.parallel.mesh import Ranks
 
@@ -39,14 +38,16 @@ class PipelineStage:
         check_stages(model.config, count)
         self.model, self.dtype, self.ranks = model, dtype, ranks
         self.first, self.last = stage == 0, stage == count - 1
-        stages = pipeline_stages(model.config, count)
-        kept = [
-            i for i in range(len(model.model.layers)) if stage in stages[f"model.layers.{i}.input_layernorm.weight"]
-        ]
-        self.layers = _StageLayers(model.model, kept, self.first, self.last)
-        model.add_module("model", self.layers)
-        for name, _ in list(model.named_children()):
-            if name != "model" and not self.last:
+        stages = stages_of(model.config, (name for name, _ in model.named_parameters()), count)
+        for name in [name for name, _ in model.model.layers.named_children()]:
+            if stage not in stages[f"model.layers.{name}.input_layernorm.weight"]:
+                del model.model.layers[name]
+        self.given = _Given()
+        if not self.first:
+            model.model.add_module("embed_tokens", self.given)
+        if not self.last:
+            model.model.norm = nn.Identity()
+            for name in {name for name, _ in model.named_children()} - {"model"}:
                 model.add_module(name, None)
         self._sent: list[tuple[Any, Tensor]] = []
 
@@ -61,7 +62,7 @@ class PipelineStage:
             if not self.first:
                 shape = (*item.tokens_RW.shape, self.model.config.hidden_size)
                 given_BSD = self._receive(shape, -1).requires_grad_(torch.is_grad_enabled())
-            self.layers.given_BSD = given_BSD
+            self.given.hidden_BSD = given_BSD
             if self.last:
                 found.append(work(item, counts))
                 self._send_gradient(given_BSD)
@@ -92,19 +93,10 @@ class PipelineStage:
         self._sent.append((dist.isend(tensor, self.ranks.neighbour(STAGE, step)), tensor))
 
 
-class _StageLayers(nn.Module):
-    """Some of a decoder's layers, under the names that they have in all of it."""
+class _Given(nn.Module):
+    """In place of the embedding: what the stage before has sent."""
 
-    def __init__(self, whole: Any, kept: Sequence[int], first: bool, last: bool) -> None:
-        super().__init__()
-        self.embed_tokens = whole.embed_tokens if first else None
-        self.layers = nn.ModuleDict({str(index): whole.layers[index] for index in kept})
-        self.norm = whole.norm if last else None
-        self.given_BSD: Tensor | None = None
+    hidden_BSD: Tensor | None = None
 
-    def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x_BSD: Any = self.given_BSD if self.embed_tokens is None else self.embed_tokens(tokens_BS)
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, rope, attend)
-        out_BSD: Tensor = x_BSD if self.norm is None else self.norm(x_BSD)
-        return out_BSD
+    def forward(self, tokens_BS: Tensor) -> Tensor | None:
+        return self.hidden_BSD

@@ -55,7 +55,7 @@ def write_model(folder: Path, width: int = 48) -> str:
     spec = judge_spec(width=width)
     model = Llama(spec.config, torch.float32, "cpu")
     model.init_weights(1)
-    save_model(model, folder)
+    save_model(model, model.state_dict(), folder)
     spec.tokenizer.save(folder)
     return str(folder)
 

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from penstock.nodes.model import load_model
+from penstock.nodes.model import Llama, load_model
 from penstock.nodes.tokenizer import load_tokenizer
 from penstock.runtime.control.run_config import RunOptions
 
@@ -82,7 +82,8 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
     run = run_here(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 2, "lr": 1e-2}, flags, generators=2))
     exported = run / "checkpoints" / "00000003" / "policy"
     compare(exported, model)
-    state, before, after = final_state(run, 3), load_model(model).state_dict(), load_model(exported).state_dict()
+    state = final_state(run, 3)
+    before, after = (load_model(Llama, folder).state_dict() for folder in (model, exported))
     for name, tensor in after.items():
         assert not torch.equal(tensor, before[name])
         assert torch.equal(tensor, state[f"master.{name}"])
@@ -90,7 +91,7 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
 
 def compare(exported: Path, model: Path) -> None:
     """The exported directory gives the same logits and tokens in transformers as here."""
-    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(exported), load_model(exported)
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(exported), load_model(Llama, exported)
     tokens = torch.arange(96).view(2, 48) * 5
     with torch.no_grad():
         expected, given = theirs(tokens).logits, ours.logits(ours(tokens))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from penstock.nodes.model import load_model
+from penstock.nodes.model import Llama, load_model
 from penstock.runtime.control.run_config import RunOptions
 
 from .plain import toy_loop
@@ -38,7 +38,7 @@ LEARNING = {"samples": 4, "lr": 1e-3}
 
 def reads_back(folder: Path) -> dict[str, Tensor]:
     """The exported policy, whole whatever the mesh that wrote it."""
-    model = load_model(folder / "checkpoints" / f"{UPDATES:08d}" / "policy")
+    model = load_model(Llama, folder / "checkpoints" / f"{UPDATES:08d}" / "policy")
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -85,7 +85,7 @@ def three_stages(rank: int, folder: Path, mesh: str) -> None:
         one = policy()
         model = Llama(replace(one.model.config, num_hidden_layers=5))
         model.init_weights(3)
-        save_model(model, folder / "model")
+        save_model(model, model.state_dict(), folder / "model")
         one.tokenizer.save(folder / "model")
     dist.barrier()
     parted, one = (policy(*place, model=str(folder / "model")) for place in ((mesh, rank), ()))

@@ -24,7 +24,7 @@ def engine(rank: int, folder: Path, groups: str, tied: str, dtype: str) -> None:
     model = Llama(config, getattr(torch, dtype))
     model.init_weights(1)
     if rank == 0:
-        save_model(model, folder / "model")
+        save_model(model, model.state_dict(), folder / "model")
         TOKENIZER.save(folder / "model")
     dist.barrier()
     context = Context(node="generate", seed=3, model=str(folder / "model"), slots=32, max_tokens=8, dtype=dtype)

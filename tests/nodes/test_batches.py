@@ -271,7 +271,7 @@ INPUTS = [torch.arange(i, i + 7) % 13 for i in range(5)]
 
 
 def lanes(threads: int, dtype: str = "float32") -> DataParallelThreads[Llama]:
-    return DataParallelThreads(open_model(Context(seed=1, dtype=dtype))[0], threads)
+    return DataParallelThreads(open_model(Llama, Context(seed=1, dtype=dtype))[0], threads)
 
 
 def backward(model: Llama, tokens_S: Tensor) -> float:

@@ -86,7 +86,7 @@ def weights(version: int = 0, seed: int = 1) -> Weights:
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     folder: Path = tmp_path_factory.mktemp("model")
-    save_model(model(), folder)
+    save_model(model(), model().state_dict(), folder)
     TOKENIZER.save(folder)
     return Context(node="generate", seed=3, model=str(folder), slots=32, max_tokens=6)
 
@@ -356,7 +356,7 @@ def asked(prompt: str, response: str, answer: str) -> str:
 
 
 def reply_weights() -> Weights:
-    model, _ = open_model(CONTEXT)
+    model, _ = open_model(Llama, CONTEXT)
     return Weights(0, dict(model.named_parameters()))
 
 

@@ -53,7 +53,7 @@ def weights(version: int = 0, seed: int = 1, dtype: torch.dtype = torch.float32)
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     folder: Path = tmp_path_factory.mktemp("model")
-    save_model(model(), folder)
+    save_model(model(), model().state_dict(), folder)
     TOKENIZER.save(folder)
     return Context(node="generate", seed=3, model=str(folder), slots=32, max_tokens=8)
 

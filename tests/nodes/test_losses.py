@@ -814,7 +814,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     folder: Path = tmp_path_factory.mktemp("model")
     made = Llama(CONFIG)
     made.init_weights(1)
-    save_model(made, folder)
+    save_model(made, made.state_dict(), folder)
     TOKENIZER.save(folder)
     return Context(node="generate", seed=3, model=str(folder), slots=16, max_tokens=8)
 

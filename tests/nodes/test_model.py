@@ -20,12 +20,13 @@ from penstock.graph import Context
 from penstock.graph.protocols import Carried
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.sft import sft_update
-from penstock.nodes.model import Llama, ModelConfig, ModelError, load_model, read_config, save_model
+from penstock.nodes.model import Llama, ModelConfig, ModelError, load_model, read_config
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.kernels import linear, rms_norm
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
+from tests.nodes.tiny_model import save
 
 # The decoder equals the reference implementation, its rows do not see each other, and its kernels are exact.
 
@@ -263,7 +264,7 @@ def logits(model: Llama) -> Tensor:
 
 def broken(folder: Path, name: str, tensor: Tensor | None) -> Path:
     """The directory with one tensor changed, or taken out."""
-    save_model(hf_tiny(), folder)
+    save(hf_tiny(), folder)
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors if tensor is None else {**tensors, name: tensor}, folder / "model.safetensors")
@@ -272,16 +273,19 @@ def broken(folder: Path, name: str, tensor: Tensor | None) -> Path:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 10_000])
-def test_transformers_loads_what_is_written_with_the_same_logits(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+def test_transformers_loads_what_is_written_with_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, shard_bytes: int
+) -> None:
     transformers = pytest.importorskip("transformers")
     model = hf_tiny(tied)
-    save_model(model, tmp_path, shard_bytes=shard_bytes)
+    monkeypatch.setattr("penstock.nodes.model.hf.SHARD_BYTES", shard_bytes)
+    save(model, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         expected = reference(torch.arange(60).view(2, 30)).logits
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(logits(load_model(tmp_path)), logits(model))
+    assert torch.equal(logits(load_model(Llama, tmp_path)), logits(model))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -303,66 +307,61 @@ def test_what_transformers_writes_is_loaded_with_the_same_logits(tmp_path: Path,
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     with torch.no_grad():
         expected = reference(torch.arange(60).view(2, 30)).logits
-    torch.testing.assert_close(logits(load_model(tmp_path)), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits(load_model(Llama, tmp_path)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_are_converted_to_the_wanted_dtype(tmp_path: Path) -> None:
-    save_model(hf_tiny(), tmp_path)
-    model = load_model(tmp_path, "bfloat16")
+    save(hf_tiny(), tmp_path)
+    model = load_model(Llama, tmp_path, "bfloat16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.head_weight(), hf_tiny().head_weight().bfloat16())
-    save_model(model, tmp_path / "again")
+    save(model, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(ModelError, match="given dtype 'int3', needed one of: float32"):
-        load_model(tmp_path, "int3")
-
-
-def test_the_tokenizer_is_copied_along(tmp_path: Path) -> None:
-    byte_tokenizer("abc").save(tmp_path / "source")
-    save_model(hf_tiny(), tmp_path / "copy", tokenizer_from=tmp_path / "source")
-    assert load_tokenizer(tmp_path / "copy").encode("cab") == [2, 0, 1]
+        load_model(Llama, tmp_path, "int3")
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.norm\.weight is missing; the model needs 20 tensors"):
-        load_model(broken(tmp_path, "model.norm.weight", None))
+        load_model(Llama, broken(tmp_path, "model.norm.weight", None))
 
 
 def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     with pytest.raises(ModelError, match=rf"model\.safetensors: {name}: given shape \[8, 32\], needed \[16, 32\]"):
-        load_model(broken(tmp_path, name, torch.zeros(8, 32)))
+        load_model(Llama, broken(tmp_path, name, torch.zeros(8, 32)))
 
 
 def test_a_tensor_that_would_be_ignored_is_an_error(tmp_path: Path) -> None:
-    save_model(hf_tiny(), tmp_path)
+    save(hf_tiny(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj\.bias is not known .*; needed the \d+ tensors of"):
-        load_model(tmp_path)
+        load_model(Llama, tmp_path)
 
 
 def test_a_directory_without_weights_says_what_it_holds(tmp_path: Path) -> None:
-    save_model(hf_tiny(), tmp_path)
+    save(hf_tiny(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"given pytorch_model\.bin, needed model\.safetensors"):
-        load_model(tmp_path)
+        load_model(Llama, tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(ModelError, match=r"given no weights, needed model\.safetensors"):
-        load_model(tmp_path)
+        load_model(Llama, tmp_path)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    save_model(hf_tiny(), tmp_path)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(hf_tiny(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):
-        load_model(tmp_path)
-    save_model(hf_tiny(), tmp_path, shard_bytes=10_000)
+        load_model(Llama, tmp_path)
+    monkeypatch.setattr("penstock.nodes.model.hf.SHARD_BYTES", 10_000)
+    save(hf_tiny(), tmp_path)
     (tmp_path / "model-00002-of-00005.safetensors").unlink(missing_ok=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     (tmp_path / sorted(set(index["weight_map"].values()))[1]).unlink(missing_ok=True)
     with pytest.raises(ModelError, match="cannot be read"):
-        load_model(tmp_path)
+        load_model(Llama, tmp_path)
 
 
 def test_a_config_is_needed_and_must_be_of_a_supported_family(tmp_path: Path) -> None:
@@ -397,7 +396,7 @@ def test_a_config_is_needed_and_must_be_of_a_supported_family(tmp_path: Path) ->
 def test_a_value_of_the_config_that_is_none_is_named_by_its_key(
     tmp_path: Path, changed: dict[str, object], said: str
 ) -> None:
-    save_model(hf_tiny(), tmp_path)
+    save(hf_tiny(), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ModelError, match=rf"config\.json: given {said}"):
@@ -532,9 +531,9 @@ def equal(a: Llama, b: Llama) -> bool:
 
 
 def test_without_a_directory_the_model_is_drawn_from_the_seed() -> None:
-    first, _ = open_model(BASE_CONTEXT)
-    assert equal(first, open_model(replace(BASE_CONTEXT, node="generate"))[0])
-    assert not equal(first, open_model(replace(BASE_CONTEXT, seed=4))[0])
+    first, _ = open_model(Llama, BASE_CONTEXT)
+    assert equal(first, open_model(Llama, replace(BASE_CONTEXT, node="generate"))[0])
+    assert not equal(first, open_model(Llama, replace(BASE_CONTEXT, seed=4))[0])
 
 
 def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_bytes() -> None:
@@ -549,13 +548,13 @@ def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_byte
 
 
 def test_a_directory_is_opened_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    model, tokenizer = open_model(BASE_CONTEXT)
-    save_model(model, tmp_path)
+    model, tokenizer = open_model(Llama, BASE_CONTEXT)
+    save(model, tmp_path)
     tokenizer.save(tmp_path)
     context = replace(BASE_CONTEXT, model=str(tmp_path), dtype="bfloat16", seed=99)
-    opened, same = open_model(context)
+    opened, same = open_model(Llama, context)
     assert next(opened.parameters()).dtype == torch.bfloat16
-    assert equal(open_model(context, "float32")[0], model)
+    assert equal(open_model(Llama, context, "float32")[0], model)
     assert same.encode("12+3=") == tokenizer.encode("12+3=")
 
 

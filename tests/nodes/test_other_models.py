@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.graph import Context, Logprobs, Rewards
 from penstock.graph.protocols import Carried
@@ -33,7 +33,7 @@ from penstock.nodes.distill import (
     reference_logprobs,
 )
 from penstock.nodes.ema import FollowingPolicy, ema, make_average, refresh
-from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer, grow_scorer, load_scorer, save_model
+from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer, load_model
 from penstock.nodes.policy import FrozenPolicy, LanguageModel, LanguagePolicy, make_policy, make_reference
 from penstock.nodes.reward_model import (
     FrozenRewardModel,
@@ -44,6 +44,7 @@ from penstock.nodes.reward_model import (
     reward_scores,
 )
 from tests.nodes.rollouts import assert_gradients, first_gradients, numbers_of_row, random_rollouts
+from tests.nodes.tiny_model import save
 from tests.nodes.updating import CONTEXT, batch, conversation, policy, unpacked
 
 # The critic by hand: its values, what GAE makes of them, the gradient of its loss, and its state.
@@ -245,7 +246,7 @@ def test_a_critic_of_the_wrong_shape_is_refused() -> None:
 def test_an_exported_critic_is_a_directory_with_a_head(tmp_path: Path) -> None:
     learner = critic(0.3)
     learner.export(str(tmp_path))
-    loaded = dict(load_scorer(tmp_path).named_parameters())
+    loaded = dict(load_model(Scorer, tmp_path).named_parameters())
     assert all(torch.equal(w, loaded[name]) for name, w in learner.weights().items())
 
 
@@ -451,6 +452,7 @@ def config(tied: bool = False) -> ModelConfig:
 def scorer() -> Scorer:
     model = Scorer(config())
     model.init_weights(1)
+    nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(7))
     return model
 
 
@@ -461,14 +463,14 @@ def numbers(model: Scorer) -> Tensor:
 
 def test_transformers_reads_what_is_written_with_the_same_numbers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    save_model(scorer(), tmp_path)
+    save(scorer(), tmp_path)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(theirs).__name__ == "LlamaForSequenceClassification"
     assert theirs.num_labels == 1
     with torch.no_grad():
         expected = theirs(TOKENS).logits
     torch.testing.assert_close(numbers(scorer())[:, -1:], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(numbers(load_scorer(tmp_path)), numbers(scorer()))
+    assert torch.equal(numbers(load_model(Scorer, tmp_path)), numbers(scorer()))
 
 
 def test_what_transformers_writes_is_read_with_the_same_numbers(tmp_path: Path) -> None:
@@ -481,35 +483,35 @@ def test_what_transformers_writes_is_read_with_the_same_numbers(tmp_path: Path) 
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = theirs(TOKENS).logits
-    torch.testing.assert_close(numbers(load_scorer(tmp_path))[:, -1:], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(numbers(load_model(Scorer, tmp_path))[:, -1:], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_directory_without_a_head_is_no_reward_model(tmp_path: Path) -> None:
     model = Llama(config())
     model.init_weights(1)
-    save_model(model, tmp_path)
+    save(model, tmp_path)
     with pytest.raises(
         ModelError, match=r"given a reward model without a head, needed score\.weight \[1, hidden_size\]"
     ):
-        load_scorer(tmp_path)
+        load_model(Scorer, tmp_path)
 
 
 def test_a_head_of_another_shape_is_named(tmp_path: Path) -> None:
-    save_model(scorer(), tmp_path)
+    save(scorer(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "score.weight": torch.zeros(2, 32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.safetensors: score\.weight: given shape \[2, 32\], needed \[1, 32\]"):
-        load_scorer(tmp_path)
+        load_model(Scorer, tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_scorer_grows_on_any_decoder_with_a_head_of_zero(tmp_path: Path, tied: bool) -> None:
     model = Llama(config(tied))
     model.init_weights(1)
-    save_model(model, tmp_path / "language")
-    save_model(scorer(), tmp_path / "reward")
+    save(model, tmp_path / "language")
+    save(scorer(), tmp_path / "reward")
     for folder in ("language", "reward"):
-        grown = grow_scorer(tmp_path / folder)
+        grown = load_model(Scorer, tmp_path / folder, new_head=True)
         assert grown.score.weight.abs().max() == 0
         with torch.no_grad():
             assert torch.equal(grown(TOKENS), model(TOKENS))
@@ -518,12 +520,12 @@ def test_a_scorer_grows_on_any_decoder_with_a_head_of_zero(tmp_path: Path, tied:
 def test_a_decoder_lacks_nothing_but_its_head(tmp_path: Path) -> None:
     model = Llama(config())
     model.init_weights(1)
-    save_model(model, tmp_path)
+    save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.norm\.weight is missing"):
-        grow_scorer(tmp_path)
+        load_model(Scorer, tmp_path, new_head=True)
 
 
 # Distillation by hand: what the teacher thinks of tokens, the gradient of the whole divergence, the teacher.

@@ -17,15 +17,15 @@ from penstock.nodes.generate import make_engine
 from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer
 from penstock.nodes.model.tensor_parallel import (
     check_tensor_parallel,
-    parameter_shapes,
     part_config,
-    pipeline_stages,
+    stages_of,
     tensor_parallel,
 )
 from penstock.nodes.parallel.mesh import Ranks, assign
 from penstock.nodes.parallel.pipeline import PipelineStage
 from penstock.runtime.tensor.layout import Mesh, Split
 from tests.nodes.ranked import spawn
+from tests.nodes.tiny_model import parameter_shapes
 
 # A rank's place, work and part of a model follow from the mesh; what a model cannot run on is refused.
 
@@ -156,12 +156,6 @@ LAYERED = ModelConfig(97, 24, 40, 5, 6, 2, 4)
 TIED = ModelConfig(97, 24, 40, 5, 6, 2, 4, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("config", [LAYERED, TIED])
-def test_shapes_are_those_of_the_module_in_its_order(config: ModelConfig) -> None:
-    found = [(name, tuple(p.shape)) for name, p in Llama(config).named_parameters()]
-    assert list(parameter_shapes(config).items()) == found
-
-
 @pytest.mark.parametrize("model", [Llama(LAYERED), Scorer(LAYERED)])
 def test_every_parameter_has_a_rule_whose_units_divide_it(model: Llama | Scorer) -> None:
     rules = tensor_parallel(LAYERED)
@@ -180,7 +174,7 @@ def test_attention_is_cut_between_heads() -> None:
 
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_stages_are_runs_of_layers_with_both_ends(stages: int) -> None:
-    found = pipeline_stages(LAYERED, stages)
+    found = stages_of(LAYERED, parameter_shapes(LAYERED), stages)
     assert found.keys() == parameter_shapes(LAYERED).keys()
     assert found["model.embed_tokens.weight"] == (0,)
     assert found["model.norm.weight"] == found["lm_head.weight"] == (stages - 1,)
@@ -191,14 +185,14 @@ def test_stages_are_runs_of_layers_with_both_ends(stages: int) -> None:
 
 
 def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
-    assert pipeline_stages(TIED, 3)["model.embed_tokens.weight"] == (0, 2)
-    assert pipeline_stages(TIED, 1)["model.embed_tokens.weight"] == (0,)
+    assert stages_of(TIED, parameter_shapes(TIED), 3)["model.embed_tokens.weight"] == (0, 2)
+    assert stages_of(TIED, parameter_shapes(TIED), 1)["model.embed_tokens.weight"] == (0,)
 
 
 @pytest.mark.parametrize("stages", [0, 6])
 def test_more_stages_than_layers_are_refused(stages: int) -> None:
     with pytest.raises(ValueError, match=f"given {stages} stages, needed 1 to 5"):
-        pipeline_stages(LAYERED, stages)
+        stages_of(LAYERED, parameter_shapes(LAYERED), stages)
 
 
 # A model over several ranks learns and samples what it does on one, within rounding, and every rank says the same.

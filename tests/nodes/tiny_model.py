@@ -1,6 +1,8 @@
 """The model and the tokenizer of tests that sample: two layers, and weights large enough that words differ."""
 
-from penstock.nodes.model import ModelConfig
+from pathlib import Path
+
+from penstock.nodes.model import Decoder, Llama, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer("0123456789+-=abc")
@@ -16,3 +18,11 @@ CONFIG = ModelConfig(
     initializer_range=0.25,
     eos_token_ids=TOKENIZER.stops,
 )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}
+
+
+def save(model: Decoder, folder: Path) -> None:
+    save_model(model, model.state_dict(), folder)

@@ -196,7 +196,8 @@ def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_star
     tmp_path: Path, words: list[str], most: int
 ) -> None:
     config = replace(initial_model("")[0], max_position_embeddings=24)
-    save_model(Llama(config, torch.float32, "cpu"), tmp_path)
+    model = Llama(config, torch.float32, "cpu")
+    save_model(model, model.state_dict(), tmp_path)
     byte_tokenizer("0123456789+-=:").save(tmp_path)
     given = [word.format(model=tmp_path) for word in words]
     (fault,) = answer("run", "aipo", [*given, "--max-tokens", str(most + 1)])["faults"]

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.graph.protocols import rule_of
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.collectives import Cost, bandwidth, gather_s, reduce_s
 from penstock.runtime.plan.decode_cost import Generator
@@ -21,6 +21,7 @@ from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.sync_cost import layout, stages, switch_cost, sync_cost, tensors, traffic
 from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
+from tests.nodes.tiny_model import parameter_shapes
 
 H100, LLAMA = GPUS["H100"], SHAPES["llama-8b"]
 ALONE = Trainer(LLAMA, H100, Parallel(), micro_tokens=8192, recompute=0.0)
@@ -202,7 +203,7 @@ def test_a_models_own_config_gives_the_same_parameters_tensors_and_rules() -> No
     shape = shape_of(CONFIG.to_json(), "here")
     assert shape.parameters == LLAMA.parameters
     assert {name: size for name, (size, _) in tensors(shape).items()} == parameter_shapes(CONFIG)
-    assert stages(shape, 4) == pipeline_stages(CONFIG, 4)
+    assert stages(shape, 4) == stages_of(CONFIG, parameter_shapes(CONFIG), 4)
     own = tensor_parallel(CONFIG)
     assert {name: rule for name, (_, rule) in tensors(shape).items()} == {
         name: rule_of(name, own) for name in tensors(shape)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import parameter_shapes, tensor_parallel
+from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.tensor.layout import (
     Layout,
     LayoutError,
@@ -22,6 +22,7 @@ from penstock.runtime.tensor.layout import (
 )
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.wire_format import FORMATS, Format, converted, cut_through, scale_holding
+from tests.nodes.tiny_model import parameter_shapes
 
 from .layouts import layouts_of
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import parameter_shapes, pipeline_stages, tensor_parallel
+from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.runtime.tensor.layout import (
     ITEMSIZE,
     Copy,
@@ -25,6 +25,7 @@ from penstock.runtime.tensor.layout import (
     sharded,
 )
 from penstock.runtime.tensor.reshard import LARGE, ReshardPlan, reshard
+from tests.nodes.tiny_model import parameter_shapes
 
 from .layouts import grids, layouts_of, regions, shapes
 
@@ -236,7 +237,7 @@ def test_too_few_hosts_are_refused() -> None:
 def llama_405b(*axes: tuple[str, int]) -> Layout:
     mesh = Mesh(axes)
     tensors = [(name, shape, "bfloat16") for name, shape in parameter_shapes(LLAMA_405B).items()]
-    stages = pipeline_stages(LLAMA_405B, mesh.extent("pp"))
+    stages = stages_of(LLAMA_405B, parameter_shapes(LLAMA_405B), mesh.extent("pp"))
     return sharded(tensors, mesh, tensor_parallel(LLAMA_405B), stages)
 
 
