@@ -7,8 +7,8 @@ conversation. It is a program, and so is rendered in a sandbox, as transformers 
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from penstock.nodes.model.config import token_ids
+from penstock.nodes.model.config import read_json, token_ids
 
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
 # A directory with one of these has a tokenizer, though not one that can be read here.
@@ -57,13 +57,20 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text by itself, without any that mark its beginning or end."""
-        return self._encode(text, special=False)
+        return self._encode(text)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The tokens that a response follows: through the chat template, else with the model's first token if any."""
+    def encode_prompt(self, text: str, *, plain: bool = False) -> list[int]:
+        """The tokens that a response follows: through the chat template, else with the model's first token if any.
+
+        `plain`: what looks like a special token in the text is text; somebody else may have written it.
+        """
         if self.template is None:
-            return self._encode(text, special=True)
-        return self._encode(self.render(text), special=False)
+            return self._encode(text, begins=True, plain=plain)
+        around = self.render(_MARKS[0]).split(_MARKS[0]) if plain else []
+        if len(around) == 2:
+            before, after = map(self._encode, around)
+            return [*before, *self._encode(text, plain=True), *after]
+        return self._encode(self.render(text), plain=plain)
 
     def bound(self, text: str) -> float:
         """Tokens that `encode_prompt` never exceeds, for the price of counting bytes: each token says at least one, but
@@ -87,70 +94,47 @@ class Tokenizer:
         said again. What looks like a special token in the text is text.
         """
         if self.template is None:
-            return self._encode_plain(text)
+            return self._encode(text, plain=True)
         if role not in self._frames:
             self._frames[role] = self._frame(role)
         before, after = self._frames[role]
-        opening = self._encode(before, special=False)
+        opening = self._encode(before)
         opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
-        return [*opening, *self._encode_plain(text), *self._encode(after, special=False)]
+        return [*opening, *self._encode(text, plain=True), *self._encode(after)]
 
     def encode_dialogue(self, texts: Sequence[str]) -> list[int]:
         """The tokens that the model goes on from, where a user and the model have said `texts` in turn, the user first
         and last. What looks like a special token in them is text."""
-        tokens = self._encode_first(texts[0])
+        tokens = self.encode_prompt(texts[0], plain=True)
         for own, reply in zip(texts[1::2], texts[2::2], strict=True):
-            tokens += [*self._encode_plain(own), *self.encode_reply(reply, "user", after_stop=False)]
+            tokens += [*self._encode(own, plain=True), *self.encode_reply(reply, "user", after_stop=False)]
         return tokens
-
-    def _encode_first(self, text: str) -> list[int]:
-        """As `encode_prompt`, of a text that somebody else may have written."""
-        around = [] if self.template is None else self.render(_MARKS[0]).split(_MARKS[0])
-        if len(around) == 2:
-            before, after = (self._encode(words, special=False) for words in around)
-            return [*before, *self._encode_plain(text), *after]
-        self.backend.encode_special_tokens = True
-        try:
-            return self.encode_prompt(text)
-        finally:
-            self.backend.encode_special_tokens = False
 
     def _frame(self, role: str) -> tuple[str, str]:
         """What the chat template writes between the model's turn and the environment's text, and after that."""
         for speaker in dict.fromkeys((role, "user")):
-            messages = [
-                {"role": "user", "content": _MARKS[0]},
-                {"role": "assistant", "content": _MARKS[1]},
-                {"role": speaker, "content": _MARKS[2]},
-            ]
             try:
-                parts = self._render(messages).rpartition(_MARKS[1])[2].split(_MARKS[2])
+                said = self.render(*_MARKS, roles=("user", "assistant", speaker))
             except TokenizerError:
                 continue
+            parts = said.rpartition(_MARKS[1])[2].split(_MARKS[2])
             if len(parts) == 2:
                 return parts[0], parts[1]
         raise TokenizerError(
             f"chat template: given a conversation of two turns, needed one that has a {role!r} or user"
         )
 
-    def _encode_plain(self, text: str) -> list[int]:
-        self.backend.encode_special_tokens = True
-        try:
-            return self._encode(text, special=False)
-        finally:
-            self.backend.encode_special_tokens = False
-
-    def render(self, text: str) -> str:
-        """A user's message in the words of the chat template, up to where the answer begins."""
-        return self._render([{"role": "user", "content": text}])
-
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render(self, *texts: str, roles: Sequence[str] = ("user",)) -> str:
+        """A conversation, by default a user's message, in the words of the chat template, up to where the answer
+        begins. Raises TokenizerError for what the template cannot say."""
         assert self.template is not None
-
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
-            return render(self.template, messages, self.special)
+            return _compiled(self.template).render(messages=messages, add_generation_prompt=True, **self.special)
         except TemplateError as error:
             raise TokenizerError(f"chat template: {error}") from error
+        except Exception as error:  # a template is a program, which may raise what it likes
+            raise TokenizerError(f"chat template: {type(error).__name__}: {error}") from error
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special ones say nothing."""
@@ -174,8 +158,10 @@ class Tokenizer:
             text = json.dumps({"eos_token_id": self.stops}, indent=2) + "\n"
             (folder / "generation_config.json").write_text(text)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        tokens = self.backend.encode(text, add_special_tokens=special).ids
+    def _encode(self, text: str, *, begins: bool = False, plain: bool = False) -> list[int]:
+        """With the tokens that mark a beginning, if it `begins`; `plain`: with no special token for what says one."""
+        self.backend.encode_special_tokens = plain
+        tokens = self.backend.encode(text, add_special_tokens=begins).ids
         if self._unknown is not None and self._unknown in tokens:
             unsaid = next(c for c in text if self._unknown in self.backend.encode(c, add_special_tokens=False).ids)
             raise TokenizerError(f"given {text!r}, needed a text without {unsaid!r}: the tokenizer has no token for it")
@@ -188,7 +174,10 @@ def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
     The end and padding tokens follow. What is not in the alphabet raises an error rather than being left out.
     """
     values = range(256) if alphabet is None else sorted(set(alphabet.encode()))
-    letters = _byte_letters()
+    # The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    letters = [chr(value) if value in printable else chr(next(others)) for value in range(256)]
     vocab = {letters[value]: token for token, value in enumerate(values)}
     special = [EOS, PAD] if alphabet is None else [EOS, PAD, UNKNOWN]
     vocab |= {text: len(vocab) + i for i, text in enumerate(special)}
@@ -212,8 +201,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     config, generation, model = (
         _json(folder / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
     )
+    special: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "pad_token"):
+        # A token's text stands there by itself or as the content of an object.
+        token = said.get("content") if isinstance(said := config.get(key), dict) else said
+        if said:
+            if not isinstance(token, str):
+                raise TokenizerError(f"{folder}: tokenizer_config.json: given {key} {said!r}, needed a text")
+            special[key] = token
     try:
-        special = {key: _content(config, key) for key in ("bos_token", "eos_token", "pad_token") if config.get(key)}
         others, least = (token_ids(found.get("eos_token_id")) for found in (generation, model))
     except ValueError as error:
         raise TokenizerError(f"{folder}: {error}") from error
@@ -233,7 +229,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         given, needed = f"token {tokenizer.vocab_size - 1}", f"tokens below {most}, the vocab_size of config.json"
         raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")
     if tokenizer.template is not None:
-        _try_template(tokenizer, folder)
+        try:
+            said = tokenizer.render(_MARKS[0])
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder}: {error}") from error
+        if _MARKS[0] not in said:
+            needed = "the question in it"
+            raise TokenizerError(f"{folder}: chat template: given {said!r} for every question, needed {needed}")
     return tokenizer
 
 
@@ -263,68 +265,18 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     return template
 
 
-def _try_template(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raises TokenizerError for a template that cannot say a question."""
-    try:
-        said = tokenizer.render(_MARKS[0])
-    except TokenizerError as error:
-        raise TokenizerError(f"{folder}: {error}") from error
-    if _MARKS[0] not in said:
-        raise TokenizerError(f"{folder}: chat template: given {said!r} for every question, needed the question in it")
-
-
 def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: given something that is not JSON ({error}), needed a JSON object") from error
-    if not isinstance(data, dict):
-        raise TokenizerError(f"{path}: given JSON of a {type(data).__name__}, needed an object")
-    return data
-
-
-def _content(config: dict[str, Any], key: str) -> str:
-    """A token's text, which stands there by itself or as the content of an object."""
-    token = config[key].get("content") if isinstance(config[key], dict) else config[key]
-    if not isinstance(token, str):
-        raise ValueError(f"tokenizer_config.json: given {key} {config[key]!r}, needed a text")
-    return token
-
-
-def _byte_letters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(value) if value in printable else chr(next(others)) for value in range(256)]
-
-
-def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
-    """The words of a conversation, up to where the model's next answer begins. Raises TemplateError for what the
-    template cannot say."""
-    try:
-        return _compiled(template).render(messages=messages, add_generation_prompt=True, **special)
-    except TemplateError:
-        raise
-    except Exception as error:  # a template is a program, which may raise what it likes
-        raise TemplateError(f"{type(error).__name__}: {error}") from error
+    return read_json(path, TokenizerError) if path.exists() else {}
 
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    # As chat templates expect it: without HTML escapes.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
     return environment.from_string(template)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """As chat templates expect it: without HTML escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> None:
-    raise TemplateError(message)

@@ -7,7 +7,7 @@ keeps no tokens: it has the conversation as texts, which its own tokenizer encod
 Shapes: N rows, each a conversation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,36 +16,18 @@ from penstock.graph import alternate, node, requires
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Stream
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
+from penstock.nodes.generate.conversation import SampledGroup, SampledRow
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
-from penstock.nodes.model import Llama, torch_dtype
-from penstock.nodes.model.tensor_parallel import LlamaPart
-from penstock.nodes.open_model import check_decoding, same_words, weights_spec
+from penstock.nodes.open_model import same_words
 from penstock.nodes.option_checks import count, not_negative, positive, share
-from penstock.nodes.parallel.mesh import Ranks
 
 
 def make_engine(
-    context: Context,
-    *,
-    samples: int = 8,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    measures: bool = True,
+    context: Context, *, samples: int = 8, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Engine:
-    """An engine for the model whose weights `behaviour` is, or for this rank's part of it.
-
-    It reads no weights: they come with the firings.
-    """
-    if samples < 1 or context.slots < 1:
-        raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
-    spec, ranks = weights_spec(context), Ranks.of(context)
-    check_decoding(spec.config, ranks.mesh)
-    kind = spec.config, torch_dtype(context.dtype), context.device
-    model = Llama(*kind) if ranks.count == 1 else LlamaPart(*kind, ranks.count, ranks.rank)
-    return Engine(model, spec.tokenizer, context, Sampler(temperature, top_k, top_p), samples, measures=measures)
+    return Engine(context, Sampler(temperature, top_k, top_p), samples)
 
 
 @requires(room, same_words, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), scorable)
@@ -125,58 +107,47 @@ def as_said(prompt: str, response: str, answer: str) -> str:
     return response
 
 
-class Replier:
-    """State of `reply`: a `Stream` on an engine of one sample."""
+class Replier(Engine):
+    """State of `reply`: an engine of one sample, whose rows are conversations as the other side sees them."""
 
     def __init__(
         self,
-        engine: Engine,
+        context: Context,
+        sampler: Sampler,
         ask: Ask,
         over: Callable[[str], bool] | None,
         reward: Callable[[str], float] | None,
         role: str,
     ) -> None:
-        self.engine, self.ask, self.over, self.reward, self.role = engine, ask, over, reward, role
-        self.asked: dict[Any, tuple[list[list[int] | None], Replies | None]] = {}
+        super().__init__(context, sampler)
+        self.ask, self.over, self.reward, self.role = ask, over, reward, role
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Answer the newest turn of each row that is not over; `earlier` is what was said in the turn before."""
         rollouts, earlier = inputs["rollouts"], inputs.get("earlier")
-        tokens = [self._heard(rollouts, earlier, row) for row in range(len(rollouts))]
-        self.asked[tag] = tokens, earlier
+        rows = [self._heard(rollouts, earlier, row) for row in range(len(rollouts))]
         prompts = Prompts(rollouts.ordinals, rollouts.prompts, rollouts.answers)
-        self.engine.go_on_from(tag, prompts, tokens, inputs["behaviour"])
+        self.enqueue(SampledGroup(tag, prompts, 1, rows, earlier), 1, inputs["behaviour"])
 
-    def step(self) -> Sequence[tuple[Any, tuple[Replies, Metrics]]]:
-        return [(tag, self._replies(tag, made, metrics)) for tag, (made, metrics) in self.engine.step()]
-
-    def busy(self) -> bool:
-        return self.engine.busy()
-
-    def reset(self) -> None:
-        self.asked.clear()
-        self.engine.reset()
-
-    def release(self) -> None:
-        self.engine.release()
-
-    def _heard(self, rollouts: Rollouts, earlier: Replies | None, row: int) -> list[int] | None:
-        """The conversation of a row as this side sees it; None for one that is over."""
+    def _heard(self, rollouts: Rollouts, earlier: Replies | None, row: int) -> SampledRow:
+        """The conversation of a row as this side sees it; one that is over is not open, and its text is empty."""
         first, *others = transcript = rollouts.transcripts[row]
         # Where the other side has outgrown its room, it has not gone on: its transcript does not end with our reply and
         # its answer.
-        if earlier is not None and (earlier.done_N[row] or transcript[-2:-1] != [earlier.texts[row]]):
-            return None
-        opening = self.ask(rollouts.prompts[row], first, rollouts.answers[row])
-        tokens = self.engine.tokenizer.encode_dialogue([opening, *others])
-        return tokens if 0 < len(tokens) <= self.engine.max_prefix else None
+        if earlier is None or not (earlier.done_N[row] or transcript[-2:-1] != [earlier.texts[row]]):
+            opening = self.ask(rollouts.prompts[row], first, rollouts.answers[row])
+            tokens = self.tokenizer.encode_dialogue([opening, *others])
+            if 0 < len(tokens) <= self.max_prefix:
+                return SampledRow(tokens)
+        return SampledRow([0], transcript=[""], open=False)
 
-    def _replies(self, tag: Any, made: Rollouts, metrics: Metrics) -> tuple[Replies, Metrics]:
+    def result(self, group: SampledGroup) -> tuple[Replies, Metrics]:
         """The replies of a turn. A row that is not answered keeps its last reply, and the reward of that."""
-        tokens, earlier = self.asked.pop(tag)
-        answered = [own is not None for own in tokens]
-        kept = made.texts if earlier is None else earlier.texts
-        texts = [new if now else old for new, old, now in zip(made.texts, kept, answered, strict=True)]
+        # Nothing is learnt from what it says: how far its log-probabilities are from a trainer's does not matter.
+        made, earlier = group.rollouts(self.tokenizer, self.sampler).texts, group.earlier
+        answered = [row.open for row in group.rows]
+        kept = made if earlier is None else earlier.texts
+        texts = tuple(new if now else old for new, old, now in zip(made, kept, answered, strict=True))
         done = [
             not (now and text) or (self.over is not None and bool(self.over(text)))
             for text, now in zip(texts, answered, strict=True)
@@ -187,8 +158,9 @@ class Replier:
             rewards_N = torch.zeros(len(texts)) if before_N is None else before_N.clone()
             for row in (row for row, now in enumerate(answered) if now):
                 rewards_N[row] = float(self.reward(texts[row]))
-        replies = Replies(tuple(texts), (self.role,) * len(texts), torch.tensor(done), rewards_N)
-        return replies, {"reply_length": metrics["response_length"], "answered": sum(answered) / len(answered)}
+        replies = Replies(texts, (self.role,) * len(texts), torch.tensor(done), rewards_N)
+        figures = {"reply_length": group.metrics()["response_length"], "answered": sum(answered) / len(answered)}
+        return replies, figures
 
 
 def make_replier(
@@ -202,10 +174,7 @@ def make_replier(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> Replier:
-    """A `Replier` for the model whose weights `behaviour` is."""
-    # Nothing is learnt from what it says: how far its log-probabilities are from a trainer's does not matter.
-    engine = make_engine(context, samples=1, temperature=temperature, top_k=top_k, top_p=top_p, measures=False)
-    return Replier(engine, ask, over, reward, role)
+    return Replier(context, Sampler(temperature, top_k, top_p), ask, over, reward, role)
 
 
 @requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))

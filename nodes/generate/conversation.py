@@ -7,11 +7,14 @@ Shapes: N rows (the samples of each prompt, one prompt after the other), S token
 response.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from penstock.graph.types import Metrics, Prompts, Replies, Rollouts
 from penstock.nodes.generate.sampling import Sampler
@@ -72,29 +75,17 @@ class SampledRow:
         """The tokens that the model goes on from."""
         return [*self.prompt, *self.before.tokens.tolist()]
 
-    def texts(self, tokenizer: Tokenizer) -> list[str]:
-        """The texts of all turns; the newest one's without the token that ended it."""
-        if self.said is None:
-            return self.transcript
-        tokens = self.said.tokens[: len(self.said.tokens) - self.said.finished]
-        return [*self.transcript, tokenizer.decode(tokens.tolist())]
-
 
 @dataclass
 class SampledGroup:
     """A firing of `generate` in work: `samples` rows for each of its prompts. A firing has one prompt, unless a caller
-    has joined several."""
+    has joined several. Of a firing of `reply`, `earlier` is what it said in the turn before."""
 
     tag: Any
     prompts: Prompts
     samples: int
     rows: list[SampledRow]
-
-    @staticmethod
-    def begin(tag: Any, prompts: Prompts, samples: int, tokenizer: Tokenizer) -> "SampledGroup":
-        """The first turn."""
-        encoded = [tokenizer.encode_prompt(text) for text in prompts.texts]
-        return SampledGroup(tag, prompts, samples, [SampledRow(prompt) for prompt in encoded for _ in range(samples)])
+    earlier: Replies | None = None
 
     @staticmethod
     def go_on(
@@ -168,31 +159,25 @@ class SampledGroup:
     def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:
         """The whole conversations, with the turns before this one. `sampler` has sampled all of them."""
         wholes = [row.before if row.said is None else row.before.then(row.said) for row in self.rows]
-        lengths = np.array([len(whole.tokens) for whole in wholes])
-        prompt_lengths = np.array([len(row.prompt) for row in self.rows])
-        tokens_NS = np.zeros((len(wholes), int((prompt_lengths + lengths).max())), dtype=np.int64)
-        logprobs_NT = np.zeros((len(wholes), int(lengths.max())), dtype=np.float32)
-        versions_NT = np.zeros(logprobs_NT.shape, dtype=np.int64)
-        for index, (row, whole) in enumerate(zip(self.rows, wholes, strict=True)):
-            begin, length = len(row.prompt), len(whole.tokens)
-            tokens_NS[index, :begin] = row.prompt
-            tokens_NS[index, begin : begin + length] = whole.tokens
-            logprobs_NT[index, :length] = whole.logprobs
-            versions_NT[index, :length] = whole.versions
-        transcripts = tuple(row.texts(tokenizer) for row in self.rows)
+        tokens = [np.concatenate([row.prompt, whole.tokens]) for row, whole in zip(self.rows, wholes, strict=True)]
+        transcripts = []
+        for row in self.rows:
+            # The text of the newest turn is without the token that ended it.
+            said = [] if row.said is None else [row.said.tokens[: len(row.said.tokens) - row.said.finished].tolist()]
+            transcripts.append([*row.transcript, *map(tokenizer.decode, said)])
         of_row = [index for index in range(len(self.prompts.texts)) for _ in range(self.samples)]
         return Rollouts(
             ordinals=tuple(self.prompts.ordinals[index] for index in of_row),
             prompts=tuple(self.prompts.texts[index] for index in of_row),
             answers=tuple(self.prompts.answers[index] for index in of_row),
             texts=tuple(transcript[-1] for transcript in transcripts),
-            tokens_NS=torch.from_numpy(tokens_NS),
-            prompt_lengths_N=torch.from_numpy(prompt_lengths),
-            response_lengths_N=torch.from_numpy(lengths),
-            logprobs_NT=torch.from_numpy(logprobs_NT),
-            versions_NT=torch.from_numpy(versions_NT),
+            tokens_NS=_padded(tokens),
+            prompt_lengths_N=torch.tensor([len(row.prompt) for row in self.rows]),
+            response_lengths_N=torch.tensor([len(whole.tokens) for whole in wholes]),
+            logprobs_NT=_padded([whole.logprobs for whole in wholes]),
+            versions_NT=_padded([whole.versions for whole in wholes]),
             finished_N=torch.tensor([whole.finished for whole in wholes]),
-            transcripts=transcripts,
+            transcripts=tuple(transcripts),
             turn_rewards=tuple(row.rewards for row in self.rows),
             temperature_N=torch.full((len(wholes),), sampler.temperature),
             cut_N=torch.full((len(wholes),), sampler.cuts),
@@ -216,3 +201,8 @@ class SampledGroup:
         if any(row.transcript for row in self.rows):
             metrics["outgrown"] = sum(row.outgrown > 0 for row in self.rows) / len(self.rows)
         return metrics
+
+
+def _padded(rows: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    """Rows of different lengths, filled up with zeros."""
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)

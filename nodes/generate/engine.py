@@ -21,20 +21,24 @@ import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.graph.types import Context, Metrics, NodeWarning, Prompts, Rollouts, Weights
-from penstock.nodes.generate.conversation import EMPTY, Response, SampledGroup, SampledRow
-from penstock.nodes.generate.kv_cache import DecodeMemory, MemoryPlan, Prefix, cache_length, needed_prompt
+from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weights
+from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow
+from penstock.nodes.generate.kv_cache import DecodeMemory, Prefix, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
-from penstock.nodes.model import Llama
+from penstock.nodes.model import Llama, torch_dtype
 from penstock.nodes.model.hf import point_at
-from penstock.nodes.tokenizer import Tokenizer
+from penstock.nodes.model.tensor_parallel import LlamaPart
+from penstock.nodes.open_model import check_decoding, weights_spec
+from penstock.nodes.parallel.mesh import Ranks
+
+Holder = tuple[SampledGroup, SampledRow]
 
 # Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
 ROW_TILE = 16
@@ -74,41 +78,35 @@ class Staged:
 
 
 class Engine:
-    """State of the node `generate`: a `Stream`. Its memory on the device is taken at the first step.
+    """State of the node `generate`: a `Stream`, for the model whose weights `behaviour` is, or for this rank's part of
+    it. It reads no weights: they come with the firings. Its memory on the device is taken at the first step.
 
-    With `measures` it compares its log-probabilities with the trainer's once per batch. Raises ValueError if the device
-    has too little memory left.
+    Raises ValueError if the device has too little memory left.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        tokenizer: Tokenizer,
-        context: Context,
-        sampler: Sampler,
-        samples: int,
-        *,
-        measures: bool = True,
-    ) -> None:
-        self.model, self.tokenizer, self.context = model.requires_grad_(False), tokenizer, context
+    def __init__(self, context: Context, sampler: Sampler, samples: int = 1) -> None:
+        if samples < 1 or context.slots < 1:
+            raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
+        spec, ranks = weights_spec(context), Ranks.of(context)
+        check_decoding(spec.config, ranks.mesh)
+        kind = spec.config, torch_dtype(context.dtype), context.device
+        model = Llama(*kind) if ranks.count == 1 else LlamaPart(*kind, ranks.count, ranks.rank)
+        self.model, self.tokenizer, self.context = model.requires_grad_(False), spec.tokenizer, context
         self.sampler, self.samples = sampler, samples
-        self.length = cache_length(model.config.max_position_embeddings, context)
-        num_slots, dtype = -(-context.slots // ROW_TILE) * ROW_TILE, model.dtype
-        self.plan = MemoryPlan(
-            model.attention_config, num_slots, self.length, context.max_tokens, dtype, context.device
-        )
-        self.plan.check()
+        self.length = cache_length(spec.config.max_position_embeddings, context)
+        num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
+        self.size = model.attention_config, num_slots, self.length, context.max_tokens, model.dtype, context.device
+        DecodeMemory.check(*self.size)
         self.memory: DecodeMemory | None = None
-        stops = np.zeros(model.config.vocab_size, dtype=bool)
-        stops[list(tokenizer.stops)] = True
-        self.slots: EngineSlots[tuple[SampledGroup, SampledRow]] = EngineSlots(num_slots, context.max_tokens, stops)
+        stops = np.zeros(spec.config.vocab_size, dtype=bool)
+        stops[list(spec.tokenizer.stops)] = True
+        self.slots = EngineSlots(num_slots, context.max_tokens, stops)
         self.queue: deque[Request] = deque()
         self.settled: list[SampledGroup] = []
         self.warned = False
         self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
         self.version, self.unmeasured = -1, False
-        self.measures = measures
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
@@ -120,12 +118,14 @@ class Engine:
         conversation, replies = inputs.get("conversation"), inputs.get("replies")
         needed = needed_prompt(self.length, self.context)
         if conversation is None or replies is None:
-            group = SampledGroup.begin(tag, prompts, self.samples, self.tokenizer)
+            encoded = [self.tokenizer.encode_prompt(text) for text in prompts.texts]
+            rows = [SampledRow(tokens) for tokens in encoded for _ in range(self.samples)]
+            group = SampledGroup(tag, prompts, self.samples, rows)
             for ordinal, row in zip(prompts.ordinals, group.rows[:: self.samples], strict=True):
                 if not 0 < len(row.prompt) <= self.max_prefix:
                     given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
                     raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
-            self._enqueue(group, self.samples, inputs["behaviour"])
+            self.enqueue(group, self.samples, inputs["behaviour"])
             return
         _check_settings(conversation, self.sampler)
         group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
@@ -138,17 +138,9 @@ class Engine:
                 "counts such rows)"
             )
             warnings.warn(message, OutgrownWarning, stacklevel=2)
-        self._enqueue(group, 1, inputs["behaviour"])
+        self.enqueue(group, 1, inputs["behaviour"])
 
-    def go_on_from(
-        self, tag: Any, prompts: Prompts, tokens: Sequence[Sequence[int] | None], behaviour: Weights
-    ) -> None:
-        """Queue one row for each of the prompts, which goes on from these tokens of its own, at most `max_prefix` of
-        them. None is for a row that says nothing: its text will be empty."""
-        rows = [SampledRow([0], EMPTY, [""], open=False) if own is None else SampledRow(list(own)) for own in tokens]
-        self._enqueue(SampledGroup(tag, prompts, 1, rows), 1, behaviour)
-
-    def _enqueue(self, group: SampledGroup, step: int, behaviour: Weights) -> None:
+    def enqueue(self, group: SampledGroup, step: int, behaviour: Weights) -> None:
         """Queue the open rows of a group, `step` neighbours with the same tokens in one request."""
         self.behaviour = behaviour
         for index in range(0, len(group.rows), step):
@@ -172,9 +164,9 @@ class Engine:
         """Give up the memory on the device until there is something to sample again."""
         self.memory = None
 
-    def step(self) -> Sequence[tuple[Any, tuple[Rollouts, Metrics]]]:
+    def step(self) -> Sequence[tuple[Any, Any]]:
         """One token for each live slot; the groups that are finished with it, or had nothing left to sample."""
-        finished = [(group.tag, self._result(group)) for group in self.settled]
+        finished = [(group.tag, self.result(group)) for group in self.settled]
         self.settled.clear()
         if not self.busy():
             return finished
@@ -185,11 +177,11 @@ class Engine:
             if self.staged:
                 self.queue.extendleft(request for _, request in reversed(self.staged.requests))
                 self.staged = None
-        memory = self.memory = self.memory or self.plan.take()
+        memory = self.memory = self.memory or DecodeMemory(*self.size)
         with torch.inference_mode():
             if self.slots.live.any():
                 memory.logits_SV = self._decode(memory)
-            while self.slots.any_free and (self.staged or self.queue):
+            while self.slots.free and (self.staged or self.queue):
                 self.staged = self.staged or self._stage()
                 self._place(self.staged, memory)
             # All slots, used or not: a row's bits must not depend on how many there are.
@@ -199,7 +191,7 @@ class Engine:
         for (group, row), response in self.slots.release():
             row.said = response
             if group.complete:
-                finished.append((group.tag, self._result(group)))
+                finished.append((group.tag, self.result(group)))
         return finished
 
     def _decode(self, memory: DecodeMemory) -> Tensor:
@@ -239,7 +231,7 @@ class Engine:
     def _place(self, staged: Staged, memory: DecodeMemory) -> None:
         """Give free slots to samples of staged prompts, in order."""
         slots, rows, keys = [], [], []
-        while self.slots.any_free and staged.requests:
+        while self.slots.free and staged.requests:
             row, request = staged.requests[0]
             holder = request.group, request.group.rows[request.rows[request.placed]]
             slots.append(self.slots.take(holder, len(request.tokens)))
@@ -263,10 +255,11 @@ class Engine:
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.context.device)
 
-    def _result(self, group: SampledGroup) -> tuple[Rollouts, Metrics]:
+    def result(self, group: SampledGroup) -> Any:
+        """The outputs of the firing that a complete group is."""
         rollouts, metrics = group.rollouts(self.tokenizer, self.sampler), group.metrics()
         # Greedy and cut samples have log-probabilities that the trainer's cannot equal.
-        comparable = self.measures and self.sampler.temperature > 0 and not self.sampler.cuts
+        comparable = self.sampler.temperature > 0 and not self.sampler.cuts
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False
@@ -279,21 +272,18 @@ class Engine:
         return self.length - self.context.max_tokens
 
 
-H = TypeVar("H")
+class EngineSlots:
+    """Which row of which group holds which slot, and what was sampled in it.
 
-
-class EngineSlots(Generic[H]):
-    """Which sample holds which slot, and what was sampled in it.
-
-    `positions` is where each slot's newest token stands in its conversation; `live` says which slots are held. The
-    columns of what was sampled are steps, modulo `max_tokens`, the bound on a response's length.
+    `free` lists the free slots, and `live` says which are held. `positions` is where each slot's newest token stands in
+    its conversation. The columns of what was sampled are steps, modulo `max_tokens`, the bound on a response's length.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
         self.max_tokens, self.stops, self.now = max_tokens, stops, 0
         self.live = np.zeros(num_slots, dtype=bool)
         self.positions, self._begun = (np.zeros(num_slots, dtype=np.int64) for _ in range(2))
-        self._holders: dict[int, H] = {}
+        self._holders: dict[int, Holder] = {}
         self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int64)
         self._logprobs = np.zeros((num_slots, max_tokens), dtype=np.float32)
         self._versions = np.zeros(max_tokens, dtype=np.int64)
@@ -304,14 +294,7 @@ class EngineSlots(Generic[H]):
         self.live[:] = False
         self._holders.clear()
         # The last is taken first: slots are given out from 0 on.
-        self._free = list(range(len(self)))[::-1]
-
-    def __len__(self) -> int:
-        return len(self.live)
-
-    @property
-    def any_free(self) -> bool:
-        return bool(self._free)
+        self.free = list(range(len(self.live)))[::-1]
 
     @property
     def column(self) -> int:
@@ -322,9 +305,9 @@ class EngineSlots(Generic[H]):
         """One more than the farthest position of a live slot."""
         return int(self.positions[self.live].max()) + 1
 
-    def take(self, holder: H, position: int) -> int:
+    def take(self, holder: Holder, position: int) -> int:
         """Give a free slot to `holder`, whose first token this step samples for `position`; returns the slot."""
-        slot = self._free.pop()
+        slot = self.free.pop()
         self._holders[slot] = holder
         self.live[slot], self.positions[slot], self._begun[slot] = True, position, self.now
         return slot
@@ -337,7 +320,7 @@ class EngineSlots(Generic[H]):
         if not np.isfinite(logprobs[self.live]).all():
             raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
 
-    def release(self) -> list[tuple[H, Response]]:
+    def release(self) -> list[tuple[Holder, Response]]:
         """End the step: free the slots whose responses ended with it, by a stop token or at the bound."""
         stopped = self.stops[self._tokens[:, self.column]]
         slots = np.flatnonzero(self.live & (stopped | (self.now - self._begun == self.max_tokens - 1)))
@@ -348,7 +331,7 @@ class EngineSlots(Generic[H]):
         for row, (slot, n) in enumerate(zip(slots.tolist(), lengths, strict=True)):
             response = Response(tokens[row, :n], logprobs[row, :n], versions[row, :n], bool(stopped[slot]))
             ended.append((self._holders.pop(slot), response))
-            self._free.append(slot)
+            self.free.append(slot)
         self.live[slots] = False
         self.now += 1
         return ended

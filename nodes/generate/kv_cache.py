@@ -9,7 +9,6 @@ heads, N the query heads of each.
 """
 
 import math
-from dataclasses import dataclass
 from heapq import nlargest
 
 import psutil
@@ -131,68 +130,41 @@ class Prefix:
         return attend_causal(layer, q_RPHK, k_RPGK, v_RPGK)
 
 
-@dataclass
 class DecodeMemory:
-    """What a generator keeps on its device: the cache of all slots, and the tensors of a step.
+    """What a generator keeps on its device: the cache of all slots, and the tensors of a step, as zeros.
 
     `tokens_S` were sampled last, the next ones are from `logits_SV`, and `uniform_TS` are the draws of whole responses.
+    A slot has `length` positions, `max_tokens` of them for a response. Raises ValueError as `check` does: weights have
+    come since it was asked.
     """
 
-    cache: Cache
-    tokens_S: Tensor
-    logits_SV: Tensor
-    uniform_TS: Tensor
+    def __init__(
+        self, config: ModelConfig, slots: int, length: int, max_tokens: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self.check(config, slots, length, max_tokens, dtype, device)
+        self.cache = Cache(config, slots, length, dtype, device)
+        self.tokens_S = torch.zeros(slots, dtype=torch.long, device=device)
+        self.logits_SV = torch.zeros(slots, config.vocab_size, dtype=dtype, device=device)
+        self.uniform_TS = torch.zeros(max_tokens, slots, dtype=torch.float64, device=device)
 
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The size of a generator's memory, known before it is taken: `length` positions for each slot, `max_tokens` of
-    them for a response."""
-
-    config: ModelConfig
-    slots: int
-    length: int
-    max_tokens: int
-    dtype: torch.dtype
-    device: str
-
-    @property
-    def cache_bytes(self) -> int:
-        """Keys and values of every layer, for every position of every slot."""
-        entries = self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim
-        return 2 * entries * self.length * self.slots * stored_dtype(self.dtype, self.device).itemsize
-
-    def check(self) -> None:
+    @staticmethod
+    def check(config: ModelConfig, slots: int, length: int, max_tokens: int, dtype: torch.dtype, device: str) -> None:
         """Raises ValueError if the device has less memory left than the cache takes."""
-        taken, available = self.cache_bytes, available_bytes(self.device)
+        entries = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        taken = 2 * entries * length * slots * stored_dtype(dtype, device).itemsize
+        if torch.device(device).type == "cuda":
+            # What torch holds and has not given out counts as taken for the driver.
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            available = torch.cuda.mem_get_info(device)[0] + unused
+        else:
+            available = psutil.virtual_memory().available
         if taken > available:
             raise ValueError(
-                f"generate: given {self.slots} slots of {self.length} positions, whose keys and values take "
-                f"{taken} bytes ({taken / 2**30:.1f} GiB), needed at most the {available} bytes "
-                f"({available / 2**30:.1f} GiB) that {self.device} has left: give fewer --slots or fewer --max-tokens, "
-                f"or the program an option max_prompt (tokens of the longest prompt) below "
-                f"{self.length - self.max_tokens}"
+                f"generate: given {slots} slots of {length} positions, whose keys and values take {taken} bytes "
+                f"({taken / 2**30:.1f} GiB), needed at most the {available} bytes ({available / 2**30:.1f} GiB) that "
+                f"{device} has left: give fewer --slots or fewer --max-tokens, or the program an option max_prompt "
+                f"(tokens of the longest prompt) below {length - max_tokens}"
             )
-
-    def take(self) -> DecodeMemory:
-        """All of it, as zeros. Raises ValueError as `check` does: weights have come since it was asked."""
-        self.check()
-        zeros = torch.zeros
-        return DecodeMemory(
-            Cache(self.config, self.slots, self.length, self.dtype, self.device),
-            tokens_S=zeros(self.slots, dtype=torch.long, device=self.device),
-            logits_SV=zeros(self.slots, self.config.vocab_size, dtype=self.dtype, device=self.device),
-            uniform_TS=zeros(self.max_tokens, self.slots, dtype=torch.float64, device=self.device),
-        )
-
-
-def available_bytes(device: str) -> int:
-    """Memory that this process could still take on a device."""
-    if torch.device(device).type == "cuda":
-        # What torch holds and has not given out counts as taken for the driver.
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return int(psutil.virtual_memory().available)
 
 
 # Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the

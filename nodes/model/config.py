@@ -1,9 +1,11 @@
 """What a model looks like: a frozen value, read from and written to Hugging Face's `config.json`."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 # Supported values of `model_type`.
@@ -16,6 +18,19 @@ _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 class ModelError(ValueError):
     """A model directory cannot be used: what was given, what is needed, and where."""
+
+
+def read_json(path: Path, error: type[ValueError] = ModelError) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises `error`, with the file's name, for anything else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from fault
+    except ValueError as fault:
+        raise error(f"{path}: given something that is not JSON ({fault}), needed a JSON object") from fault
+    if not isinstance(data, dict):
+        raise error(f"{path}: given JSON of a {type(data).__name__}, needed an object")
+    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.nodes.model.config import ModelConfig, ModelError
+from penstock.nodes.model.config import ModelConfig, ModelError, read_json
 from penstock.nodes.model.llama import Decoder, Scorer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -26,19 +26,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ModelError(f"given dtype {name!r}, needed one of: {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def read_json(path: Path, error: type[ValueError] = ModelError) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises `error`, with the file's name, for anything else."""
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from fault
-    except ValueError as fault:
-        raise error(f"{path}: given something that is not JSON ({fault}), needed a JSON object") from fault
-    if not isinstance(data, dict):
-        raise error(f"{path}: given JSON of a {type(data).__name__}, needed an object")
-    return data
 
 
 def read_config(folder: str | Path) -> ModelConfig:

@@ -5,13 +5,13 @@ Over "dp" and "fsdp" ranks work on micro-batches of their own; over "fsdp" the w
 replicated. Over "tp" ranks share each micro-batch, and cut the matrices; over "pp" each has some of the layers.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
@@ -102,61 +102,35 @@ def assign(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-# (name, dtype, shape) of each tensor of a result; "" is the name of one that is no mapping's.
-Form = list[tuple[str, str, list[int]]]
-
-
 def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
     """[rank][i]: result i of each rank of the default group; ranks may have different numbers of them.
 
-    A result is a floating-point tensor, a mapping of such by name, or None. Raises TypeError for another.
+    A result is a tensor, a mapping of tensors by name, or None.
     """
-    # JSON and tensors only, so that nothing is pickled. All numbers travel as float64, which holds those of every
-    # floating type exactly.
-    leaves = [_leaves(result) for result in results]
-    forms = [
-        None if each is None else [(name, str(leaf.dtype), list(leaf.shape)) for name, leaf in each.items()]
-        for each in leaves
-    ]
-    parts = [leaf.detach().double().reshape(-1) for each in leaves if each is not None for leaf in each.values()]
-    own = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *parts])
-    heads = _all_gather(torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8).to(device))
-    values = _all_gather(own)
-    return [_rebuilt(json.loads(bytes(head.tolist())), value) for head, value in zip(heads, values, strict=True)]
-
-
-def _all_gather(own: Tensor) -> list[Tensor]:
-    """The vectors of all ranks, whatever their lengths."""
-    length = torch.tensor([len(own)], device=own.device)
+    # As safetensors, so that nothing is pickled. A name is the result's number and the name within a mapping.
+    leaves = {"": torch.tensor(len(results))}
+    for index, result in enumerate(results):
+        named = result if isinstance(result, Mapping) else {} if result is None else {"": result}
+        leaves |= {f"{index} {name}": leaf.detach().clone().contiguous() for name, leaf in named.items()}
+    own = torch.frombuffer(bytearray(save(leaves)), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(own)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
-    # `all_gather` takes equal lengths only: shorter vectors are padded, and cut again.
+    # `all_gather` takes equal lengths only: shorter vectors are padded, and what stands behind them is cut off.
     longest = max(int(each) for each in lengths)
     every = [own.new_empty(longest) for _ in lengths]
     dist.all_gather(every, torch.nn.functional.pad(own, (0, longest - len(own))))
-    return [each[: int(length)] for each, length in zip(every, lengths, strict=True)]
+    return [_rebuilt(each[: int(n)], device) for each, n in zip(every, lengths, strict=True)]
 
 
-def _leaves(result: Any) -> dict[str, Tensor] | None:
-    if result is None:
-        return None
-    leaves = dict(result) if isinstance(result, Mapping) else {"": result}
-    for leaf in leaves.values():
-        if not isinstance(leaf, Tensor) or str(leaf.dtype) not in _DTYPES:
-            given = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(f"result of a micro-batch: given {given}, needed a tensor of {', '.join(_DTYPES)}")
-    return leaves
-
-
-def _rebuilt(forms: Sequence[Form | None], values: Tensor) -> list[Any]:
-    """The results of one rank from their forms and all their numbers."""
-    found: list[Any] = []
-    for form in forms:
-        leaves = {}
-        for name, dtype, shape in form or ():
-            count = torch.Size(shape).numel()
-            leaves[name] = values[:count].view(shape).to(_DTYPES[dtype])
-            values = values[count:]
-        found.append(None if form is None else leaves.get("", leaves))
+def _rebuilt(saved: Tensor, device: torch.device) -> list[Any]:
+    """The results of one rank."""
+    leaves = load(saved.numpy(force=True).tobytes())
+    found: list[Any] = [None] * int(leaves.pop(""))
+    for place, leaf in leaves.items():
+        index, _, name = place.partition(" ")
+        if name:
+            found[int(index)] = {**(found[int(index)] or {}), name: leaf.to(device)}
+        else:
+            found[int(index)] = leaf.to(device)
     return found

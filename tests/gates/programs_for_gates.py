@@ -12,8 +12,9 @@ from penstock.graph import broadcast, node, program
 from penstock.graph.types import Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakeError, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
-from penstock.nodes.generate import generate, make_engine
+from penstock.nodes.generate import generate
 from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
 
@@ -146,8 +147,7 @@ class FaultyEngine(Engine):
 
 
 def make_faulty_engine(context: Context, *, samples: int, bad: int) -> FaultyEngine:
-    real = make_engine(context, samples=samples)
-    engine = FaultyEngine(real.model, real.tokenizer, context, real.sampler, samples)
+    engine = FaultyEngine(context, Sampler(), samples)
     engine.bad = bad
     return engine
 

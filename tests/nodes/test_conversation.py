@@ -391,7 +391,6 @@ def answered(
     )
     assert isinstance(replies, Replies)
     assert not replier.busy()
-    assert not replier.asked
     return replies
 
 
@@ -468,7 +467,7 @@ def test_options_must_be_those_of_its_state() -> None:
 
 def test_a_model_that_says_nothing_ends_its_conversation() -> None:
     replier = make_replier(CONTEXT)
-    replier.engine.slots.stops[:] = True
+    replier.slots.stops[:] = True
     _, replies, _ = reply.fn(replier, rollouts(["1"], ["2"]), reply_weights())
     assert isinstance(replies, Replies)
     stopped = [len(text) == 0 for text in replies.texts]

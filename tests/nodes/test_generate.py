@@ -1,11 +1,12 @@
 """Responses are a function of weights, key and slots alone: not of neighbours, slots, order or timing."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,8 @@ from penstock.nodes.fake import (
     fake_update,
 )
 from penstock.nodes.generate import generate, make_engine
-from penstock.nodes.generate.engine import Engine, EngineSlots
-from penstock.nodes.generate.kv_cache import Cache, MemoryPlan, Prefix, available_bytes, block_bounds
+from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.kv_cache import Cache, DecodeMemory, Prefix, block_bounds
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
@@ -411,79 +412,6 @@ def test_an_engine_that_has_released_its_memory_samples_the_same(context: Contex
         assert released.memory is None
 
 
-STOP = 9
-
-
-def make(num_slots: int = 3, max_tokens: int = 4) -> EngineSlots[str]:
-    stops = np.zeros(10, dtype=bool)
-    stops[STOP] = True
-    return EngineSlots(num_slots, max_tokens, stops)
-
-
-def step(slots: EngineSlots[str], tokens: list[int], version: int = 0) -> dict[str, tuple[list[int], list[int], bool]]:
-    """One step that samples these tokens, with their tenths as log-probabilities; what ended with it."""
-    slots.record(np.array(tokens), (np.array(tokens) / 10).astype(np.float32), version)
-    ended = {}
-    for holder, response in slots.release():
-        assert response.logprobs.tolist() == (response.tokens / 10).astype(np.float32).tolist()
-        ended[holder] = (response.tokens.tolist(), response.versions.tolist(), response.finished)
-    return ended
-
-
-def test_a_slot_is_given_up_at_a_stop_token_or_at_the_bound() -> None:
-    slots = make()
-    assert [slots.take("a", 5), slots.take("b", 6)] == [0, 1]
-    assert step(slots, [1, 2, STOP]) == {}
-    assert step(slots, [STOP, 3, STOP], version=1) == {"a": ([1, STOP], [0, 1], True)}
-    assert slots.live.tolist() == [False, True, False]
-    assert step(slots, [STOP, 4, 0], version=1) == {}
-    assert step(slots, [0, 5, 0], version=2) == {"b": ([2, 3, 4, 5], [0, 1, 1, 2], False)}
-
-
-def test_a_slot_taken_again_holds_nothing_of_its_last_holder() -> None:
-    slots = make(num_slots=1)
-    slots.take("a", 0)
-    step(slots, [1])
-    assert "a" in step(slots, [STOP])
-    for start in range(6):  # whatever column the response begins at
-        slots.take(f"b{start}", 0)
-        assert step(slots, [2], start) == {}
-        assert step(slots, [3], start) == {}
-        assert step(slots, [STOP], start) == {f"b{start}": ([2, 3, STOP], [start] * 3, True)}
-
-
-def test_cleared_slots_are_free_and_end_nothing() -> None:
-    slots = make()
-    slots.take("a", 5)
-    slots.take("b", 6)
-    step(slots, [1, 2, 3])
-    slots.clear()
-    assert not slots.live.any()
-    assert step(slots, [STOP, STOP, STOP]) == {}
-    assert [slots.take(holder, 0) for holder in "cde"] == [0, 1, 2]
-    assert not slots.any_free
-    assert step(slots, [4, STOP, 5]) == {"d": ([STOP], [0], True)}
-
-
-def test_reach_is_that_of_live_slots() -> None:
-    slots = make()
-    slots.take("a", 40)
-    slots.take("b", 7)
-    assert slots.reach == 41
-    step(slots, [STOP, 1, 1])
-    assert slots.reach == 8
-    assert slots.any_free
-
-
-def test_a_probability_that_is_no_number_is_an_error_in_a_held_slot_alone() -> None:
-    slots = make(num_slots=2)
-    slots.take("a", 0)
-    nan = np.array([0.0, np.nan], dtype=np.float32)
-    slots.record(np.array([1, 1]), nan, 3)
-    with pytest.raises(FloatingPointError, match="weights of version 3"):
-        slots.record(np.array([1, 1]), nan[::-1], 3)
-
-
 # The cache attends in blocks whose number changes no row; what it takes is known before any of it is taken.
 
 
@@ -555,39 +483,20 @@ def test_decoding_on_a_cache_equals_the_whole_forward(dtype: torch.dtype) -> Non
             assert error_SD.mean() < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-SMALL = ModelConfig(40, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-
-
-def room(slots: int, dtype: torch.dtype = torch.float32) -> MemoryPlan:
-    return MemoryPlan(SMALL, slots, length=72, max_tokens=8, dtype=dtype, device="cpu")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_size_of_the_cache_is_known_ahead(dtype: torch.dtype) -> None:
-    cache = room(16, dtype).take().cache
-    tensors = [tensor for layer in range(3) for pair in cache.blocks(layer) for tensor in pair]
-    assert room(16, dtype).cache_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def test_memory_is_taken_as_zeros() -> None:
-    memory = room(16).take()
-    assert not any(x.any() for x in (memory.tokens_S, memory.logits_SV, memory.uniform_TS))
-    assert not any(x.any() for pair in memory.cache.blocks(2) for x in pair)
-
-
-def test_a_cache_that_does_not_fit_is_an_error_that_says_what_to_give() -> None:
-    slots, entries = 10**10, 3 * 2 * 8  # keys or values of a position: layers, heads, width of a head
-    needed = 2 * entries * 72 * slots * 4
-    flags = r"fewer --slots or fewer --max-tokens, or the program an option max_prompt .* below 64"
-    for use in (room(slots).check, room(slots).take):
-        with pytest.raises(
-            ValueError, match=rf"{slots} slots of 72 positions.* {needed} bytes .* at most the \d+ bytes .*{flags}"
-        ):
-            use()
-
-
-def test_what_is_available_is_some_memory() -> None:
-    assert 0 < available_bytes("cpu") < 1 << 60
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    cache = DecodeMemory(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu").cache
+    taken = sum(x.numel() * x.element_size() for layer in range(2) for pair in cache.blocks(layer) for x in pair)
+    for lacks in (0, 1):
+        available = SimpleNamespace(available=taken - lacks)
+        monkeypatch.setattr("psutil.virtual_memory", lambda available=available: available)
+        for use in (DecodeMemory, DecodeMemory.check):
+            with (
+                pytest.raises(ValueError, match=r"fewer --slots .* max_prompt .* below 64") if lacks else nullcontext()
+            ):
+                use(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu")
 
 
 # Draws are keyed, follow the distribution, and the recorded log-probability is that of the distribution used.
