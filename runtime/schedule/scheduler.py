@@ -3,7 +3,7 @@
 Events are sorted out here. `admission` decides which groups may start and which weights move, `transitions` what
 becomes of groups, updates and checkpoints. `state` and `channel` have the state that they move.
 
-Invariants, checked after each event of the tests by `tests/runtime/schedule/invariants.py`:
+Invariants, checked after each event of the tests by `tests/runtime/schedule/checker.py`:
 1.  A firing is in work on at most one replica, and done at most once in a run.
 2.  A replica has at most `capacity` firings in work (sources are free of charge).
 3.  Group g starts on a replica only while its live version is at least needed_version(before(g), lag, batch) for each

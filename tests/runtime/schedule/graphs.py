@@ -1,4 +1,4 @@
-"""Graphs and plans for the scheduler's tests, named after what programs trace to."""
+"""Graphs and plans for the scheduler's tests: examples named after what programs trace to, and builders."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,23 +24,18 @@ def call(
 
 
 def broadcast(name: str, carried: str, lag: int, pool: str = "generator", every: int = 1) -> Node:
-    inputs = (Input("value", POLICY, Ref(carried)),)
-    out = (Output("out", WEIGHTS),)
-    return Node(name, "broadcast", inputs, out, pool=pool, clock="update", construct="broadcast", lag=lag, every=every)
+    read = replace(call(name, [carried], pool, "update", every=every), outputs=(Output("out", WEIGHTS),))
+    return replace(read, op="broadcast", construct="broadcast", lag=lag)
 
 
 def delay(name: str, carried: str, lag: int) -> Node:
-    inputs = (Input("value", POLICY, Ref(carried)),)
-    return Node(
-        name, "delay", inputs, (Output("out", POLICY),), pool="trainer", clock="update", construct="delay", lag=lag
-    )
+    return replace(call(name, [carried], "trainer", "update"), op="delay", construct="delay", lag=lag)
 
 
 def keep(name: str, reads: Sequence[str], pool: str = "scorer") -> Node:
     """A filter of the values in `reads`."""
-    inputs = tuple(Input(f"{i}", ITEM, Ref(r)) for i, r in enumerate(reads))
     outputs = tuple(Output(f"{i}" if i else "out", ITEM) for i in range(len(reads)))
-    return Node(name, "keep", inputs, outputs, pool=pool, construct="keep")
+    return replace(call(name, reads, pool), op="keep", construct="keep", outputs=outputs)
 
 
 def alternate(
@@ -57,13 +52,12 @@ def alternate(
     """Two nodes in a bounded cycle, as a recorder puts them: the second one has the first one's output, inputs of its
     `own`, and what it made in the turn before if it `recalls` that."""
     said, heard = call(speak, reads, pool), call(answer, [speak, *own], answers)
-    back = (
-        Input("conversation", ITEM, Ref(speak), back=True),
-        Input("replies", ITEM, Ref(answer), back=True),
+    back = tuple(Input(f"back_{name}", ITEM, Ref(name), back=True) for name in (speak, answer))
+    earlier = back[1:] if recalls else ()
+    return (
+        replace(said, inputs=said.inputs + back, turns=turns),
+        replace(heard, inputs=heard.inputs + earlier, turns=turns),
     )
-    earlier = (Input("earlier", ITEM, Ref(answer), back=True),) if recalls else ()
-    said, heard = replace(said, inputs=said.inputs + back), replace(heard, inputs=heard.inputs + earlier)
-    return replace(said, turns=turns), replace(heard, turns=turns)
 
 
 def graph(name: str, carried: Mapping[str, str], sources: Sequence[str], nodes: Sequence[Node]) -> Graph:
@@ -124,17 +118,13 @@ def place(
     merge: Mapping[str, str] | None = None,
 ) -> Plan:
     """The pools that the labels ask for, or what `merge` puts in their place; capacity 1 in the trainer, else 4."""
-    merge = merge or {}
     holds: dict[str, list[str]] = {}
     items: list[Argument | Node] = [*graph.arguments, *(n for n in graph.nodes if n.fires)]
     for item in items:
-        holds.setdefault(merge.get(item.pool, item.pool), []).append(item.name)
-
-    def pool(name: str) -> Pool:
-        room = (capacity or {}).get(name, 1 if name == "trainer" else 4)
-        count = (replicas or {}).get(name, 1)
-        return Pool(
-            name, tuple(holds[name]), tuple(Replica(f"{name}/{i}", (Rank(),) * ranks, room) for i in range(count))
-        )
-
-    return Plan(tuple(pool(name) for name in holds))
+        holds.setdefault((merge or {}).get(item.pool, item.pool), []).append(item.name)
+    pools = []
+    for name, held in holds.items():
+        room, count = (capacity or {}).get(name, 1 if name == "trainer" else 4), (replicas or {}).get(name, 1)
+        made = tuple(Replica(f"{name}/{i}", (Rank(),) * ranks, room) for i in range(count))
+        pools.append(Pool(name, tuple(held), made))
+    return Plan(tuple(pools))

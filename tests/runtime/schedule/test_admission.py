@@ -1,11 +1,25 @@
-"""The rule of admission: which version a group needs, and how many groups a version admits."""
+"""What asynchrony means: which group starts when and where, with which version, and how versions get there."""
 
-from hypothesis import given
+from random import Random
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.schedule.admission import admitted_groups, needed_version
+from penstock.runtime.schedule.channel import ChannelState, LeastLoadedQueue
+from penstock.runtime.schedule.compile import Rules, Tables
+from penstock.runtime.schedule.events import Arrived, Begin, Checkpoint, Finish, Fire, Publish, Send, Swap
+from penstock.runtime.schedule.idle_causes import cause
+from penstock.runtime.schedule.scheduler import Scheduler
+
+from .graphs import actor_critic, aipo, broadcast, call, delay, evaluate, graph, place, sft
+from .world import Setting, World, world
 
 SMALL = st.integers(0, 30)
+CHANNEL = "policy>generator"
 
 
 @given(ordinal=SMALL, lag=st.integers(0, 5), batch=st.integers(1, 5), version=SMALL)
@@ -16,8 +30,297 @@ def test_a_version_admits_the_groups_that_need_none_newer(ordinal: int, lag: int
 @given(update=SMALL, lag=st.integers(0, 5), batch=st.integers(1, 5), place=st.integers(0, 4))
 def test_a_group_needs_the_version_of_its_update_less_the_lag(update: int, lag: int, batch: int, place: int) -> None:
     """However many groups before it are dropped: it is for an earlier update then, never for a later one."""
+    ordinal = update * batch + place % batch
     for dropped in range(update * batch):
-        ordinal = update * batch + place % batch
-        consumed_by = (ordinal - dropped) // batch
-        assert needed_version(ordinal, lag, batch) >= consumed_by - lag
-    assert needed_version(update * batch + place % batch, lag, batch) == (update - lag if update > lag else 0)
+        assert needed_version(ordinal, lag, batch) >= (ordinal - dropped) // batch - lag
+    assert needed_version(ordinal, lag, batch) == max(0, update - lag)
+
+
+# Groups -----------------------------------------------------------------------------------------------------
+
+
+def test_lag_zero_is_synchronous() -> None:
+    made = world(aipo(lag=0), Rules(batch=2, end=3))
+    made.end()
+    assert made.versions() == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+
+
+def test_lag_one_generates_the_next_batch_during_an_update() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=3))
+    made.until_fired("update", 0)
+    made.exhaust(but="'update'")
+    assert made.versions() == {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+def test_groups_beyond_the_lag_wait_for_newer_weights() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=5), capacity=20)
+    made.until_fired("update", 0)
+    made.exhaust(but="'update'")
+    assert made.indices("generate") == [0, 1, 2, 3]
+
+
+def test_no_group_past_the_last_update_starts() -> None:
+    made = world(aipo(lag=4), Rules(batch=3, end=2), capacity=50)
+    made.end()
+    assert len(made.fired("generate")) == len(made.fired("prompts")) == 6
+    scheduler = Scheduler(Tables(aipo(), place(aipo())), Rules(batch=2, end=3, start=3))
+    assert scheduler.handle(Begin()) == [Finish("done")]
+
+
+def test_the_first_replica_with_new_weights_leaves_the_others_their_share() -> None:
+    made = world(aipo(lag=0), Rules(batch=12, end=3), replicas=3, capacity=20)
+    for update in range(3):
+        made.until_fired("generate", 12 * update, but=["generator/1", "generator/2"])
+        first = [c.replica for c in made.told[-1] if isinstance(c, Fire) and c.firing.node == "generate"]
+        assert first == ["generator/0"] * 4
+        made.until_fired("update", update)
+    made.end()
+    # When the others do not come, it takes what they were left.
+    made = world(aipo(lag=0), Rules(batch=12, end=1), replicas=2, capacity=20)
+    made.exhaust("generator/1")
+    assert {c.replica for c in made.fired("generate")} == {"generator/0"}
+    assert len(made.fired("update")) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pinned_groups_use_exactly_the_version_of_their_update_less_the_lag(replicas: int) -> None:
+    for seed in range(10):
+        made = world(aipo(lag=2), Rules(batch=2, end=6, versions="pinned"), replicas)
+        made.end(rng=Random(seed))
+        assert made.versions() == {g: max(0, g // 2 - 2) for g in range(12)}
+
+
+def test_groups_are_consumed_in_ordinal_order_whatever_finishes_first() -> None:
+    made = world(aipo(lag=2), Rules(batch=2, end=2))
+    while made.finish is None:
+        made.step(made.pending[-1])
+    assert made.batches() == [(0, 1), (2, 3)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
+def test_the_one_with_most_room_that_fits_is_first_and_equals_go_by_the_plans_order(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    replicas = [Replica(f"generator/{i}", (Rank(),), size) for i, size in enumerate(sizes)]
+    queue, room = LeastLoadedQueue(replicas), {r.name: r.capacity for r in replicas}
+    kinds = dict.fromkeys(room, 0)
+    for _ in range(30):
+        name = data.draw(st.sampled_from(replicas)).name
+        if data.draw(st.booleans()):
+            kinds[name] = data.draw(st.integers(0, 2))
+            queue.move(name, kinds[name])
+        else:
+            more = data.draw(st.sampled_from([1, -1]))
+            queue.load(name, more)
+            room[name] -= more
+        fitting = data.draw(st.sets(st.integers(0, 2)))
+        wanted = min((n for n in room if room[n] > 0 and kinds[n] in fitting), key=lambda n: -room[n], default=None)
+        assert queue.first(lambda n, fitting=fitting: kinds[n] in fitting) == wanted  # type: ignore[misc]
+
+
+def test_why_a_replica_is_idle() -> None:
+    made = world(aipo(lag=0), Rules(batch=1, end=2))
+    assert cause(made.scheduler, "generator/0") == "start"
+    assert cause(made.scheduler, "scorer/0") == "data"
+    made.until_fired("update", 0)
+    made.exhaust(but="'update'")
+    assert cause(made.scheduler, "generator/0") == "weights"
+    made.feed(Checkpoint(final=True))
+    assert cause(made.scheduler, "generator/0") == "saving"
+    made.end("stopped")
+    assert cause(made.scheduler, "generator/0") == "done"
+
+
+# Delayed values ---------------------------------------------------------------------------------------------
+
+
+def curriculum(lag: int, every: int = 1, weights: int = 3) -> Graph:
+    """What is chosen depends on what was remembered `lag` updates before."""
+    nodes = (
+        delay("past", "history", lag),
+        call("choose", ["problems", "past"], "trainer"),
+        broadcast("broadcast", "policy", weights),
+        call("generate", ["choose", "broadcast"], "generator"),
+        call("score", ["generate"]),
+        call("update", ["policy", "score"], "trainer", "update"),
+        call("remember", ["history", "update"], "trainer", "update", every=every),
+    )
+    return graph("curriculum", {"policy": "update", "history": "remember"}, ["problems"], nodes)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_group_waits_for_the_version_of_its_update_less_the_lag(lag: int) -> None:
+    plan = place(curriculum(lag), capacity={"trainer": 2})
+    made = World(Setting(curriculum(lag), plan, Rules(batch=2, end=6)))
+    made.exhaust(but="remember")
+    assert made.indices("choose") == list(range(2 * (lag + 1)))
+    made.step(made.at("remember", 0))
+    assert made.indices("choose")[-1] >= 2 * (lag + 1)
+    made.end()
+
+
+def test_a_group_is_told_the_update_that_it_is_for() -> None:
+    made = world(curriculum(1), Rules(batch=2, end=4))
+    made.end(rng=Random(3))
+    assert {c.firing.index: c.update for c in made.fired("choose")} == {g: g // 2 for g in range(8)}
+    assert {c.update for c in made.fired("generate")} == {0}
+    # A value that is left as it is holds no group up.
+    made = world(curriculum(0, every=3), Rules(batch=1, end=5))
+    made.end()
+    assert [c.update for c in made.fired("choose")] == [0, 1, 2, 3, 4]
+
+
+def test_a_group_that_moves_up_is_for_the_earlier_update() -> None:
+    made = world(curriculum(1), Rules(batch=1, end=4))
+    made.exhaust(but="'score'")
+    made.drop(made.at("score", 0))
+    made.exhaust(but="'update'")
+    assert {c.firing.index: c.update for c in made.fired("choose")} == {0: 0, 1: 1, 2: 1}
+    made.end()
+
+
+# Weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_published_before_the_update_that_donates_it() -> None:
+    made = world(aipo(lag=1), Rules(batch=1, end=4))
+    made.end()
+    order = [c for told in made.told for c in told]
+    updates = [order.index(c) for c in made.fired("update")]
+    for version in range(4):
+        assert order.index(Publish(CHANNEL, version, "trainer/0")) < updates[version]
+
+
+def test_a_broadcast_is_skipped_while_the_one_before_is_under_way() -> None:
+    made = world(aipo(lag=3), Rules(batch=1, end=6))
+    made.until(lambda c: isinstance(c, Send) and c.version == 1)
+    made.until_fired("update", 3, but=["Arrived"])
+    made.end()
+    assert not {2, 3} & set(made.published(CHANNEL))
+
+
+def test_pinned_versions_skip_no_broadcast() -> None:
+    made = world(aipo(lag=2), Rules(batch=1, end=6, versions="pinned"))
+    made.end()
+    assert made.published(CHANNEL)[:4] == [0, 1, 2, 3]
+    # The last version is not published for training.
+    made = world(aipo(lag=0), Rules(batch=1, end=3))
+    made.end()
+    assert made.published(CHANNEL) == [0, 1, 2]
+
+
+def test_each_replica_receives_and_swaps_and_waits_for_all_its_ranks() -> None:
+    made = world(aipo(lag=0), Rules(batch=1, end=1), replicas=2, ranks=2)
+    made.until(lambda c: isinstance(c, Send))
+    first, second = (e for e in made.pending if isinstance(e, Arrived) and e.replica == "generator/0")
+    assert made.step(second) == []
+    assert made.step(first) == [Swap(CHANNEL, 0, "generator/0")]
+
+
+@pytest.mark.parametrize(("live", "versions"), [(None, [7]), (5, [7]), (7, [])])
+def test_an_evaluation_publishes_the_policy_that_its_replicas_lack(live: int | None, versions: list[int]) -> None:
+    held = {} if live is None else {(CHANNEL, "generator/0"): live}
+    made = World(Setting(evaluate(), place(evaluate()), Rules(batch=3, end=8, start=7)), live=held)
+    made.end()
+    assert made.published(CHANNEL) == versions
+    assert made.batches("evaluate.accuracy") == [(0, 1, 2)]
+
+
+def test_a_value_that_never_changes_is_sent_once() -> None:
+    nodes = (
+        broadcast("broadcast", "reference", 0, "scorer"),
+        call("refer", ["texts", "broadcast"]),
+        call("update", ["policy", "refer"], "trainer", "update"),
+    )
+    referred = graph("referred", {"policy": "update", "reference": "reference"}, ["texts"], nodes)
+    made = world(referred, Rules(batch=1, end=4))
+    made.end()
+    assert made.published("reference>scorer") == [0]
+    made = world(sft(), Rules(batch=2, end=3))
+    made.end()
+    assert made.scheduler.channels == {}
+
+
+def test_a_value_is_read_before_the_update_that_donates_it() -> None:
+    made = world(actor_critic(lag=1), Rules(batch=2, end=3))
+    made.end()
+    nodes = ["targets", "update_policy", "update_critic"]
+    order = [c.firing.node for told in made.told for c in told if isinstance(c, Fire) and c.firing.node in nodes]
+    assert order == nodes * 3
+
+
+def test_a_version_that_a_per_update_reader_needs_is_published_before_it_is_donated() -> None:
+    nodes = (*aipo(3).nodes, broadcast("mine", "policy", 0), call("watch", ["generate", "mine"], "generator", "update"))
+    made = world(graph("watched", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=4), replicas=2)
+    made.exhaust(but="generator/1")
+    assert len(made.fired("update")) == 1
+    made.end()
+
+
+def pinned_apart() -> World:
+    """Group 0 is in work on one generator, group 1, of which a try is to fail, on the other."""
+    made = world(aipo(lag=1), Rules(batch=1, end=4, versions="pinned", retries=1), replicas=2, capacity=1)
+    made.until_fired("generate", 1, but=["node='generate', index=0"])
+    return made
+
+
+def test_a_retry_does_not_go_where_its_pinned_version_is_being_swapped_out() -> None:
+    made = pinned_apart()
+    swap = made.until(lambda c: isinstance(c, Swap) and c.version == 1, but=["node='generate', index=1"])
+    assert swap == Swap(CHANNEL, 1, "generator/0")
+    assert Fire(Firing("generate", 1), "generator/1", (1,)) in made.fail(made.at("generate", 1))
+    made.end()
+
+
+def test_a_pinned_version_stays_live_for_a_retry() -> None:
+    made = pinned_apart()
+    made.exhaust(but="node='generate', index=1")
+    assert made.scheduler.channels[CHANNEL].receivers["generator/1"].staged == 1
+    assert made.fail(made.at("generate", 1))[1:] == [Fire(Firing("generate", 1), "generator/1", (1,))]
+    made.end()
+
+
+NAMES = ["generator/0", "generator/1"]
+REPLICAS = tuple(Replica(name, (Rank(),)) for name in NAMES)
+
+
+def test_nothing_is_published_over_a_snapshot_that_is_still_to_be_sent() -> None:
+    state = ChannelState(REPLICAS, {})
+    assert state.may_publish(0)
+    state.publish(0)
+    assert state.to_send() == NAMES
+    assert not state.may_publish(1)
+    for replica in NAMES:
+        assert state.newest == (-1 if replica == NAMES[0] else 0)
+        state.send(replica)
+        state.arrive(replica, 0)
+        state.swap(replica)
+        state.swapped(replica, 0)
+    assert state.to_send() == state.to_swap() == []
+    assert (state.may_publish(0), state.may_publish(1), state.newest) == (False, True, 0)
+
+
+def test_a_replica_takes_a_new_version_when_its_shadow_is_free() -> None:
+    state = ChannelState(REPLICAS, dict.fromkeys(NAMES, 0))
+    state.publish(1)
+    for replica in NAMES:
+        state.send(replica)
+        state.arrive(replica, 1)
+    assert state.to_swap() == NAMES
+    state.swap("generator/0")
+    assert state.to_swap() == ["generator/1"]
+    state.publish(2)
+    assert state.to_send() == []
+    state.swapped("generator/0", 1)
+    assert state.to_send() == ["generator/0"]
+
+
+def test_what_all_replicas_hold_is_not_published_again() -> None:
+    held = ChannelState(REPLICAS, dict.fromkeys(NAMES, 3))
+    assert (held.may_publish(3), held.may_publish(4)) == (False, True)
+    state = ChannelState(REPLICAS, {"generator/0": 3})
+    assert state.may_publish(3)
+    assert [state.holds(3, name) for name in NAMES] == [True, False]
+    state.publish(3)
+    assert state.holds(3, "generator/1")

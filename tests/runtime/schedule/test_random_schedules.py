@@ -1,9 +1,14 @@
-"""The invariants hold for random graphs, plans, rules, timings, failures, checkpoints and resumes.
+"""The invariants hold for random graphs, plans, rules, timings, failures, checkpoints and resumes, and a recorded run
+replays to identical commands.
 
-Hypothesis chooses what happens, step by step, and prints how to repeat a failure; the seeded runs go on for longer,
-and name their seed.
+Hypothesis chooses what happens, step by step, and prints how to repeat a failure; the seeded runs go on for longer, and
+name their seed. A few of each are tested with every change; the others are slow, all together.
 """
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from random import Random
 
 import pytest
@@ -12,21 +17,35 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from penstock.graph.ir import Firing
-from penstock.runtime.schedule.events import Begin, Checkpoint, Done
+from penstock.runtime.schedule.compile import Rules
+from penstock.runtime.schedule.events import Checkpoint, Command, Done, first_answer
+from penstock.runtime.schedule.replay import RecordedStep, ReplayError, SegmentOrigin, replay, replay_all
 
-from .world import World, random_setting
+from .graphs import aipo
+from .random_settings import random_setting
+from .world import World, world
 
-RUNS = 1200
-BLOCK = 100
-FAST = 400
-"""Runs that every change is tested with; the others are slow, all together."""
+slow = pytest.mark.slow
+
+
+def digest(commands: Sequence[Command]) -> bytes:
+    return blake2b(repr(commands).encode(), digest_size=8).digest()
+
+
+def recorded(world: World, stage: str = "train") -> tuple[SegmentOrigin, list[RecordedStep]]:
+    """What a log would hold of a world's life; the origin through JSON."""
+    setting, rules = world.setting, world.scheduler.rules
+    origin = SegmentOrigin(stage, setting.graph, setting.plan, rules, world.cut, world.live or {}, world.cut or {})
+    steps = zip(world.heard, world.told, strict=True)
+    log = [RecordedStep(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
+    return SegmentOrigin.from_json(json.loads(json.dumps(origin.to_json()))), log
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=pytest.mark.slow if n >= FAST else ()) for n in range(0, RUNS, BLOCK)]
+    "seeds", [range(60), *(pytest.param(range(n, n + 100), marks=slow) for n in range(60, 1260, 100))]
 )
-def test_random_runs_keep_the_invariants(first: int) -> None:
-    for seed in range(first, first + BLOCK):
+def test_random_runs_keep_the_invariants_and_replay(seeds: range) -> None:
+    for seed in seeds:
         try:
             live_through(Random(seed))
         except Exception as error:
@@ -34,18 +53,24 @@ def test_random_runs_keep_the_invariants(first: int) -> None:
 
 
 def live_through(rng: Random) -> None:
-    """A run that is stopped, checkpointed or killed up to three times, and resumed from its last cut to its end."""
-    world = World(random_setting(rng))
+    """A run that is stopped, checkpointed or killed up to three times, and resumed from its last cut to its end. The
+    lives that ended with a cut, and the last one, replay to the same commands."""
+    world, stages = World(random_setting(rng)), []
     for _ in range(rng.choice([0, 1, 1, 3])):
         world.run(rng, steps=rng.randrange(1, 120))
         end = rng.choice(["stop", "checkpoint", "kill"])
         if world.finish is None and end != "kill":
             world.feed(Checkpoint(final=end == "stop"))
             world.run(rng, steps=10**6 if end == "stop" else rng.randrange(200))
+        stages.append(recorded(world))
         if world.finish is not None and world.finish.status != "stopped":
-            return
+            break
         world = world.resumed()
-    world.run(rng)
+    else:
+        world.run(rng)
+        stages.append(recorded(world))
+    result = replay_all(stages, digest)[-1]
+    assert (result.finish, result.outcomes) == (world.finish, world.outcomes)
 
 
 class Runs(RuleBasedStateMachine):
@@ -58,7 +83,6 @@ class Runs(RuleBasedStateMachine):
         setting = random_setting(rng)
         note(f"{setting}")
         self.world = World(setting)
-        self.world.feed(Begin())
 
     def going(self) -> bool:
         return self.world.finish is None
@@ -68,14 +92,14 @@ class Runs(RuleBasedStateMachine):
     def answer(self, indices: list[int]) -> None:
         for index in indices:
             if self.going():
-                self.world.step(index % len(self.world.pending))
+                self.world.step(self.world.pending[index % len(self.world.pending)])
 
     @precondition(going)
     @rule(index=st.integers(0, 1000))
     def fail(self, index: int) -> None:
         """A firing raises, where that does not end most runs."""
         rules = self.world.setting.rules
-        working = [i for i, event in enumerate(self.world.pending) if isinstance(event, Done)]
+        working = [event for event in self.world.pending if isinstance(event, Done)]
         if working and (rules.retries or rules.on_failure == "replace"):
             self.world.fail(working[index % len(working)])
 
@@ -87,36 +111,79 @@ class Runs(RuleBasedStateMachine):
     @precondition(going)
     @rule(index=st.integers(0, 1000))
     def stray(self, index: int) -> None:
-        """An answer that comes twice, or from nowhere, is refused."""
+        """An answer that comes twice, from another rank, or from nowhere, is refused, and changes nothing."""
         awaited = self.world.checker.awaited
         done = [event for event in self.world.heard if isinstance(event, Done)]
-        twice = [e for e in done if e.rank not in awaited.get(("fire", e.firing, e.replica), set())]
-        for event in twice[index % len(twice) :][:1] if twice else []:
+        twice = [e for e in done if e.rank not in awaited.get(first_answer(e), set())]
+        nowhere = Done(Firing("nothing", index), "nowhere/0")
+        for event in [*(twice[index % len(twice) :][:1] if twice else []), nowhere]:
             with pytest.raises(ValueError, match="nobody awaits"):
                 self.world.scheduler.handle(event)
-        with pytest.raises(ValueError, match="nobody awaits"):
-            self.world.scheduler.handle(Done(Firing("nothing", index), "nowhere/0"))
 
     @rule(killed=st.booleans())
     def resume(self, killed: bool) -> None:
         """The process is killed, or has ended; a new one goes on from the last cut."""
         if not self.going() or killed:
             self.world = self.world.resumed()
-            self.world.feed(Begin())
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.run(Random(0))
 
 
-def test_any_history_keeps_the_invariants() -> None:
-    run_state_machine_as_test(
-        Runs,
-        settings=settings(
-            max_examples=200,
-            stateful_step_count=30,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
+@pytest.mark.parametrize("examples", [40, pytest.param(200, marks=slow)])
+def test_any_history_keeps_the_invariants(examples: int) -> None:
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    given = settings(
+        max_examples=examples, stateful_step_count=30, deadline=None, print_blob=True, suppress_health_check=health
     )
+    run_state_machine_as_test(Runs, settings=given)
+
+
+# Replay -----------------------------------------------------------------------------------------------------
+
+
+def finished() -> tuple[SegmentOrigin, list[RecordedStep]]:
+    made = world(aipo(), Rules(batch=2, end=2))
+    made.end()
+    return recorded(made)
+
+
+def test_the_result_of_a_replay_counts_what_happened() -> None:
+    made = world(aipo(), Rules(batch=2, end=2))
+    made.end()
+    result = replay(*recorded(made), digest)
+    assert (result.events, result.updates, result.commands) == (len(made.heard), 2, sum(map(len, made.told)))
+    assert result.outcomes == {"consumed": 4, "dropped": 0, "failed": 0}
+
+
+def test_other_commands_than_recorded_are_refused_by_record() -> None:
+    origin, log = finished()
+    other = [*log[:5], log[5]._replace(digest=b"other"), *log[6:]]
+    said = r"record 5, at 0\.500000 s in stage 'train', after .*computed [0-9a-f]+ for"
+    with pytest.raises(ReplayError, match=said):
+        replay(origin, other, digest)
+    with pytest.raises(ReplayError, match="record"):
+        replay(replace(origin, rules=replace(origin.rules, batch=3)), log, digest)
+    stray = log[3]._replace(event=Done(Firing("update", 7), "trainer/0"))
+    with pytest.raises(ReplayError, match=r"record 3.*nobody awaits"):
+        replay(origin, [*log[:3], stray], digest)
+
+
+def test_a_stage_must_continue_from_a_cut_that_was_made() -> None:
+    made = world(aipo(), Rules(batch=2, end=9))
+    made.run(Random(0), steps=40)
+    resumed = made.stop()
+    resumed.end()
+    assert len(replay_all([recorded(made), recorded(resumed)], digest)) == 2
+    with pytest.raises(ReplayError, match="stage 'train' continues from the cut before update"):
+        replay_all([recorded(resumed)], digest)
+
+
+def test_an_origin_goes_through_json_whole() -> None:
+    made = replace(finished()[0], complete={"update": 1})
+    assert SegmentOrigin.from_json(made.to_json()) == made
+    older = {name: value for name, value in made.to_json().items() if name != "complete"}
+    assert SegmentOrigin.from_json(older).complete is None
+    with pytest.raises(ValueError, match="given the fields stage, graph; needed stage, graph, plan, rules, cut, live"):
+        SegmentOrigin.from_json({"stage": "train", "graph": aipo().to_json()})

@@ -1,25 +1,23 @@
-"""The simulated schedule: its period against the bound, its invariants, and what it accounts for."""
+"""The simulated schedule: its period against the bound, its invariants, what it accounts for, keyed verdicts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from random import Random
-from time import perf_counter
 
 import pytest
 
 from penstock.graph.analysis import Bound, period_bound
-from penstock.graph.ir import Graph
+from penstock.graph.ir import Firing, Graph
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, Verdicts, simulate
 
+from .checker import Checker
 from .graphs import aipo, alternate, broadcast, call, evaluate, graph, keep, place, sft
-from .invariants import Checker
-from .world import random_setting
+from .random_settings import random_setting
 
 SECONDS = {"generate": 1.0, "score": 0.1, "advantage": 0.0, "update": 2.0}
-BURSTS = {"generate": 4.0, "score": 0.0, "advantage": 0.0, "update": 1.0}
 
 
 def simulated(
@@ -36,18 +34,25 @@ def bound(graph: Graph, plan: Plan, rules: Rules, seconds: Mapping[str, float], 
     return period_bound(graph, {**seconds, **{n.name: sync for n in broadcasts}}, rules.batch, servers, pools)
 
 
+# The period -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
 def test_the_period_equals_the_bound_where_each_pool_runs_one_node(lag: int) -> None:
-    for generate, update, score, capacity, batch in product([1, 3], [1, 2, 7], [0, 0.5], [1, 4], [1, 6]):
+    for generate, update, score, capacity, batch in product([1, 3], [1, 2, 7], [0, 0.5], [1, 4], [1, 4]):
         seconds = {"generate": generate, "score": score, "advantage": 0, "update": update}
-        graph, rules = aipo(lag), Rules(batch, end=80)
+        graph, rules = aipo(lag), Rules(batch, end=40)
         plan = place(graph, capacity={"generator": capacity})
         expected = bound(graph, plan, rules, seconds)
         assert simulated(graph, plan, rules, seconds).period_s == pytest.approx(expected.seconds), f"{seconds}, {batch}"
 
 
-def test_the_period_never_beats_the_bound() -> None:
-    for seed in range(100):
+SEEDS = [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_the_period_never_beats_the_bound(seeds: range) -> None:
+    for seed in seeds:
         rng = Random(seed)
         setting = random_setting(rng)
         rules = Rules(setting.rules.batch, end=80, versions=setting.rules.versions)
@@ -58,43 +63,45 @@ def test_the_period_never_beats_the_bound() -> None:
         assert result.period_s >= lowest.seconds * (1 - 1e-9), f"seed {seed}: {lowest}"
 
 
-def test_a_run_too_short_to_be_steady_tells_its_mean() -> None:
-    plan = place(aipo(), capacity={"generator": 16})
-    result = simulated(aipo(1), plan, Rules(4, 4), SECONDS)
-    assert result.period_s == pytest.approx(result.wall_s / 4)
+def test_lag_zero_takes_the_sum_and_a_lag_the_slowest_pool() -> None:
+    seconds = {"generate": 3.0, "score": 1.0, "advantage": 0.0, "update": 2.0}
+    plan = place(aipo(), capacity={"generator": 1})
+    assert [simulated(aipo(lag), plan, Rules(1, 60), seconds).period_s for lag in (0, 1)] == pytest.approx([6.0, 3.0])
 
 
-def test_a_steady_part_is_at_least_as_long_as_a_cycle() -> None:
+def test_a_steady_part_is_at_least_as_long_as_a_cycle_and_a_run_without_one_tells_its_mean() -> None:
     plan = place(aipo(), capacity={"generator": 16})
-    for updates, steady in ((6, None), (7, (2, 4)), (8, (2, 4)), (9, (2, 6))):
-        assert simulated(aipo(1), plan, Rules(4, updates), SECONDS).steady == steady
+    runs = {updates: simulated(aipo(1), plan, Rules(4, updates), SECONDS) for updates in (4, 6, 7, 8, 9)}
+    assert [run.steady for run in runs.values()] == [None, None, (2, 4), (2, 4), (2, 6)]
+    assert runs[4].period_s == pytest.approx(runs[4].wall_s / 4)
 
 
 @pytest.mark.parametrize(("lag", "seconds"), [(1, 2.5), (2, 5 / 3), (3, 1.25)])
 def test_updates_that_come_in_bursts_are_counted_in_whole_ones(lag: int, seconds: float) -> None:
     """A generator with room for all batches at once: 1 + lag updates follow each other, then none for a while."""
-    plan = place(aipo(), capacity={"generator": 64})
+    plan, bursts = place(aipo(), capacity={"generator": 64}), {**SECONDS, "generate": 4.0, "score": 0.0, "update": 1.0}
     for updates in range(3 * lag + 4, 3 * lag + 20):
-        found = simulated(aipo(lag), plan, Rules(4, updates), BURSTS)
+        found = simulated(aipo(lag), plan, Rules(4, updates), bursts)
         assert found.steady_s == pytest.approx(seconds)
 
 
+# The schedule -----------------------------------------------------------------------------------------------
+
+
 def test_the_simulated_scheduler_keeps_its_invariants() -> None:
-    for seed in range(40):
+    for seed in range(25):
         rng = Random(seed)
         setting = random_setting(rng)
         nodes = [n.name for n in setting.graph.nodes if n.fires]
         rules = replace(setting.rules, drops=99)
         filters = {n.name: rng.choice([0.2, 0.6]) for n in setting.graph.nodes if n.construct == "keep"}
         again = {n.name: setting.again[n.name] for n in setting.graph.nodes if n.answers}
-        durations = Durations(
-            {n: LognormalSeconds(rng.choice([0.1, 1]), 1.0, seed) for n in nodes}, wire=rng.choice([0, 2])
-        )
+        seconds = {n: LognormalSeconds(rng.choice([0.1, 1]), 1.0, seed) for n in nodes}
         checker = Checker(setting.graph, setting.plan, rules)
         result = simulate(
             Tables(setting.graph, setting.plan),
             rules,
-            durations,
+            Durations(seconds, wire=rng.choice([0, 2])),
             observe=lambda now, event, commands, checker=checker: checker.see(event, commands),  # type: ignore[misc]
             verdicts=Verdicts(filters, again, seed),
         )
@@ -102,21 +109,11 @@ def test_the_simulated_scheduler_keeps_its_invariants() -> None:
         assert result.dropped == list(checker.books.fates.values()).count("dropped")
 
 
-def test_lag_zero_takes_the_sum_and_a_lag_the_slowest_pool() -> None:
-    seconds = {"generate": 3.0, "score": 1.0, "advantage": 0.0, "update": 2.0}
-    plan = place(aipo(), capacity={"generator": 1})
-    assert simulated(aipo(0), plan, Rules(1, 60), seconds).period_s == pytest.approx(6.0)
-    assert simulated(aipo(1), plan, Rules(1, 60), seconds).period_s == pytest.approx(3.0)
-
-
 def test_the_same_durations_give_the_same_schedule() -> None:
-    tables = Tables(aipo(2), place(aipo(), {"generator": 2}))
-    durations = Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8)}, 0.1, 0.2, 0.01)
-    first, second = (simulate(tables, Rules(4, 20), durations) for _ in range(2))
-    assert first == second
-    assert first != simulate(
-        tables, Rules(4, 20), Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8, seed=1)})
-    )
+    tables, rules = Tables(aipo(2), place(aipo(), {"generator": 2})), Rules(4, 20)
+    drawn = [Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8, seed)}, 0.1, 0.2, 0.01) for seed in (0, 0, 1)]
+    first, second, other = (simulate(tables, rules, durations) for durations in drawn)
+    assert first == second != other
 
 
 def test_busy_and_idle_add_up_to_the_wall_time() -> None:
@@ -126,11 +123,11 @@ def test_busy_and_idle_add_up_to_the_wall_time() -> None:
         assert busy + sum(result.idle[replica].values()) == pytest.approx(result.wall_s)
 
 
-def test_every_consumed_group_has_a_lag_within_the_bound() -> None:
-    for lag in (0, 1, 3):
-        result = simulated(aipo(lag), place(aipo()), Rules(4, 30), SECONDS)
-        assert sum(result.lags.values()) == 4 * 30
-        assert 0 <= min(result.lags) <= max(result.lags) <= lag
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_every_consumed_group_has_a_lag_within_the_bound(lag: int) -> None:
+    result = simulated(aipo(lag), place(aipo()), Rules(4, 30), SECONDS)
+    assert sum(result.lags.values()) == 4 * 30
+    assert 0 <= min(result.lags) <= max(result.lags) <= lag
 
 
 def test_bars_say_what_ran_where_and_with_which_version() -> None:
@@ -158,20 +155,18 @@ def test_graphs_without_weights_and_evaluations_are_simulated() -> None:
     assert result.wall_s == pytest.approx(2.5)
 
 
-def conversing(turns: int) -> Graph:
-    """Turns, and a filter after them."""
+# Durations and verdicts -------------------------------------------------------------------------------------
+
+
+def conversed(turns: int, updates: int, verdicts: Verdicts, speak: Duration = 1.0) -> Simulation:
+    """Turns, and a filter after them; one group at a time."""
     nodes = (
         broadcast("broadcast", "policy", 0),
         *alternate("speak", "answer", ["prompts", "broadcast"], turns),
         keep("keep", ["answer"]),
         call("update", ["policy", "keep"], "trainer", "update"),
     )
-    return graph("conversing", {"policy": "update"}, ["prompts"], nodes)
-
-
-def conversed(turns: int, updates: int, verdicts: Verdicts, speak: Duration = 1.0) -> Simulation:
-    """One group at a time."""
-    made = conversing(turns)
+    made = graph("conversing", {"policy": "update"}, ["prompts"], nodes)
     tables = Tables(made, place(made, capacity={"generator": 1}))
     durations = Durations({"speak": speak, "answer": 0.5, "update": 2.0})
     return simulate(tables, Rules(1, updates), durations, verdicts=verdicts)
@@ -181,6 +176,9 @@ def test_all_turns_are_taken_and_nothing_is_dropped_unless_it_is_said() -> None:
     result = conversed(3, 20, Verdicts())
     assert result.period_s == pytest.approx(3 * (1.0 + 0.5) + 2.0)
     assert result.dropped == 0
+    # Each turn has a duration of its own.
+    result = conversed(3, 1, Verdicts(), LognormalSeconds(1.0, 0.8))
+    assert len({bar.seconds for bar in result.bars if bar.name == "speak"}) == 3
 
 
 def test_a_filter_drops_its_share_and_an_answer_ends_the_turns_by_its() -> None:
@@ -191,24 +189,25 @@ def test_a_filter_drops_its_share_and_an_answer_ends_the_turns_by_its() -> None:
     dropping = conversed(1, 200, Verdicts(drops={"keep": 0.25}))
     assert dropping.dropped / (dropping.dropped + 200) == pytest.approx(0.25, rel=0.2)
     assert conversed(1, 5, Verdicts(again={"answer": 0.0})) == conversed(3, 5, Verdicts(again={"answer": 0.0}))
-
-
-def test_the_same_verdicts_give_the_same_schedule() -> None:
-    first, second = (conversed(3, 20, Verdicts({"keep": 0.3}, {"answer": 0.5})) for _ in range(2))
-    assert first == second
-    assert first != conversed(3, 20, Verdicts({"keep": 0.3}, {"answer": 0.5}, seed=1))
-
-
-def test_each_turn_has_a_duration_of_its_own() -> None:
-    result = conversed(3, 1, Verdicts(), LognormalSeconds(1.0, 0.8))
-    assert len({bar.seconds for bar in result.bars if bar.name == "speak"}) == 3
-
-
-def test_a_run_that_would_drop_too_much_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"simulation: given 16 groups dropped for update 0, the last by keep\[15\], and 0"
-    ):
+    with pytest.raises(ValueError, match=r"simulation: given 16 groups dropped for update 0, the last by keep\[15\]"):
         conversed(1, 5, Verdicts(drops={"keep": 1.0}))
+
+
+def test_verdicts_depend_on_seed_node_group_and_turn() -> None:
+    def drawn(seed: int, node: str, turn: int = 0) -> tuple[bool, ...]:
+        verdicts = Verdicts({"a": 0.5, "b": 0.5}, {"a": 0.5, "b": 0.5}, seed)
+        return tuple(f(Firing(node, g, turn)) for f in (verdicts.dropped, verdicts.goes_on) for g in range(40))
+
+    assert drawn(0, "a") == drawn(0, "a")
+    assert len({drawn(0, "a"), drawn(1, "a"), drawn(0, "b"), drawn(0, "a", 1)}) == 4
+    assert drawn(0, "a")[:40] != drawn(0, "a")[40:]
+
+
+def test_a_keyed_duration_has_the_given_mean() -> None:
+    draw = LognormalSeconds(mean=2.0, sigma=0.5, seed=3)
+    values = [draw("generate", i) for i in range(20000)]
+    assert sum(values) / len(values) == pytest.approx(2.0, rel=0.02)
+    assert draw("generate", 7) == values[7] != draw("score", 7)
 
 
 @pytest.mark.parametrize(
@@ -222,31 +221,19 @@ def test_a_run_that_would_drop_too_much_is_an_error() -> None:
 def test_verdicts_are_checked(verdicts: Verdicts, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         conversed(2, 1, verdicts)
+    durations = Durations({"pack": 0, "update": 0})
     with pytest.raises(ValueError, match="needed none, since no node of the graph decides it"):
-        simulate(Tables(sft(), place(sft())), Rules(1, 1), Durations({"pack": 0, "update": 0}), None, None, verdicts)
+        simulate(Tables(sft(), place(sft())), Rules(1, 1), durations, verdicts=verdicts)
 
 
-def test_durations_are_checked() -> None:
-    tables = Tables(aipo(), place(aipo()))
-    with pytest.raises(ValueError, match="given generate; needed one for each node of prompts, generate, score"):
-        simulate(tables, Rules(1, 1), Durations({"generate": 1.0}))
-    with pytest.raises(ValueError, match="given judge, generate"):
-        simulate(tables, Rules(1, 1), Durations({"judge": 1.0, **SECONDS}))
-    with pytest.raises(ValueError, match=r"given wire=-1, score=-2\.0; needed seconds, 0 or more"):
-        simulate(tables, Rules(1, 1), Durations({**SECONDS, "score": -2.0}, wire=-1))
-
-
-def test_a_keyed_duration_has_the_given_mean() -> None:
-    draw = LognormalSeconds(mean=2.0, sigma=0.5, seed=3)
-    values = [draw("generate", i) for i in range(20000)]
-    assert sum(values) / len(values) == pytest.approx(2.0, rel=0.02)
-    assert draw("generate", 7) == values[7] != draw("score", 7)
-
-
-def test_a_thousand_updates_are_simulated_and_the_speed_is_printed() -> None:
-    tables = Tables(aipo(1), place(aipo(), {"generator": 2}, {"generator": 8}))
-    start = perf_counter()
-    result = simulate(tables, Rules(32, 1000), Durations(SECONDS, 0.05, 0.1, 0.01))
-    seconds = perf_counter() - start
-    print(f"simulated {result.events} events in {seconds:.2f} s: {result.events / seconds:.0f} events/s")
-    assert len(result.ends) == 1000
+@pytest.mark.parametrize(
+    ("durations", "message"),
+    [
+        (Durations({"generate": 1.0}), "given generate; needed one for each node of prompts, generate, score"),
+        (Durations({"judge": 1.0, **SECONDS}), "given judge, generate"),
+        (Durations({**SECONDS, "score": -2.0}, wire=-1), r"given wire=-1, score=-2\.0; needed seconds, 0 or more"),
+    ],
+)
+def test_durations_are_checked(durations: Durations, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(Tables(aipo(), place(aipo())), Rules(1, 1), durations)

@@ -4,75 +4,70 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.graph.ir import Graph, Node
 from penstock.runtime.cluster.placement import Plan, Pool
 from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
-from .graphs import actor_critic, aipo, broadcast, call, evaluate, graph, place, sft
+from .graphs import actor_critic, aipo, broadcast, call, delay, evaluate, graph, keep, place, sft
+
+
+def tables(made: Graph) -> Tables:
+    return Tables(made, place(made))
 
 
 def test_steps_know_what_they_read_and_who_reads_them() -> None:
-    steps = Tables(aipo(lag=3), place(aipo())).steps
+    steps = tables(aipo(lag=3)).steps
     assert steps["prompts"].source
     assert steps["generate"].weights == (("policy>generator", 3),)
     assert steps["generate"].readers == ("score", "update")
     assert steps["update"].groups == ("generate", "advantage")
     assert steps["update"].carried == steps["update"].makes == ("policy",)
     assert steps["update"].publishes == ("policy>generator",)
-
-
-def test_who_reads_a_carried_value_comes_before_who_donates_it() -> None:
-    steps = Tables(actor_critic(), place(actor_critic())).steps
-    assert steps["update_critic"].after == ("targets",)
-    assert steps["update_critic"].updates == ("targets",)
+    # Who reads a carried value comes before who donates it.
+    steps = tables(actor_critic()).steps
+    assert steps["update_critic"].after == steps["update_critic"].updates == ("targets",)
     assert "reference" not in steps["refer"].carried
+    # A value that never changes has no lag.
+    generate = tables(evaluate()).steps["evaluate.generate"]
+    assert (generate.weights, generate.fixed) == ((), ("policy>generator",))
 
 
-def test_a_value_that_never_changes_has_no_lag() -> None:
-    steps = Tables(evaluate(), place(evaluate())).steps
-    assert steps["evaluate.generate"].weights == ()
-    assert steps["evaluate.generate"].fixed == ("policy>generator",)
-
-
-def test_a_plan_must_hold_everything() -> None:
-    plan = place(aipo())
-    short = Plan(tuple(Pool(p.name, tuple(h for h in p.holds if h != "score"), p.replicas) for p in plan.pools))
-    with pytest.raises(ValueError, match="no pool holds score; the pools hold advantage, generate"):
-        Tables(aipo(), short)
-
-
-def test_a_carried_value_is_held_by_one_replica() -> None:
-    for made in (aipo(), sft()):
-        with pytest.raises(ValueError, match="holds the carried value 'policy' and has 2 replicas; needed 1"):
-            Tables(made, place(made, {"trainer": 2}))
-
-
-def test_a_carried_value_is_held_where_it_is_read() -> None:
-    plan = place(sft())
-    moved = Plan((Pool("elsewhere", ("policy",), plan.pools[0].replicas), *plan.pools[1:], plan.pools[0]))
-    moved = Plan(tuple(replace(p, holds=("update",)) if p.name == "trainer" else p for p in moved.pools))
-    with pytest.raises(
-        ValueError, match="update reads the carried value 'policy' and is in pool 'trainer'; needed 'else"
-    ):
-        Tables(sft(), moved)
-
-
-def test_two_updates_that_donate_what_the_other_reads_have_no_order() -> None:
+def test_two_broadcasts_to_a_pool_share_its_channel() -> None:
     nodes = (
-        call("actor", ["policy", "critic", "texts"], "trainer", "update"),
-        call("judge", ["critic", "policy", "texts"], "trainer", "update"),
+        broadcast("often", "policy", 3, every=4),
+        broadcast("seldom", "policy", 5, every=6),
+        call("generate", ["prompts", "often"], "generator"),
+        call("judge", ["generate", "seldom"], "generator"),
+        call("update", ["policy", "judge"], "trainer", "update"),
     )
-    crossed = graph("crossed", {"policy": "actor", "critic": "judge"}, ["texts"], nodes)
-    with pytest.raises(ValueError, match="wait for each other"):
-        Tables(crossed, place(crossed))
+    made = graph("shared", {"policy": "update"}, ["prompts"], nodes)
+    assert tables(made).channels["policy>generator"].every == 2
 
 
-def test_pinned_versions_need_the_current_one_in_per_update_nodes() -> None:
-    nodes = (*aipo(1).nodes, broadcast("mine", "policy", 2), call("watch", ["mine"], "generator", "update"))
-    watched = graph("watched", {"policy": "update"}, ["prompts"], nodes)
-    tables = Tables(watched, place(watched))
-    check_rules(tables, Rules(batch=1, end=1))
-    with pytest.raises(ValueError, match="given generate lag=1, watch lag=2"):
-        check_rules(tables, Rules(batch=1, end=1, versions="pinned"))
+SHORT = Plan(tuple(replace(p, holds=tuple(h for h in p.holds if h != "score")) for p in place(aipo()).pools))
+MOVED = Plan((Pool("elsewhere", ("policy",), SHORT.pools[0].replicas), *place(sft()).pools))
+MOVED = Plan(tuple(replace(p, holds=("update",)) if p.name == "trainer" else p for p in MOVED.pools))
+CROSSED = graph(
+    "crossed",
+    {"policy": "actor", "critic": "judge"},
+    ["texts"],
+    [call(name, ["policy", "critic", "texts"], "trainer", "update") for name in ("actor", "judge")],
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "plan", "message"),
+    [
+        (aipo(), SHORT, "no pool holds score; the pools hold advantage, generate"),
+        (aipo(), place(aipo(), {"trainer": 2}), "holds the carried value 'policy' and has 2 replicas; needed 1"),
+        (sft(), place(sft(), {"trainer": 2}), "holds the carried value 'policy' and has 2 replicas; needed 1"),
+        (sft(), MOVED, "update reads the carried value 'policy' and is in pool 'trainer'; needed 'else"),
+        (CROSSED, place(CROSSED), "wait for each other"),
+    ],
+)
+def test_plans_and_graphs_that_cannot_work_are_refused(made: Graph, plan: Plan, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tables(made, plan)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +81,56 @@ def test_pinned_versions_need_the_current_one_in_per_update_nodes() -> None:
 def test_rules_that_cannot_work(rules: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rules(**rules)  # type: ignore[arg-type]
+
+
+def program(lag: int, *nodes: Node, every: int = 1) -> Graph:
+    """Groups are generated, then go through `nodes`; the last one's output is learnt from."""
+    sent = broadcast("broadcast", "policy", lag, every=every)
+    made = [sent, call("generate", ["prompts", "broadcast"], "generator"), *nodes]
+    learn = call("update", ["policy", made[-1].name], "trainer", "update")
+    return graph("ruled", {"policy": "update"}, ["prompts"], [*made, learn])
+
+
+def delayed(lag: int) -> Graph:
+    """What is generated from reads the policy as it was `lag` updates before; its weights are up to 2 updates old."""
+    past = delay("past", "policy", lag), call("choose", ["prompts", "past"], "trainer")
+    made = [*past, broadcast("broadcast", "policy", 2), call("generate", ["choose", "broadcast"], "generator")]
+    learn = call("update", ["policy", "generate"], "trainer", "update")
+    return graph("delayed", {"policy": "update"}, ["prompts"], [*made, learn])
+
+
+OLDER = broadcast("older", "policy", 2, "scorer"), call("judge", ["generate", "older"])
+LATE = graph(
+    "late",
+    {"policy": "update"},
+    ["prompts"],
+    [*aipo(1).nodes, broadcast("mine", "policy", 2), call("watch", ["mine"], "generator", "update")],
+)
+COMPARED = program(2, delay("past", "policy", 0), call("compare", ["generate", "past"], "trainer"))
+
+
+@pytest.mark.parametrize(
+    ("made", "rule", "message"),
+    [
+        (program(0, *OLDER), "pinned", "given generate lag=0, judge lag=2; needed one lag"),
+        (LATE, "pinned", "given generate lag=1, watch lag=2"),
+        (
+            program(1, keep("keep", ["generate"]), every=2),
+            "pinned",
+            "given the filter keep, broadcast with every=…; needed none",
+        ),
+        (delayed(1), "pinned", "given choose, which reads 'policy' with a delay of 1 before weights are read w"),
+        (delayed(2), "pinned", ""),
+        (COMPARED, "pinned", ""),  # it reads what is delayed after the weights
+        (delayed(1), "replace", "given choose, which reads 'policy' delayed; needed no delay, which is exact"),
+        (aipo(), "replace", ""),
+    ],
+)
+def test_rules_that_a_graph_does_not_allow(made: Graph, rule: str, message: str) -> None:
+    check_rules(tables(made), Rules(batch=1, end=1))
+    rules = Rules(batch=1, end=1, versions="pinned") if rule == "pinned" else Rules(1, 1, on_failure="replace")
+    if not message:
+        check_rules(tables(made), rules)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_rules(tables(made), rules)

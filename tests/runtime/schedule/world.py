@@ -1,7 +1,7 @@
 """A world for the scheduler: ranks that answer in any order, fail, drop groups and are stopped, under the checker."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -12,8 +12,9 @@ from penstock.graph.ir import Firing, Graph
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import (
-    Arrived,
+    Answer,
     Begin,
+    Checkpoint,
     Command,
     Commit,
     Done,
@@ -21,22 +22,16 @@ from penstock.runtime.schedule.events import (
     Failed,
     Finish,
     Fire,
+    Free,
     Publish,
-    Published,
-    Save,
-    Saved,
-    Send,
-    Swap,
-    Swapped,
+    Question,
+    answer,
 )
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.transitions import end_updates
 
-from .books import Lineage
-from .invariants import Checker
-from .random_graphs import random_graph, random_plan
-
-Live = Mapping[tuple[str, str], int]
+from .checker import Checker, Lineage
+from .graphs import place
 
 
 @dataclass(frozen=True)
@@ -50,32 +45,34 @@ class Setting:
     graph: Graph
     plan: Plan
     rules: Rules
-    fails: Mapping[str, float]
-    drops: Mapping[str, float]
+    fails: Mapping[str, float] = field(default_factory=dict)
+    drops: Mapping[str, float] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
     again: Mapping[str, float] = field(default_factory=dict)
 
 
 class World:
-    """One scheduler with its ranks. `heard` are the events so far, `told` the commands that followed each."""
+    """One scheduler with its ranks. `heard` are the events so far, `told` the commands that followed each, `pending`
+    the answers to come."""
 
     def __init__(
         self,
         setting: Setting,
         cut: Mapping[str, Any] | None = None,
         lineage: Lineage | None = None,
-        live: Live | None = None,
+        live: Mapping[tuple[str, str], int] | None = None,
     ) -> None:
         self.setting, self.cut, self.live, self.lineage = setting, cut, live, lineage
         self.tables = Tables(setting.graph, setting.plan)
         rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
         self.scheduler = Scheduler(self.tables, rules, cut, live, cut or {})
         self.checker = Checker(setting.graph, setting.plan, setting.rules, lineage, live)
-        self.pending: list[Event] = []
+        self.pending: list[Answer] = []
         self.heard: list[Event] = []
         self.told: list[list[Command]] = []
         self.finish: Finish | None = None
         self.commit: Commit | None = None
+        self.feed(Begin())
 
     def feed(self, event: Event) -> list[Command]:
         """Give the scheduler an event; what its commands ask of ranks becomes `pending` answers."""
@@ -85,14 +82,13 @@ class World:
         self.checker.see(event, commands)
         self._settled(event)
         for command in commands:
-            match command:
-                case Finish():
-                    self.finish = command
-                case Commit():
-                    self.commit = command
-                case Fire() | Publish() | Send() | Swap() | Save():
-                    ranks = range(len(self.tables.replicas[command.replica].ranks))
-                    self.pending += [_answer(command, rank) for rank in ranks]
+            if isinstance(command, Finish):
+                self.finish = command
+            elif isinstance(command, Commit):
+                self.commit = command
+            elif isinstance(command, Question):
+                ranks = range(len(self.tables.replicas[command.replica].ranks))
+                self.pending += [answer(command, rank) for rank in ranks]
         return commands
 
     def _settled(self, event: Event) -> None:
@@ -106,49 +102,75 @@ class World:
             assert not state.out, f"{event} left to be done: {state.out}"
             assert (state.update, state.batch, state.ledger.next) == before, f"{event} left an update or groups"
 
-    def step(self, index: int = 0) -> list[Command]:
-        """Let the rank at `index` of the pending ones answer."""
-        event = self.pending.pop(index)
+    # What ranks do ----------------------------------------------------------------------------------------
+
+    def step(self, event: Answer | None = None) -> list[Command]:
+        """Let a rank answer, the first one asked by default, with the verdict of its group."""
+        event = event or self.pending[0]
+        self.pending.remove(event)
         if isinstance(event, Done):
             drops, again = (shares.get(event.firing.node, 0) for shares in (self.setting.drops, self.setting.again))
             verdicts = Random(f"{event.firing}")
             event = structs.replace(event, dropped=verdicts.random() < drops, again=verdicts.random() < again)
         return self.feed(event)
 
-    def find(self, node: str, index: int, turn: int = 0) -> int:
-        """Which of the pending answers says that a firing is done; its first rank's."""
+    def at(self, node: str, index: int, turn: int = 0) -> Done:
+        """The pending answer that a firing is done; its first rank's."""
         firing = Firing(node, index, turn)
-        return next(i for i, event in enumerate(self.pending) if isinstance(event, Done) and event.firing == firing)
+        return next(event for event in self.pending if isinstance(event, Done) and event.firing == firing)
 
-    def drop(self, index: int) -> list[Command]:
-        """Let the rank at `index` drop its group."""
-        event = self.pending.pop(index)
-        assert isinstance(event, Done)
+    def drop(self, event: Done) -> list[Command]:
+        """Let a rank drop its group."""
+        self.pending.remove(event)
         return self.feed(structs.replace(event, dropped=True))
 
-    def random_answer(self, rng: Random) -> list[Command]:
-        """Let any rank answer; it may fail, or drop its group."""
-        quick = [i for i, event in enumerate(self.pending) if not self.setting.slow & _names(event)]
-        hurry = quick and rng.random() < 0.97
-        index = rng.choice(quick) if hurry else rng.randrange(len(self.pending))
-        event = self.pending[index]
-        if isinstance(event, Done) and rng.random() < self.setting.fails.get(event.firing.node, 0):
-            return self.fail(index)
-        return self.step(index)
-
-    def fail(self, index: int) -> list[Command]:
-        """Let the rank at `index` say that its firing raised."""
-        event = self.pending.pop(index)
-        assert isinstance(event, Done)
+    def fail(self, event: Done) -> list[Command]:
+        """Let a rank say that its firing raised."""
+        self.pending.remove(event)
         return self.feed(Failed(event.firing, event.replica, event.rank, f"{event.firing} raised"))
 
     def run(self, rng: Random, steps: int = 10**6) -> None:
-        """Answers in random order until the end, or for so many steps."""
-        if not self.heard:
-            self.feed(Begin())
+        """Answers in random order until the end, or for so many steps; any may be late, fail, or drop its group."""
         while self.finish is None and steps:
-            self.random_answer(rng)
             steps -= 1
+            quick = [event for event in self.pending if not self.setting.slow & _names(event)]
+            event = rng.choice(quick if quick and rng.random() < 0.97 else self.pending)
+            if isinstance(event, Done) and rng.random() < self.setting.fails.get(event.firing.node, 0):
+                self.fail(event)
+            else:
+                self.step(event)
+
+    def until(self, until: Callable[[Command], bool], but: Sequence[str] = ()) -> Command:
+        """Answers in the order in which they were asked, those that name one of `but` kept back, until a command."""
+        while True:
+            event = next(event for event in self.pending if not any(name in str(event) for name in but))
+            if found := [command for command in self.step(event) if until(command)]:
+                return found[0]
+
+    def until_fired(self, node: str, index: int, turn: int = 0, but: Sequence[str] = ()) -> Done:
+        """The same until a firing is asked for. Returns its pending answer."""
+        self.until(lambda command: isinstance(command, Fire) and command.firing == Firing(node, index, turn), but)
+        return self.at(node, index, turn)
+
+    def exhaust(self, but: str) -> None:
+        """Answers in order until only those that name `but` are left."""
+        while others := [event for event in self.pending if but not in str(event)]:
+            self.step(others[0])
+
+    def end(self, status: str = "done", rng: Random | None = None) -> Finish:
+        """Answers to the end, which has a status."""
+        self.run(rng or Random(0))
+        assert self.finish is not None
+        assert self.finish.status == status, self.finish
+        return self.finish
+
+    def stop(self, but: Sequence[str] = ()) -> "World":
+        """A final checkpoint ends the run. Returns the one that goes on from it."""
+        self.feed(Checkpoint(final=True))
+        if self.commit is None:
+            self.until(lambda command: isinstance(command, Commit), but)
+        assert self.finish == Finish("stopped")
+        return self.resumed()
 
     def resumed(self) -> "World":
         """A new world from the last committed cut, through JSON, or as this one was begun if there is none."""
@@ -156,19 +178,32 @@ class World:
             return World(self.setting, self.cut, self.lineage)
         return World(self.setting, json.loads(self.commit.state), self.checker.committed)
 
+    # What was said ----------------------------------------------------------------------------------------
 
-def _answer(command: Fire | Publish | Send | Swap | Save, rank: int) -> Event:
-    match command:
-        case Fire(firing, replica):
-            return Done(firing, replica, rank)
-        case Publish(channel, version, replica):
-            return Published(channel, version, replica, rank)
-        case Send(channel, version, _, replica):
-            return Arrived(channel, version, replica, rank)
-        case Swap(channel, version, replica):
-            return Swapped(channel, version, replica, rank)
-        case Save(update, replica):
-            return Saved(update, replica, rank)
+    def fired(self, node: str) -> list[Fire]:
+        return [c for told in self.told for c in told if isinstance(c, Fire) and c.firing.node == node]
+
+    def indices(self, node: str) -> list[int]:
+        return [fire.firing.index for fire in self.fired(node)]
+
+    def batches(self, node: str = "update") -> list[tuple[int, ...]]:
+        return [fire.groups for fire in self.fired(node)]
+
+    def published(self, channel: str) -> list[int]:
+        """The versions that a channel was told to publish."""
+        return [c.version for told in self.told for c in told if isinstance(c, Publish) and c.channel == channel]
+
+    def versions(self, node: str = "generate") -> dict[int, int]:
+        """The version that each group was started with."""
+        return {ordinal: v for (ordinal, name, *_), v in self.checker.books.versions.items() if name == node}
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return self.scheduler.ledger.outcomes
+
+
+def freed(told: Sequence[Command]) -> set[Firing]:
+    return {firing for command in told if isinstance(command, Free) for firing in command.firings}
 
 
 def _names(event: Event) -> set[str]:
@@ -176,27 +211,14 @@ def _names(event: Event) -> set[str]:
     return names | {event.firing.node} if isinstance(event, Done) else names
 
 
-def random_setting(rng: Random) -> Setting:
-    """Any graph, plan and rules the scheduler must cope with."""
-    pinned = rng.random() < 0.35
-    lags = [rng.choice([0, 1, 2, 4])] if pinned else [0, 1, 2, 3, 4]
-    graph = random_graph(rng, lags, pinned)
-    firing = [n for n in graph.nodes if n.fires and n.clock == "group"]
-    fails = {n.name: rng.choice([0.05, 0.2]) for n in firing if not n.stateful and rng.random() < 0.3}
-    filters = {n.name for n in firing if n.construct == "keep"}
-    drops = {n.name: 0.3 for n in firing if n.name in filters or rng.random() < 0.15}
-    exact = pinned or any(n.construct == "delay" for n in graph.nodes)
-    rules = Rules(
-        batch=rng.randint(1, 4),
-        end=rng.randint(1, 9),
-        versions="pinned" if pinned else "free",
-        retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),
-        on_failure="stop" if exact else rng.choice(["stop", "replace", "replace"]),
-        drops=rng.choice([1, 2, 4, 16, 16, 16, 16, 16]),
-        failures=rng.choice([1, 2, 4, 16, 16, 16]),
-    )
-    plan = random_plan(rng, graph)
-    names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
-    slow = frozenset(rng.sample(names, rng.choice([0, 0, 1, 2])))
-    again = {n.name: rng.choice([0.0, 0.5, 0.9, 1.0]) for n in firing if n.turns}
-    return Setting(graph, plan, rules, fails if rng.random() < 0.5 else {}, {} if pinned else drops, slow, again)
+def world(
+    graph: Graph,
+    rules: Rules,
+    replicas: int = 1,
+    capacity: int = 4,
+    ranks: int = 1,
+    **verdicts: Mapping[str, float],
+) -> World:
+    """`replicas` of the generator, and of the pool in which an environment answers."""
+    plan = place(graph, {"generator": replicas, "environment": replicas}, {"generator": capacity}, ranks)
+    return World(Setting(graph, plan, rules, **verdicts))  # type: ignore[arg-type]

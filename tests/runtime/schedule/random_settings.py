@@ -1,12 +1,14 @@
-"""Random graphs and plans for the scheduler's tests: every construct of the language, in any company."""
+"""Random settings for the scheduler: every construct of the language in any company, on any plan, by any rules."""
 
 from collections.abc import Sequence
 from random import Random
 
 from penstock.graph.ir import Graph, Node
 from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.schedule.compile import Rules
 
 from .graphs import alternate, broadcast, call, delay, graph, keep, place
+from .world import Setting
 
 POOLS = ("generator", "scorer", "trainer")
 
@@ -160,3 +162,29 @@ def random_plan(rng: Random, graph: Graph) -> Plan:
     replicas = {p: 1 if p == "trainer" else rng.choice([1, 2]) for p in pools}
     capacity = {p: rng.choice([1, 1, 2]) if p == "trainer" else rng.choice([1, 2, 5]) for p in pools}
     return place(graph, replicas, capacity, rng.choice([1, 2]), rng.choice(merges))
+
+
+def random_setting(rng: Random) -> Setting:
+    """Any graph, plan and rules the scheduler must cope with."""
+    pinned = rng.random() < 0.35
+    lags = [rng.choice([0, 1, 2, 4])] if pinned else [0, 1, 2, 3, 4]
+    graph = random_graph(rng, lags, pinned)
+    firing = [n for n in graph.nodes if n.fires and n.clock == "group"]
+    fails = {n.name: rng.choice([0.05, 0.2]) for n in firing if not n.stateful and rng.random() < 0.3}
+    filters = {n.name for n in firing if n.construct == "keep"}
+    drops = {n.name: 0.3 for n in firing if n.name in filters or rng.random() < 0.15}
+    exact = pinned or any(n.construct == "delay" for n in graph.nodes)
+    rules = Rules(
+        batch=rng.randint(1, 4),
+        end=rng.randint(1, 9),
+        versions="pinned" if pinned else "free",
+        retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),
+        on_failure="stop" if exact else rng.choice(["stop", "replace", "replace"]),
+        drops=rng.choice([1, 2, 4, 16, 16, 16, 16, 16]),
+        failures=rng.choice([1, 2, 4, 16, 16, 16]),
+    )
+    plan = random_plan(rng, graph)
+    names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
+    slow = frozenset(rng.sample(names, rng.choice([0, 0, 1, 2])))
+    again = {n.name: rng.choice([0.0, 0.5, 0.9, 1.0]) for n in firing if n.turns}
+    return Setting(graph, plan, rules, fails if rng.random() < 0.5 else {}, {} if pinned else drops, slow, again)

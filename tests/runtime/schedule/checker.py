@@ -1,0 +1,755 @@
+"""A witness of the scheduler: books kept from events and commands alone, and a judgement of each command by them.
+
+It shares nothing with the scheduler but the graph, the plan, the rules and the messages: what the graph says of a node
+is read straight off it. The numbers in the messages are those of the invariants on top of `scheduler.py`.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from math import gcd
+
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.cluster.placement import Plan, Replica
+from penstock.runtime.schedule.compile import Rules
+from penstock.runtime.schedule.events import (
+    Abort,
+    Answer,
+    Arrived,
+    Checkpoint,
+    Command,
+    Commit,
+    CommitTurn,
+    Done,
+    Event,
+    Failed,
+    Finish,
+    Fire,
+    Free,
+    Publish,
+    Published,
+    Question,
+    Save,
+    Send,
+    Swap,
+    Swapped,
+    answer,
+    first_answer,
+)
+
+
+@dataclass
+class Facts:
+    """What the graph says of one node or source. `hears` is the node that speaks, for one that answers it; `heard_by`
+    the other way round. `waits` are the groups' values that must be there before it starts: before two nodes take
+    turns, those of both. `weights` and `delays` are (channel or carried value, lag)."""
+
+    name: str
+    pool: str
+    per_update: bool
+    source: bool = False
+    stateful: bool = False
+    every: int = 1
+    turns: int = 0
+    hears: str = ""
+    heard_by: str = ""
+    recalls: bool = False
+    waits: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
+    updates: set[str] = field(default_factory=set)
+    carried: set[str] = field(default_factory=set)
+    weights: set[tuple[str, int]] = field(default_factory=set)
+    fixed: set[str] = field(default_factory=set)
+    delays: set[tuple[str, int]] = field(default_factory=set)
+    readers: set[str] = field(default_factory=set)
+    makes: set[str] = field(default_factory=set)
+
+    @property
+    def off_path(self) -> bool:
+        """Does no update wait for it?"""
+        return self.per_update and not (self.makes | self.readers | self.carried | self.groups | self.updates)
+
+    def due(self, update: int) -> bool:
+        return (update + 1) % self.every == 0
+
+
+def read_facts(graph: Graph, plan: Plan) -> tuple[dict[str, Facts], dict[str, int]]:
+    """Each source and node with its edges by kind; and for each channel the number of which its versions are
+    multiples."""
+    pools = {name: pool.name for pool in plan.pools for name in pool.holds}
+    facts = {a.name: Facts(a.name, pools[a.name], False, True) for a in graph.sources}
+    every: dict[str, int] = {}
+    changing = {carried for carried, ref in graph.results if ref.node in graph}
+    calls = [n for n in graph.nodes if n.construct in ("call", "keep")]
+    for n in calls:
+        turns = n.turns or 0
+        facts[n.name] = Facts(n.name, pools[n.name], n.clock == "update", False, n.stateful, n.every, turns)
+    backs = [(n.name, i.ref.node) for n in calls for i in n.inputs if i.back]
+    for speaks, answers in [(a, b) for a, b in backs if a != b]:
+        facts[speaks].heard_by, facts[answers].hears = answers, speaks
+        facts[answers].recalls = (answers, answers) in backs
+    for node in calls:
+        mine = facts[node.name]
+        for ref in [i.ref.node for i in node.inputs if not i.back and i.ref.node != mine.hears]:
+            if ref in facts:
+                (mine.updates if facts[ref].per_update else mine.groups).add(ref)
+                facts[ref].readers.add(node.name)
+            elif ref in graph:
+                carried, lag = graph[ref].inputs[0].ref.node, graph[ref].lag or 0
+                channel = f"{carried}>{mine.pool}"
+                if graph[ref].construct == "delay":
+                    mine.delays.add((carried, lag))
+                    continue
+                every[channel] = gcd(every.get(channel, 0), graph[ref].every)
+                if carried in changing:
+                    mine.weights.add((channel, lag))
+                else:
+                    mine.fixed.add(channel)
+            elif ref in changing:
+                mine.carried.add(ref)
+    for one in facts.values():
+        one.waits = one.groups | (facts[one.heard_by].groups if one.heard_by else set())
+    for carried, maker in graph.results:
+        if maker.node in facts:
+            facts[maker.node].makes.add(carried)
+    return facts, every
+
+
+@dataclass
+class Buffers:
+    """The live weights of a replica, and those in its second buffer."""
+
+    live: int = -1
+    staged: int = -1
+    sending: bool = False
+    swapping: bool = False
+
+
+@dataclass
+class Lineage:
+    """What survives a crash: the books at a cut. `versions` by group, node, channel and turn."""
+
+    update: int = 0
+    fates: dict[int, str] = field(default_factory=dict)
+    made: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    values: dict[Firing, str] = field(default_factory=dict)
+    versions: dict[tuple[int, str, str, int], int] = field(default_factory=dict)
+    consumed: dict[int, int] = field(default_factory=dict)
+    stateful: dict[str, int] = field(default_factory=dict)
+    behind: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass
+class Work:
+    replica: str
+    failed: bool = False
+    dropped: bool = False
+    again: bool = False
+
+
+@dataclass
+class Talk:
+    """The turn that a group is at, and whether its first half is done."""
+
+    turn: int = 0
+    spoken: bool = False
+
+
+class Checker:
+    """Call `see` after each `handle`. `lineage` and `live` are what the scheduler was told of its past."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        rules: Rules,
+        lineage: Lineage | None = None,
+        live: Mapping[tuple[str, str], int] | None = None,
+    ) -> None:
+        self.plan, self.rules, self.pinned = plan, rules, rules.versions == "pinned"
+        self.facts, self.every = read_facts(graph, plan)
+        self.books = deepcopy(lineage) if lineage else Lineage(update=rules.start)
+        self.start, self.resumed = self.books.update, lineage is not None
+        self.earlier, self.total = rules.start * rules.batch, rules.end * rules.batch
+        self.replicas: dict[str, Replica] = {r.name: r for r in plan.replicas}
+        self.pool_of = {r.name: p.name for p in plan.pools for r in p.replicas}
+        self.applied = {f.name: self.start for f in self.facts.values() if f.per_update and not f.off_path}
+        self.takes_groups = any(f.groups for f in self.facts.values() if f.per_update)
+        self.makers = {carried: f.name for f in self.facts.values() for carried in f.makes}
+        self.talks: dict[tuple[str, int], Talk] = defaultdict(Talk)
+        self.unsettled: dict[Firing, str] = {}
+        self.drops = self.failures = 0
+        self.doomed = self.cutting = self.final = False
+        self.running: dict[Firing, Work] = {}
+        self.attempts: dict[Firing, int] = defaultdict(int)
+        self.debris: set[tuple[Firing, str]] = set()
+        self.awaited: dict[Answer, set[int]] = {}
+        self.published: dict[str, int] = defaultdict(lambda: -1)
+        self.batch: tuple[int, ...] | None = None
+        self.cut: Lineage | None = None
+        self.committed: Lineage | None = None
+        self.finish: Finish | None = None
+        self.buffers: dict[str, dict[str, Buffers]] = {}
+        for channel in self.every:
+            pool = next(p for p in plan.pools if p.name == channel.split(">")[1])
+            held = {r.name: (live or {}).get((channel, r.name), -1) for r in pool.replicas}
+            self.buffers[channel] = {name: Buffers(version, version) for name, version in held.items()}
+
+    def see(self, event: Event, commands: Iterable[Command]) -> None:
+        """Note an event and judge the commands that followed it, in their order."""
+        self._hear(event)
+        for command in commands:
+            assert self.finish is None, f"{command} after {self.finish}"
+            if isinstance(command, Question):
+                self._true(answer(command) not in self.awaited, 1, f"{command} asked twice")
+                self.awaited[answer(command)] = set(range(len(self.replicas[command.replica].ranks)))
+            getattr(self, f"_{type(command).__name__.lower()}")(command)
+        if self.finish is None:
+            self._quiet()
+
+    def _true(self, holds: object, number: int, message: str) -> None:
+        if not holds:
+            raise AssertionError(f"invariant {number}: {message} [update {self.books.update}, {self.rules}]")
+
+    # What is heard ----------------------------------------------------------------------------------------
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Checkpoint(final):
+                self.cutting, self.final = True, self.final or final
+            case Abort():
+                self.doomed = True
+            case Done() | Failed():
+                work, facts = self.running[event.firing], self.facts[event.firing.node]
+                if isinstance(event, Done):
+                    work.dropped |= event.dropped
+                    work.again |= event.again
+                else:
+                    work.failed = True
+                    spent = self.attempts[event.firing] >= self.rules.retries and self.rules.on_failure == "stop"
+                    self.doomed |= facts.per_update or facts.stateful or spent
+                if self._answered(event):
+                    del self.running[event.firing]
+                    (self._update_done if facts.per_update else self._group_done)(facts, event.firing, work)
+        if isinstance(event, Answer) and not isinstance(event, Done | Failed) and self._answered(event):
+            match event:
+                case Published(channel, version):
+                    del self.running[Firing(channel, version)]
+                    self.published[channel] = version
+                case Arrived(channel, version, replica):
+                    held = self.buffers[channel][replica]
+                    held.sending, held.staged = False, version
+                case Swapped(channel, version, replica):
+                    held = self.buffers[channel][replica]
+                    held.swapping, held.live = False, version
+        self._end_updates()
+
+    def _answered(self, event: Answer) -> bool:
+        """Was it the last answer awaited?"""
+        ranks = self.awaited[first_answer(event)]
+        ranks.remove(event.rank)
+        if not ranks:
+            del self.awaited[first_answer(event)]
+        return not ranks
+
+    def _group_done(self, facts: Facts, firing: Firing, work: Work) -> None:
+        alive = self.books.fates[firing.index] == "pending"
+        if work.failed:
+            self.debris.add((firing, work.replica))
+            self.attempts[firing] += 1
+            self.failures += 1
+            self.doomed |= self.failures >= max(self._under_way(self.rules.failures), self.rules.retries + 1)
+            if alive and self.attempts[firing] > self.rules.retries and self.rules.on_failure == "replace":
+                self.books.fates[firing.index] = "failed"
+            return
+        self.books.values[firing] = work.replica
+        if not facts.turns:
+            self.books.made[firing.index][firing.node] = work.replica
+        elif alive:
+            # Half a turn is done; after the last one, what both nodes made is the group's.
+            talk = self.talks[facts.hears or facts.name, firing.index]
+            if facts.heard_by:
+                talk.spoken = True
+            elif work.again and talk.turn + 1 < facts.turns:
+                talk.turn, talk.spoken = talk.turn + 1, False
+            else:
+                for last in (firing._replace(node=facts.hears), firing):
+                    self.books.made[firing.index][last.node] = self.books.values[last]
+                    if talk.turn:
+                        self.unsettled[last] = self.books.values[last]
+        if alive and work.dropped:
+            self.books.fates[firing.index] = "dropped"
+            self.drops += 1
+            self.doomed |= self.pinned or self.drops >= self._under_way(self.rules.drops)
+
+    def _max_lag(self) -> int:
+        return max((lag for facts in self.facts.values() for _, lag in facts.weights), default=0)
+
+    def _under_way(self, batches: int) -> int:
+        """So many batches' groups, for each update that may be under way."""
+        return batches * self.rules.batch * (1 + self._max_lag())
+
+    def _update_done(self, facts: Facts, firing: Firing, work: Work) -> None:
+        if work.failed:
+            return
+        if facts.readers or not facts.makes:
+            self.books.values[firing] = work.replica
+        if facts.off_path:
+            self.books.behind[facts.name].append(firing.index)
+        else:
+            self.applied[firing.node] += 1
+
+    def _end_updates(self) -> None:
+        """Whatever updates are over: the steps that are due are done, and no version is lost that is still needed."""
+        while self.books.update < self.rules.end and not any(map(self._due, self.applied)):
+            update = self.books.update
+            if (self.cutting and not self._begun()) or (self.takes_groups and not self._batch_ready()):
+                return
+            makers = {channel: self.makers.get(channel.split(">")[0]) for channel in self.every}
+            left = [channel for channel, maker in makers.items() if maker and not self.facts[maker].due(update)]
+            if not all(map(self._spare, left)):
+                return
+            for ordinal in self.batch or ():
+                self.books.fates[ordinal], self.books.consumed[ordinal] = "consumed", update
+                self._versions_fit(ordinal, update)
+            self.books.update, self.batch, self.drops, self.failures = update + 1, None, 0, 0
+            self.applied = dict.fromkeys(self.applied, self.books.update)
+
+    def _versions_fit(self, ordinal: int, update: int) -> None:
+        for node, facts in self.facts.items():
+            for channel, lag in () if facts.per_update else facts.weights:
+                used = {v for (o, n, c, _), v in self.books.versions.items() if (o, n, c) == (ordinal, node, channel)}
+                fits = used and update - lag <= min(used) <= max(used) <= update
+                fits = fits and (not self.pinned or used == {max(0, update - lag)})
+                self._true(fits, 3, f"group {ordinal} of update {update}: {node} used {used}, lag {lag}")
+
+    # What follows from the books --------------------------------------------------------------------------
+
+    def before(self, ordinal: int) -> int:
+        lost = sum(self.books.fates.get(g) in ("dropped", "failed") for g in range(ordinal))
+        return self.earlier + ordinal - lost
+
+    def _pending(self) -> list[int]:
+        return sorted(g for g, fate in self.books.fates.items() if fate == "pending")
+
+    def _due(self, name: str) -> bool:
+        """Has the step still to fire at the current update?"""
+        return self.facts[name].due(self.books.update) and self.applied[name] == self.books.update
+
+    def _batch_ready(self) -> bool:
+        nodes = {n for n, f in self.facts.items() if not f.per_update}
+        if self.batch is None:
+            kept = self._pending()[: self.rules.batch]
+            if len(kept) == self.rules.batch and all(set(self.books.made[g]) == nodes for g in kept):
+                self.batch = tuple(kept)
+        return self.batch is not None
+
+    def _version(self, carried: str) -> int:
+        return self.applied[self.makers[carried]] if carried in self.makers else self.start
+
+    def _able(self, facts: Facts) -> tuple[Replica, ...]:
+        """Where a node may run: one with state, or per update, on the first replica only."""
+        replicas = next(p for p in self.plan.pools if p.name == facts.pool).replicas
+        return replicas[: 1 if facts.stateful or facts.per_update else None]
+
+    def _next(self, facts: Facts, books: Lineage | None = None) -> int:
+        """The update that a per-update node is next to fire at."""
+        first = self.applied.get(facts.name, self.rules.start)
+        if facts.off_path and (fired := (books or self.books).behind[facts.name]):
+            first = fired[-1] + 1
+        return next(update for update in range(first, first + facts.every) if facts.due(update))
+
+    def _to_come(self, facts: Facts, first: int) -> list[int]:
+        """The updates at which a node may still fire; a per-group one from `first` on."""
+        if facts.per_update:
+            first = self._next(facts)
+        return [u for u in range(first, self.rules.end) if not facts.per_update or facts.due(u)]
+
+    def _load(self, replica: str) -> int:
+        counted = (f for f, w in self.running.items() if w.replica == replica)
+        return sum(f.node not in self.facts or not self.facts[f.node].source for f in counted)
+
+    def _working(self, name: str, ordinal: int | None = None) -> bool:
+        """Is a firing of a node in work, on a group or at all?"""
+        return any(f.node == name and ordinal in (None, f.index) for f in self.running)
+
+    def _begun(self) -> bool:
+        per_update = any(f.node in self.applied for f in self.running)
+        return per_update or any(count > self.books.update for count in self.applied.values())
+
+    def _moving(self) -> bool:
+        """Is anything in work that a cut must not fall into?"""
+        publishing = any(f.node not in self.facts for f in self.running)
+        return publishing or self._begun() or any(self.facts[f.node].stateful for f in self.running)
+
+    def _spare(self, channel: str) -> bool:
+        """May the present version go: is each reader to come served by one that is held, or can still be published?"""
+        update, held = self.books.update, self.buffers[channel]
+        if self._working(channel):
+            return False
+        later = {v for v in range(update + 1, self.rules.end) if v % self.every[channel] == 0}
+        for facts in self.facts.values():
+            for lag in [lag for c, lag in facts.weights if c == channel]:
+                if self.pinned and not facts.per_update:
+                    if any(max(self.published[channel], a.staged) < update for a in held.values()):
+                        return False
+                    continue
+                known = [
+                    {held[r.name].live, held[r.name].staged, self.published[channel], *later} for r in self._able(facts)
+                ]
+                to_come = self._to_come(facts, update + 1)
+                if not all(any(self._fits(v, u, lag) for have in known for v in have) for u in to_come):
+                    return False
+        return True
+
+    def _fits(self, version: int, update: int, lag: int) -> bool:
+        """Is a version old and new enough for an update? A resumed run has none older than its first."""
+        return max(update - lag, 0) <= version <= max(update, self.start)
+
+    def _needed(self, value: Firing) -> bool:
+        """Has a value a reader in work or still to come?"""
+        facts, made = self.facts[value.node], self.books.made[value.index]
+        if facts.per_update:
+            return any(self.applied[r] <= value.index and self.facts[r].due(value.index) for r in facts.readers)
+        alive = self.books.fates[value.index] == "pending"
+        if value not in self.unsettled and any(last[:2] == value[:2] for last in self.unsettled):
+            return False  # of the turn before the last, which has recalled it
+        if facts.turns and (value in self.unsettled or value.node not in made):
+            # What a turn has made is read by the next half, and by the next turn's first one.
+            speaks, answers = facts.hears or facts.name, facts.heard_by or facts.name
+            if alive:
+                talk = self.talks[speaks, value.index]
+                return value.turn == talk.turn or (value.turn == talk.turn - 1 and (not talk.spoken or facts.recalls))
+            readers = [value._replace(node=answers), value._replace(node=speaks, turn=value.turn + 1)]
+            readers += [value._replace(turn=value.turn + 1)] if facts.recalls else []
+            return any(reader in self.running for reader in readers)
+        if any(self._working(r, value.index) for r in facts.readers if not self.facts[r].per_update):
+            return True
+        return alive and any(self.facts[r].per_update or r not in made for r in facts.readers)
+
+    # Firings ----------------------------------------------------------------------------------------------
+
+    def _fire(self, command: Fire) -> None:
+        firing, replica = command.firing, command.replica
+        facts = self.facts[firing.node]
+        self._true(firing not in self.running, 1, f"{firing} is in work already")
+        self._true((firing, replica) not in self.debris, 7, f"{firing} is tried again before its debris is freed")
+        self._true(self.pool_of[replica] == facts.pool, 1, f"{firing} runs on {replica}")
+        if not facts.per_update:
+            self._fire_group(facts, command)
+        else:
+            if facts.off_path:
+                fits = firing.index == self._next(facts) <= self.books.update and firing.index < self.rules.end
+                self._true(fits and command.groups == (), 11, f"{command}: due at {self._next(facts)}")
+                draining = self.pinned and self.cut is None
+                self._true(not self.cutting or self._begun() or draining, 4, f"{firing} starts while a cut is due")
+            else:
+                self._fire_update(facts, command)
+            # It reads versions that are neither too old nor newer than its update.
+            for channel, lag in facts.weights:
+                held = self.buffers[channel][replica]
+                fits = self._fits(held.live, firing.index, 0 if self.pinned else lag) and not held.swapping
+                self._true(fits, 3, f"{firing} reads {held} of {channel}, lag {lag}")
+            lacks = [c for c in facts.fixed if self.buffers[c][replica].live < self.start]
+            self._true(not lacks, 3, f"{firing} lacks {lacks}")
+        self._work(firing, replica)
+
+    def _work(self, firing: Firing, replica: str) -> None:
+        self.running[firing] = Work(replica)
+        self._true(self._load(replica) <= self.replicas[replica].capacity, 2, f"{replica} is over its capacity")
+
+    def _fire_group(self, facts: Facts, command: Fire) -> None:
+        firing, ordinal, name = command.firing, command.firing.index, facts.name
+        if facts.source:
+            self.books.fates.setdefault(ordinal, "pending")
+        fate = self.books.fates.get(ordinal)
+        self._true(command.groups == (ordinal,) and fate == "pending", 1, f"{command} of a group {fate}")
+        self._true(name not in self.books.made[ordinal], 1, f"{firing} is done already")
+        self._true(not self.final or self.pinned, 8, f"{firing} after a final checkpoint")
+        for read in facts.groups:
+            self._true(Firing(read, ordinal) in self.books.values, 7, f"{firing} reads {read}, not there")
+        self._true(self.before(ordinal) < self.total, 6, f"{firing} is past the last update")
+        self._true(not facts.stateful or self._in_order(facts, ordinal), 1, f"{firing} is out of order")
+        self._take_turn(facts, firing)
+        for channel, _ in facts.weights:
+            held = self.buffers[channel][command.replica]
+            self.books.versions[ordinal, name, channel, firing.turn] = held.live
+        self._true(self._admitted(facts, ordinal, command.replica), 3, f"{firing} is not admissible")
+        slot = self.before(ordinal) // self.rules.batch if facts.delays else 0
+        self._true(command.update == slot, 13, f"{command} is for update {slot}")
+
+    def _take_turn(self, facts: Facts, firing: Firing) -> None:
+        """The halves of a group's turns come in order, and read what the half and the turn before have made."""
+        speaks = facts.hears or facts.name
+        talk = self.talks[speaks, firing.index] if facts.turns else Talk()
+        fits = firing.turn == talk.turn < max(facts.turns, 1) and self._its_turn(facts, firing.index)
+        self._true(fits, 12, f"{firing} while {talk} is due")
+        if not facts.turns:
+            return
+        before = firing._replace(turn=firing.turn - 1)
+        reads = [firing._replace(node=speaks), *([before] if facts.recalls and firing.turn else [])]
+        if facts.heard_by:
+            reads = [before, before._replace(node=facts.heard_by)] if firing.turn else []
+        for read in reads:
+            self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
+        if facts.heard_by and not firing.turn:
+            for key in [k for k in self.books.versions if k[:2] == (firing.index, firing.node)]:
+                del self.books.versions[key]
+
+    def _its_turn(self, facts: Facts, ordinal: int) -> bool:
+        """In a bounded cycle: is it this node's half of the group's turn?"""
+        return not facts.turns or self.talks[facts.hears or facts.name, ordinal].spoken == bool(facts.hears)
+
+    def _in_order(self, facts: Facts, ordinal: int) -> bool:
+        """A node with state takes the groups one by one, in order, and rests while a cut is due, unless it must not:
+        pinned groups whose version the resumed run could not make again are finished before the cut."""
+        needed = max(0, self.before(ordinal) // self.rules.batch - self._max_lag())
+        perishing = self.pinned and needed < self.books.update and self.cut is None
+        ahead = [g for g in range(ordinal) if self.books.fates.get(g, "pending") == "pending"]
+        newest, self.books.stateful[facts.name] = self.books.stateful.get(facts.name, -1), ordinal
+        alone = not self._working(facts.name) and (perishing or not self.cutting)
+        return alone and newest < ordinal and all(facts.name in self.books.made[g] for g in ahead)
+
+    def _admitted(self, facts: Facts, ordinal: int, replica: str) -> bool:
+        """Are the weights and the delayed values that a group reads new enough, and, pinned, as old as they must be?"""
+        before, batch = self.before(ordinal), self.rules.batch
+        if any(self.buffers[channel][replica].live < self.start for channel in facts.fixed):
+            return False
+        if any(self._version(carried) < before // batch - lag for carried, lag in facts.delays):
+            return False
+        for channel, lag in facts.weights:
+            held = self.buffers[channel][replica]
+            if held.live < 0 or before >= (held.live + lag + 1) * batch:
+                return False
+            if self.pinned and (held.live != max(0, before // batch - lag) or held.swapping):
+                return False
+        return True
+
+    def _fire_update(self, facts: Facts, command: Fire) -> None:
+        firing, update = command.firing, self.books.update
+        fits = firing.index == update < self.rules.end and self._due(facts.name)
+        self._true(fits, 4, f"{firing} while update {update} is in work")
+        self._true(not self.cutting or self._begun(), 4, f"{firing} begins an update while a cut is due")
+        if facts.groups:
+            fits = self._batch_ready() and command.groups == self.batch
+            self._true(fits, 4, f"{firing} takes {command.groups}, next are {self.batch}")
+        reads = [Firing(read, ordinal) for read in facts.groups for ordinal in command.groups]
+        for read in [*reads, *(Firing(name, update) for name in facts.updates)]:
+            self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
+        for carried in facts.carried:
+            self._true(self._version(carried) == update, 5, f"{firing} reads version {self._version(carried)}")
+        # No one reads the version that this update donates.
+        for carried in facts.makes:
+            for other in self.facts.values():
+                waits = carried in other.carried and other is not facts and self._due(other.name)
+                self._true(not waits, 5, f"{firing} donates {carried} before {other.name} has read it")
+            for channel in [c for c in self.every if c.split(">")[0] == carried]:
+                self._true(self._spare(channel), 5, f"{firing} donates a version of {channel} that is still needed")
+
+    # Weights ----------------------------------------------------------------------------------------------
+
+    def _publish(self, command: Publish) -> None:
+        """It takes the sender's time, so that it is noted as a firing of the channel."""
+        channel, version = command.channel, command.version
+        carried, held = channel.split(">")[0], self.buffers[channel].values()
+        self._true(version == self._version(carried), 5, f"{command}: another version is there")
+        multiple = version % self.every[channel] == 0 or version == self.start
+        self._true(multiple, 10, f"{command}, at every {self.every[channel]}. update")
+        read = any(self._may_read(facts, channel, version) for facts in self.facts.values())
+        self._true(read, 10, f"{command}, and nobody reads it")
+        self._true(version > self.published[channel], 5, f"{command} again")
+        donated = carried in self.makers and Firing(self.makers[carried], version) in self.running
+        self._true(not donated, 5, f"{command} while it is being donated")
+        unsent = any(a.sending or a.staged < self.published[channel] for a in held)
+        self._true(not unsent, 5, f"{command} over a snapshot that is still to be sent")
+        self._true(self.cut is None, 5, f"{command} while the cut is being written")
+        self._work(Firing(channel, version), command.replica)
+
+    def _may_read(self, facts: Facts, channel: str, version: int) -> bool:
+        """May a node still fire with a version of what a channel carries?"""
+        to_come, lags = self._to_come(facts, version), [lag for c, lag in facts.weights if c == channel]
+        return bool(channel in facts.fixed and to_come) or any(
+            self._fits(version, u, lag) for lag in lags for u in to_come
+        )
+
+    def _send(self, command: Send) -> None:
+        held, newest = self.buffers[command.channel][command.replica], self.published[command.channel]
+        free = held.staged == held.live and not held.sending and not held.swapping
+        self._true(free, 5, f"{command}: the second buffer is taken")
+        self._true(command.version == newest > held.staged, 5, f"{command}: version {newest} is published")
+        held.sending = True
+
+    def _swap(self, command: Swap) -> None:
+        held = self.buffers[command.channel][command.replica]
+        ready = command.version == held.staged > held.live and not held.sending and not held.swapping
+        self._true(ready, 5, f"{command} with {held}")
+        for facts in [
+            self.facts[f.node] for f, w in self.running.items() if w.replica == command.replica and f.node in self.facts
+        ]:
+            reads = any(channel == command.channel for channel, _ in facts.weights)
+            self._true(not (reads and (self.pinned or facts.per_update)), 3, f"{command} under {facts.name}")
+        held.swapping = True
+
+    # Values -----------------------------------------------------------------------------------------------
+
+    def _free(self, command: Free) -> None:
+        for firing in command.firings:
+            if (firing, command.replica) in self.debris:
+                self.debris.remove((firing, command.replica))
+                continue
+            self._true(self.books.values.get(firing) == command.replica, 7, f"{firing} is freed, not held there")
+            self._true(not self._needed(firing), 7, f"{firing} is freed before its last reader")
+            del self.books.values[firing]
+
+    def _committurn(self, command: CommitTurn) -> None:
+        """The last turn's values are the group's: they are named like those of the first one from now on."""
+        first, held = command.firing._replace(turn=0), self.unsettled.pop(command.firing, "nowhere")
+        fits = held == command.replica == self.books.values.get(command.firing) and first not in self.books.values
+        self._true(fits, 12, f"{command}: held by {held}")
+        self.books.values[first] = self.books.values.pop(command.firing)
+
+    # Cuts and the end -------------------------------------------------------------------------------------
+
+    def _save(self, command: Save) -> None:
+        self._true(not self._moving(), 4, f"{command}: something that moves state is in work")
+        self._true(command.update == self.books.update, 4, f"{command}: update {self.books.update} is next")
+        pending, needed = self._pending(), set()
+        for value in [v for v, r in self.books.values.items() if r == command.replica and v.index in pending]:
+            # A run that resumes here begins the turns of a group anew.
+            made, readers = self.books.made[value.index], self.facts[value.node].readers
+            if value.node in made and any(self.facts[r].per_update or r not in made for r in readers):
+                needed.add(value)
+        self._true(set(command.firings) == needed, 7, f"{command}: needed {needed}")
+        if self.cut is None:
+            self.cut = deepcopy(self.books)
+            self.cut.values = {}
+        self.cut.values.update(dict.fromkeys(command.firings, command.replica))
+
+    def _commit(self, command: Commit) -> None:
+        cut, told = self.cut, json.loads(command.state)
+        assert cut is not None
+        self._true(not any(type(key).__name__ == "Saved" for key in self.awaited), 4, "a part is not written yet")
+        made = {g: dict(m) for g, m in cut.made.items() if cut.fates.get(g) == "pending"}
+        agrees = told["update"] == command.update == cut.update and {g: m for g, m, _ in told["groups"]} == made
+        counts = {fate: list(cut.fates.values()).count(fate) for fate in ("consumed", "dropped", "failed")}
+        self._true(agrees and told["fates"] == counts, 4, f"the cut says {told}, known {cut}")
+        cut.made = defaultdict(dict, made)
+        behind = {n: self._next(f, cut) for n, f in self.facts.items() if f.off_path}
+        self._true(told["trailing"] == behind, 11, f"the cut says {told['trailing']}, known {behind}")
+        self.committed, self.cut, self.cutting = cut, None, False
+        self._end_updates()
+
+    def _finish(self, command: Finish) -> None:
+        self.finish = command
+        if command.status == "done":
+            fates = list(self.books.fates.values())
+            consumed = self.takes_groups * (self.total - self.earlier)
+            self._true(self.books.update == self.rules.end, 8, f"done at update {self.books.update}")
+            self._true("pending" not in fates and fates.count("consumed") == consumed, 4, f"at the end: {fates}")
+            self._true(not self.awaited and not self.running, 8, f"done while {self.awaited} is awaited")
+            self._true(not self.books.values and not self.debris, 7, f"never freed: {self.books.values}")
+            for facts in [f for f in self.facts.values() if f.off_path]:
+                due = [u for u in range(self.rules.start, self.rules.end) if facts.due(u)]
+                fired = self.books.behind[facts.name]
+                self._true(fired == due, 11, f"{facts.name} fired at {fired}, due at {due}")
+        self._true(command.status != "failed" or self.doomed, 8, f"{command} without a cause")
+        cut = self.committed is not None or self.resumed  # that of the life before may have all that there is
+        self._true(command.status != "stopped" or (self.final and cut), 8, "stopped without a cut")
+
+    # Once all commands are said -----------------------------------------------------------------------------
+
+    def _quiet(self) -> None:
+        """Something is in work, what nobody reads is freed, nothing waits that may start."""
+        self._true(self.awaited, 8, "nothing is in work: deadlock")
+        self._true(not self.doomed, 8, f"the run goes on; {self.drops} groups are dropped")
+        self._true(not self.unsettled, 12, f"not settled: {self.unsettled}")
+        idle = [v for v in self.books.values if self._over(v)]
+        self._true(not idle and not self.debris, 7, f"not freed: {idle} {self.debris}")
+        for channel, buffers in self.buffers.items():
+            for replica, held in buffers.items():
+                waits = held.staged > held.live and not held.swapping and not self._reads_live(channel, replica)
+                self._true(not waits, 9, f"version {held.staged} could go live on {replica}")
+        if self.cutting:
+            self._true(self.pinned or self.cut is not None or self._moving(), 9, "the cut could be written")
+            return
+        for facts in self.facts.values():
+            if facts.off_path:
+                self._true(not self._could_fire(facts), 9, f"{facts.name} could start")
+            elif not facts.per_update and not self.pinned:
+                for ordinal in self._pending():
+                    self._true(not self._could_start(facts, ordinal), 9, f"{facts.name}[{ordinal}] could start")
+
+    def _over(self, value: Firing) -> bool:
+        """Should a value have been freed?"""
+        if self._needed(value):
+            return False
+        if self.facts[value.node].per_update:
+            return value.index < self.books.update or not self.facts[value.node].readers
+        working = [f.node for f in self.running if f.index == value.index and f.node in self.facts]
+        return self.books.fates[value.index] == "pending" or all(self.facts[n].per_update for n in working)
+
+    def _reads_live(self, channel: str, replica: str) -> bool:
+        """Does a step of this update read what is live, or a pinned group to come?"""
+        held = self.buffers[channel][replica]
+        for facts in self.facts.values():
+            for lag in [lag for c, lag in facts.weights if c == channel]:
+                running = any(f.node == facts.name and w.replica == replica for f, w in self.running.items())
+                if facts.per_update:
+                    here = replica == self._able(facts)[0].name
+                    if here and (running or held.staged > max(self._next(facts), self.start)):
+                        return True
+                elif self.pinned:
+                    # Of a group that is in its turns, another one may come.
+                    left = [g for g in range(self.total - self.earlier) if self._to_start(facts, g, bool(facts.turns))]
+                    if running or any(max(0, self.before(g) // self.rules.batch - lag) <= held.live for g in left):
+                        return True
+        return False
+
+    def _to_start(self, facts: Facts, ordinal: int, again: bool = False) -> bool:
+        """Has a group still to start on a node, perhaps `again`?"""
+        if self.books.fates.get(ordinal, "pending") != "pending" or facts.name in self.books.made.get(ordinal, ()):
+            return False
+        return again or not self._working(facts.name, ordinal)
+
+    def _could_fire(self, facts: Facts) -> bool:
+        """Is there room, and the right version, for a step that no update waits for?"""
+        update, replica = self._next(facts), self._able(facts)[0]
+        if update > self.books.update or update >= self.rules.end or self._working(facts.name):
+            return False
+        if any(self.buffers[channel][replica.name].live < self.start for channel in facts.fixed):
+            return False
+        held = [(self.buffers[channel][replica.name], lag) for channel, lag in facts.weights]
+        has = all(self._fits(a.live, update, lag) and not a.swapping for a, lag in held)
+        return has and self._load(replica.name) < replica.capacity
+
+    def _could_start(self, facts: Facts, ordinal: int) -> bool:
+        """May a group start on some replica, which does not leave it to others?"""
+        if not self._ready(facts, ordinal):
+            return False
+        able = [r for r in self._able(facts) if self._admitted(facts, ordinal, r.name)]
+        if facts.source:
+            return bool(able)
+        return any(self._load(r.name) < r.capacity and not self._leaves(facts, r.name) for r in able)
+
+    def _leaves(self, facts: Facts, replica: str) -> bool:
+        """Has a replica its share of a node's groups, while others wait for weights that are on their way?"""
+        names = [r.name for r in self._able(facts)]
+        held = [(self.buffers[channel][name].live, channel) for channel, _ in facts.weights for name in names]
+        if not any(live < self.published[channel] for live, channel in held):
+            return False
+        groups = [g for g in self._pending() if self._ready(facts, g)]
+        waiting = sum(any(self._admitted(facts, g, name) for name in names) for g in groups)
+        return self._load(replica) * (len(names) - 1) >= waiting
+
+    def _ready(self, facts: Facts, ordinal: int) -> bool:
+        """Has a group all that a node reads of it, and still to start there?"""
+        if not facts.waits <= self.books.made[ordinal].keys() or not self._its_turn(facts, ordinal):
+            return False
+        if not self._to_start(facts, ordinal) or self.before(ordinal) >= self.total:
+            return False
+        ahead = [g for g in self._pending() if g < ordinal] if facts.stateful else []
+        return not (facts.stateful and self._working(facts.name)) and all(
+            facts.name in self.books.made[g] for g in ahead
+        )

@@ -1,0 +1,254 @@
+"""What becomes of groups: which an update takes, those dropped or failed, what is freed, when a run ends for them."""
+
+import json
+from random import Random
+
+import pytest
+
+from penstock.graph.ir import Firing, Graph
+from penstock.runtime.schedule.compile import Rules
+from penstock.runtime.schedule.events import Abort, Begin, Done, Failed, Finish, Fire, Free
+from penstock.runtime.schedule.state import Ledger
+
+from .graphs import aipo, broadcast, call, graph, keep
+from .world import freed, world
+
+# Dropped ----------------------------------------------------------------------------------------------------
+
+
+def filtered(lag: int = 0) -> Graph:
+    nodes = (
+        broadcast("broadcast", "policy", lag),
+        call("generate", ["prompts", "broadcast"], "generator"),
+        call("score", ["generate"]),
+        keep("keep", ["generate", "score"]),
+        call("update", ["policy", "keep"], "trainer", "update"),
+    )
+    return graph("filtered", {"policy": "update"}, ["prompts"], nodes)
+
+
+def test_a_dropped_group_leaves_its_place_to_the_next_one() -> None:
+    made = world(aipo(lag=0), Rules(batch=2, end=1))
+    made.drop(made.until_fired("score", 0))
+    made.end()
+    assert made.batches() == [(1, 2)]
+    assert made.outcomes == {"consumed": 2, "dropped": 1, "failed": 0}
+
+
+def test_an_update_takes_the_next_kept_groups_in_order() -> None:
+    made = world(filtered(), Rules(batch=2, end=2))
+    while made.finish is None:
+        keeps = [event for event in made.pending if isinstance(event, Done) and event.firing.node == "keep"]
+        if keeps and keeps[0].firing.index % 2 == 0:
+            assert freed(made.drop(keeps[0])) >= {
+                keeps[0].firing._replace(node=n) for n in ("generate", "score", "keep")
+            }
+        else:
+            made.step(keeps[0] if keeps else None)
+    assert made.batches() == [(1, 3), (5, 7)]
+    assert made.outcomes == {"consumed": 4, "dropped": 4, "failed": 0}
+
+
+def test_pinned_versions_refuse_a_filter() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=3, versions="pinned"), drops={"score": 1.0})
+    assert made.end("failed").error.endswith(' dropped its group: a filter needs versions="free", given "pinned"')
+
+
+def test_groups_that_take_the_place_of_dropped_ones_keep_the_lag() -> None:
+    for seed in range(10):
+        made = world(filtered(lag=1), Rules(batch=2, end=6), drops={"keep": 0.5})
+        made.end(rng=Random(seed))
+        used, consumed = made.versions(), made.checker.books.consumed
+        assert len(consumed) == 12
+        assert all(update - 1 <= used[g] <= update for g, update in consumed.items())
+
+
+def test_a_filter_that_drops_too_much_ends_the_run_with_its_counts() -> None:
+    made = world(filtered(), Rules(batch=2, end=3, drops=2))
+    made.step(made.until_fired("keep", 0))
+    for ordinal in (1, 2, 3):
+        made.exhaust(but="keep")
+        made.drop(made.at("keep", ordinal))
+    made.exhaust(but="keep")
+    assert made.drop(made.at("keep", 4))[-1] == Finish(
+        "failed",
+        "given 4 groups dropped for update 0, the last by keep[4], and 1 kept; needed 2 kept ones before 2 batches are "
+        "dropped (--drops), or a filter that keeps more",
+    )
+
+
+def test_the_bound_on_drops_counts_from_update_to_update_and_allows_for_the_lag() -> None:
+    made = world(filtered(), Rules(batch=1, end=3, drops=2))
+    for kept in (1, 3, 5):
+        made.drop(made.until_fired("keep", kept - 1))
+        made.step(made.until_fired("keep", kept))
+    made.end()
+    assert made.outcomes["dropped"] == 3
+    made = world(filtered(lag=16), Rules(batch=2, end=30), drops={"keep": 0.5})
+    made.end()
+    assert made.outcomes["dropped"] > 16 * 2
+
+
+def test_a_resumed_run_remembers_what_was_dropped() -> None:
+    made = world(filtered(lag=1), Rules(batch=2, end=6), drops={"keep": 0.4})
+    made.run(Random(1), steps=60)
+    resumed = made.stop()
+    resumed.end(rng=Random(1))
+    fates = resumed.checker.books.fates
+    lost = [g for g, fate in fates.items() if fate == "dropped"]
+    assert lost == [g for g in sorted(fates) if Random(f"{Firing('keep', g)}").random() < 0.4]
+    assert resumed.outcomes["dropped"] == len(lost)
+
+
+def test_values_of_a_lost_group_are_freed_when_nobody_reads_them_any_more() -> None:
+    nodes = (
+        broadcast("broadcast", "policy", 1),
+        call("generate", ["prompts", "broadcast"], "generator"),
+        call("score", ["generate"]),
+        call("judge", ["generate"]),
+        call("update", ["policy", "score", "judge"], "trainer", "update"),
+    )
+    made = world(graph("judged", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=1))
+    judge = made.until_fired("judge", 0)
+    assert Firing("generate", 0) not in freed(made.drop(made.at("score", 0)))
+    assert Firing("generate", 0) in freed(made.step(judge))
+
+
+# Failed -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_stops_the_run_by_default() -> None:
+    made = world(aipo(), Rules(batch=2, end=3))
+    assert made.fail(made.until_fired("score", 1)) == [Finish("failed", "score[1] raised")]
+    assert made.scheduler.handle(Begin()) == []
+    assert world(aipo(), Rules(batch=1, end=2)).feed(Abort("a rank died")) == [Finish("failed", "a rank died")]
+
+
+def test_a_failed_firing_is_tried_again() -> None:
+    made = world(aipo(), Rules(batch=2, end=4, retries=1))
+    told = made.fail(made.until_fired("score", 1))
+    assert told[:2] == [Free((Firing("score", 1),), "scorer/0"), Fire(Firing("score", 1), "scorer/0", (1,))]
+    resumed = made.stop()
+    assert resumed.scheduler.ledger.retried == 1
+    resumed.end()
+
+
+def test_a_retry_waits_until_all_ranks_have_answered() -> None:
+    made = world(aipo(), Rules(batch=1, end=1, retries=1), ranks=2)
+    first = made.until_fired("score", 0)
+    assert made.fail(first) == []
+    again = made.step(made.at("score", 0))
+    assert isinstance(again[1], Fire)
+    assert again[1].firing == Firing("score", 0)
+
+
+def test_a_group_that_failed_for_good_is_replaced() -> None:
+    made = world(aipo(), Rules(batch=2, end=1, on_failure="replace"))
+    made.fail(made.until_fired("score", 1))
+    made.end()
+    assert made.batches() == [(0, 2)]
+    assert made.outcomes == {"consumed": 2, "dropped": 0, "failed": 1}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("retries", [0, 1, 99])
+def test_failures_without_an_update_between_them_end_the_run_with_the_last_one(lag: int, retries: int) -> None:
+    made = world(aipo(lag), Rules(batch=2, end=3, retries=retries, on_failure="replace", failures=2))
+    while made.finish is None:
+        scored = [event for event in made.pending if isinstance(event, Done) and event.firing.node == "score"]
+        if scored:
+            made.fail(scored[0])
+        else:
+            made.step()
+    failed = [event for event in made.heard if isinstance(event, Failed)]
+    assert len(failed) == max(2 * 2 * (1 + lag), retries + 1)
+    assert made.finish.status == "failed"
+    assert "(--failures)" in made.finish.error
+    assert failed[-1].error in made.finish.error
+
+
+def test_failures_between_which_updates_are_made_end_nothing() -> None:
+    made = world(aipo(lag=0), Rules(batch=1, end=9, on_failure="replace", failures=2))
+    for ordinal in range(0, 18, 2):
+        made.fail(made.until_fired("score", ordinal))
+    made.end()
+    assert made.outcomes == {"consumed": 9, "dropped": 0, "failed": 9}
+
+
+def test_a_failed_update_stops_the_run_in_spite_of_retries() -> None:
+    made = world(aipo(), Rules(batch=1, end=2, retries=5, on_failure="replace"))
+    assert made.fail(made.until_fired("update", 0))[-1] == Finish("failed", "update[0] raised")
+
+
+def test_an_answer_nobody_awaits_is_refused_and_changes_nothing() -> None:
+    made, fired = world(aipo(), Rules(batch=1, end=2)), Firing("prompts", 0)
+    strays = Done(Firing("score", 7), "scorer/0"), Done(fired, "generator/0", 3), Failed(fired, "scorer/0", 0, "other")
+    for stray in strays:
+        with pytest.raises(ValueError, match="nobody awaits"):
+            made.scheduler.handle(stray)
+    made.end()
+
+
+# The ledger -------------------------------------------------------------------------------------------------
+
+
+def opened(count: int) -> Ledger:
+    ledger = Ledger()
+    for _ in range(count):
+        ledger.finish(ledger.open())
+    return ledger
+
+
+def test_an_unfinished_group_holds_up_those_after_it() -> None:
+    ledger = opened(6)
+    ledger.lose(1, "dropped")
+    ledger.groups[2].finished = False
+    assert ledger.take(3) is None
+    ledger.groups[2].finished = True
+    assert ledger.take(3) == (0, 2, 3)
+    assert ledger.take(3) is None
+
+
+def test_a_lost_group_no_longer_stands_before_others() -> None:
+    ledger = opened(5)
+    assert ledger.before(4) == 4
+    ledger.groups[2].working = 1
+    lost = ledger.lose(2, "dropped")
+    assert (ledger.before(2), ledger.before(3), ledger.before(4)) == (2, 2, 3)
+    assert ledger.find(2) is lost  # it leaves when nobody works on it
+    assert 2 not in ledger.groups
+
+
+def test_lost_groups_below_the_last_consumed_one_are_only_counted() -> None:
+    rng = Random(1)
+    ledger, lost = Ledger(), 0
+    for ordinal in range(400):
+        ledger.finish(ledger.open())
+        if rng.random() < 0.4:
+            ledger.lose(ordinal, "dropped")
+            lost += 1
+        if batch := ledger.take(5):
+            ledger.consume(batch)
+        assert ledger.before(ordinal + 1) == ordinal + 1 - lost
+    assert len(ledger.lost) < 20 < lost
+
+
+def test_groups_of_earlier_updates_stand_before_all() -> None:
+    ledger = Ledger(earlier=12)
+    ledger.open()
+    assert ledger.before(0) == 12
+
+
+def test_a_ledger_survives_json() -> None:
+    ledger = opened(7)
+    ledger.lose(1, "dropped")
+    batch = ledger.take(2)
+    assert batch == (0, 2)
+    ledger.consume(batch)
+    ledger.lose(4, "failed")
+    ledger.groups[3].made, ledger.groups[3].readers = {"generate": "generator/0"}, {"generate": 2}
+    restored = Ledger()
+    restored.restore(json.loads(json.dumps(ledger.to_json())))
+    assert restored.to_json() == ledger.to_json()
+    assert restored.before(6) == ledger.before(6) == 4
+    assert restored.first == 3

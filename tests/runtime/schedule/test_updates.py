@@ -1,0 +1,330 @@
+"""Slower clocks, steps that no update waits for, and checkpoints between updates."""
+
+import json
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from penstock.graph.ir import Firing, Graph, Node
+from penstock.runtime.schedule.compile import Rules, Tables
+from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Free, Publish, Save, Send
+from penstock.runtime.schedule.idle_causes import cause
+from penstock.runtime.schedule.scheduler import Scheduler
+
+from .graphs import aipo, broadcast, call, graph, place
+from .world import World, world
+
+
+def beside(*nodes: Node, lag: int = 1) -> Graph:
+    """`aipo` with more nodes."""
+    return graph("beside", {"policy": "update"}, ["prompts"], [*aipo(lag).nodes, *nodes])
+
+
+def watched(lag: int, every: int = 1, stateful: bool = False) -> Graph:
+    """`aipo` with a step off the critical path."""
+    mine = broadcast("mine", "policy", lag, "evaluator")
+    return beside(mine, call("watch", ["mine"], "evaluator", "update", stateful, every))
+
+
+def averaged(every: int) -> Graph:
+    """A second carried value that changes at some updates only, from a value that is made then, and that is sent."""
+    nodes = (
+        broadcast("broadcast", "policy", 1),
+        broadcast("averages", "average", 0, "scorer"),
+        call("generate", ["prompts", "broadcast"], "generator"),
+        call("score", ["generate", "averages"]),
+        call("update", ["policy", "score"], "trainer", "update"),
+        call("measure", ["update"], "trainer", "update", every=every),
+        call("blend", ["average", "update", "measure"], "trainer", "update", every=every),
+    )
+    return graph("averaged", {"policy": "update", "average": "blend"}, ["prompts"], nodes)
+
+
+def seldom(lag: int, every: int) -> Graph:
+    nodes = [n for n in aipo(lag).nodes if n.construct != "broadcast"]
+    sent = broadcast("broadcast", "policy", lag, every=every)
+    return graph("seldom", {"policy": "update"}, ["prompts"], [sent, *nodes])
+
+
+# Steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_fires_at_each_kth_update() -> None:
+    made = world(averaged(every=3), Rules(batch=2, end=8))
+    made.end()
+    assert made.indices("blend") == made.indices("measure") == [2, 5]
+    assert made.indices("update") == list(range(8))
+
+
+def test_a_value_between_steps_is_freed_with_its_update() -> None:
+    made = world(averaged(every=2), Rules(batch=1, end=4))
+    blend, held = made.until_fired("blend", 1), made.checker.books.values
+    assert Firing("measure", 1) in held
+    made.step(blend)
+    assert Firing("measure", 1) not in held
+
+
+def test_a_value_that_is_left_as_it_is_has_a_new_version_all_the_same() -> None:
+    made = world(averaged(every=3), Rules(batch=1, end=5))
+    made.end()
+    assert made.published("average>scorer") == [0, 1, 2, 3, 4]
+    assert made.versions("score") == {g: g for g in range(5)}
+
+
+def test_updates_at_which_nothing_is_due_are_over_when_they_come() -> None:
+    update = call("update", ["policy"], "trainer", "update", every=3)
+    made = world(graph("lonely", {"policy": "update"}, [], [update]), Rules(batch=1, end=8))
+    made.end()
+    assert made.indices("update") == [2, 5]
+    nodes = (broadcast("mine", "policy", 0, "evaluator"), call("watch", ["mine"], "evaluator", "update", every=2))
+    made = world(graph("frozen", {"policy": "policy"}, [], nodes), Rules(batch=1, end=5))
+    made.end()
+    assert made.indices("watch") == [1, 3]
+
+
+def test_no_update_starts_without_weights_however_large_the_lag() -> None:
+    nodes = (
+        call("generate", ["prompts"], "generator"),
+        broadcast("mine", "policy", 4, "scorer"),
+        call("watch", ["generate", "mine"], "scorer", "update"),
+        call("update", ["policy", "generate"], "trainer", "update"),
+    )
+    made = world(graph("early", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=2))
+    made.exhaust(but="Swapped")
+    assert made.fired("watch") == []
+    made.end()
+
+
+# Broadcasts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lag", "every"), [(1, 2), (2, 2), (3, 2), (4, 5)])
+def test_only_each_mth_version_is_sent_and_the_lag_holds(lag: int, every: int) -> None:
+    for seed in range(5):
+        made = world(seldom(lag, every), Rules(batch=2, end=9), replicas=2)
+        made.end(rng=Random(seed))
+        assert all(index % every == 0 for index in made.published("policy>generator"))
+        assert all(v % every == 0 and g // 2 - lag <= v <= g // 2 for g, v in made.versions().items())
+
+
+def test_a_version_is_not_given_up_if_the_next_one_to_be_sent_came_too_late() -> None:
+    made = world(seldom(lag=2, every=2), Rules(batch=1, end=9), replicas=2)
+    made.exhaust(but="Arrived(channel='policy>generator', version=0, replica='generator/1'")
+    # Version 2 cannot be sent while version 0 is on its way, and update 3 can have no other: so update 2 waits.
+    assert made.indices("update") == [0, 1]
+    made.end()
+
+
+def test_a_resumed_run_sends_the_version_that_it_starts_with() -> None:
+    made = world(seldom(lag=2, every=3), Rules(batch=1, end=9))
+    made.until_fired("update", 3)
+    resumed = made.stop()
+    resumed.end()
+    assert resumed.published("policy>generator") == [4, 6]
+
+
+@pytest.mark.parametrize(("lag", "every", "sent"), [(0, 1, range(8)), (0, 3, [2, 5]), (1, 4, [2, 3, 6, 7]), (0, 9, [])])
+def test_only_versions_that_a_step_fires_with_are_sent_to_its_pool(lag: int, every: int, sent: Sequence[int]) -> None:
+    made = world(watched(lag, every), Rules(batch=1, end=8))
+    made.end()
+    assert set(made.published("policy>evaluator")) <= set(sent)
+    assert len(made.published("policy>evaluator")) >= len(made.fired("watch")) == 8 // every
+    assert made.published("policy>generator") == list(range(8))
+
+
+def test_a_pool_of_several_steps_is_sent_what_any_of_them_fires_with() -> None:
+    older = broadcast("older", "policy", 1, "evaluator")
+    more = older, call("check", ["older"], "evaluator", "update", every=5)
+    made = world(beside(*watched(lag=0, every=2).nodes[5:], *more), Rules(batch=1, end=10))
+    made.end()
+    assert {1, 3, 5, 7, 9} <= set(made.published("policy>evaluator")) <= {1, 3, 4, 5, 7, 8, 9}
+
+
+@pytest.mark.parametrize(("behind", "sent"), [(["watch"], [6, 7, 11]), ([], [7, 11])])
+def test_a_resumed_run_sends_its_first_version_only_to_who_is_behind_or_due(behind: list[str], sent: list[int]) -> None:
+    made = world(watched(lag=0, every=4), Rules(batch=1, end=12))
+    made.until_fired("update", 5, but=behind)
+    resumed = made.stop(but=behind)
+    resumed.end()
+    assert resumed.published("policy>evaluator") == sent
+
+
+def test_a_pool_whose_first_weights_are_not_due_waits_for_data_and_not_for_its_start() -> None:
+    made = world(watched(lag=0, every=3), Rules(batch=1, end=6))
+    assert cause(made.scheduler, "evaluator/0") == "data"
+    assert cause(made.scheduler, "generator/0") == "start"
+    made.until(lambda c: isinstance(c, Publish) and (c.channel, c.version) == ("policy>evaluator", 2))
+    assert cause(made.scheduler, "evaluator/0") == "start"
+
+
+# Off the critical path ------------------------------------------------------------------------------------------
+
+
+def test_updates_do_not_wait_for_a_step_that_trails() -> None:
+    made = world(watched(lag=8), Rules(batch=1, end=6))
+    made.exhaust(but="watch")
+    assert (made.indices("update"), made.indices("watch"), made.finish) == (list(range(6)), [0], None)
+    # Stopped after the last update, the run goes on with what it is behind with.
+    resumed = made.stop(but=["watch"])
+    assert resumed.scheduler.update == 6
+    for each in (made, resumed) if made.finish is None else (resumed,):
+        each.end()
+        assert each.indices("watch") == list(range(6))
+
+
+@pytest.mark.parametrize(("lag", "every"), [(0, 2), (1, 1), (2, 3)])
+def test_a_step_that_trails_fires_at_each_kth_update_with_a_version_of_its_lag(lag: int, every: int) -> None:
+    for seed in range(3):
+        made = world(watched(lag, every), Rules(batch=2, end=7), replicas=2)
+        made.end(rng=Random(seed))
+        assert made.indices("watch") == [u for u in range(7) if (u + 1) % every == 0]
+
+
+def test_an_update_waits_for_the_snapshot_that_a_step_behind_it_still_needs() -> None:
+    made = world(watched(lag=0), Rules(batch=1, end=9))
+    made.exhaust(but="watch")
+    # Version 0 is live, 1 staged, 2 in the snapshot: version 3 could go nowhere, and so it may not be changed.
+    assert made.indices("update") == [0, 1, 2]
+    made.end()
+
+
+def test_a_version_is_kept_for_a_step_that_will_trail_past_the_next_one_sent() -> None:
+    mine = broadcast("mine", "policy", 1, "evaluator", every=2)
+    made = world(beside(mine, call("watch", ["mine"], "evaluator", "update", every=2), lag=3), Rules(batch=1, end=8))
+    made.until(lambda c: isinstance(c, Send) and c.channel == "policy>evaluator")
+    made.exhaust(but="policy>evaluator")
+    assert made.indices("update") == [0, 1]
+    made.end()
+
+
+def test_a_cut_does_not_wait_for_a_step_that_trails_and_it_fires_again_after_it() -> None:
+    made = world(watched(lag=8), Rules(batch=1, end=6))
+    made.until_fired("update", 3, but=["watch"])
+    resumed = made.stop(but=["watch"])
+    resumed.end()
+    assert resumed.indices("watch") == list(range(6))
+    assert min(resumed.published("policy>evaluator")) == 4
+
+
+def test_a_cut_waits_for_the_state_of_a_step_that_trails() -> None:
+    made = world(watched(lag=8, stateful=True), Rules(batch=1, end=6))
+    made.until_fired("update", 1, but=["watch"])
+    made.feed(Checkpoint())
+    made.exhaust(but="watch")
+    assert not [c for told in made.told for c in told if isinstance(c, Save)]
+    assert any(isinstance(c, Save) for c in made.step(made.at("watch", 0)))
+
+
+def test_an_update_in_flight_at_a_cut_may_have_to_wait_for_a_step_that_trails() -> None:
+    note = call("note", ["policy", "generate"], "trainer", "update")
+    made = world(beside(*watched(lag=0).nodes[5:], note), Rules(batch=1, end=9))
+    made.exhaust(but="watch")
+    assert (made.indices("note")[-1], len(made.fired("update"))) == (3, 3)
+    made.feed(Checkpoint(final=True))
+    made.end("stopped")
+    assert len(made.fired("update")) == 4
+
+
+@pytest.mark.parametrize(("reads", "off_path"), [([], ["watch"]), (["generate"], []), (["update"], []), (None, [])])
+def test_a_step_is_waited_for_as_soon_as_it_reads_or_is_read(reads: list[str] | None, off_path: list[str]) -> None:
+    nodes = [broadcast("mine", "policy", 0), call("watch", ["mine", *(reads or [])], "generator", "update")]
+    made = beside(*nodes, *([] if reads is not None else [call("note", ["watch"], "generator", "update")]))
+    assert [s.name for s in Tables(made, place(made)).steps.values() if s.off_path] == off_path
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_a_final_checkpoint_lets_the_update_in_flight_finish_and_starts_nothing_else() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=9))
+    made.until_fired("update", 0)
+    assert made.feed(Checkpoint(final=True)) == []
+    made.feed(Checkpoint())  # turns nothing back
+    made.until(lambda c: isinstance(c, Save))
+    made.end("stopped")
+    assert made.commit is not None
+    assert made.commit.update == len(made.fired("update")) == 1
+
+
+def test_a_checkpoint_does_not_stop_generation_and_a_final_one_makes_it_the_last() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=9), capacity=1)
+    made.until_fired("generate", 0)
+    saves = [c for c in made.feed(Checkpoint()) if isinstance(c, Save)]
+    assert {s.replica for s in saves} == {"generator/0", "scorer/0", "trainer/0"}
+    made.until_fired("generate", 1, but=["Saved"])
+    made.feed(Checkpoint(final=True))
+    made.end("stopped")
+
+
+def test_a_cut_saves_what_the_resumed_run_reads_and_it_goes_on_exactly() -> None:
+    made = world(aipo(lag=0), Rules(batch=3, end=4))
+    made.until_fired("advantage", 4)
+    resumed = made.stop()
+    assert resumed.scheduler.update == 1
+    resumed.end()
+    assert made.batches() + resumed.batches() == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+
+
+def test_a_pinned_cut_finishes_the_groups_whose_version_cannot_be_made_again() -> None:
+    for seed in range(20):
+        rng = Random(seed)
+        made = world(aipo(lag=2), Rules(batch=2, end=6, versions="pinned"), replicas=2)
+        made.run(rng, steps=rng.randrange(1, 90))
+        made.feed(Checkpoint(final=True))
+        made.run(rng)
+        resumed = made.resumed()
+        resumed.run(rng)
+        assert resumed.versions() == {g: max(0, g // 2 - 2) for g in range(12)}
+
+
+def test_a_finished_run_can_be_saved() -> None:
+    made = world(aipo(), Rules(batch=1, end=2))
+    made.end()
+    cut = json.loads(json.dumps({"update": 2, **made.scheduler.ledger.to_json()}))
+    told = Scheduler(made.tables, Rules(batch=1, end=2, start=2), cut).handle(Checkpoint(final=True))
+    assert told == [Save(2, replica) for replica in made.tables.replicas]
+
+
+def test_a_final_cut_is_written_only_if_it_has_more_in_it_than_the_newest_checkpoint() -> None:
+    made = world(aipo(lag=1), Rules(batch=3, end=9))
+    made.until_fired("advantage", 1)
+    made.feed(Checkpoint())
+    made.until(lambda c: isinstance(c, Commit))
+    assert made.commit is not None
+    cut = json.loads(made.commit.state)
+    opened = [group for group in cut["groups"] if group[1].keys() == {"prompts"}]
+    assert opened != []
+
+    def resumed(complete: dict[str, object] | None) -> World:
+        """The run goes on from the commit, with its sources read and its weights published, and nothing more."""
+        again = made.resumed()
+        again.scheduler.complete = complete
+        while found := [event for event in again.pending if "prompts" in str(event) or ">" in str(event)]:
+            again.step(found[0])
+        return again
+
+    for complete in (cut, {**cut, "groups": [group for group in cut["groups"] if group not in opened]}):
+        assert resumed(complete).scheduler.handle(Checkpoint(final=True)) == [Finish("stopped")]
+    more = resumed(cut)
+    more.step(more.at("generate", next(f.index for f in more.scheduler.running if f.node == "generate")))
+    for asked in (more, resumed({}), resumed(None), resumed({**cut, "groups": []})):
+        assert {type(command) for command in asked.feed(Checkpoint(final=True))} == {Save}
+
+
+def test_a_checkpoint_is_the_newest_from_its_commit_on() -> None:
+    made = world(aipo(lag=1), Rules(batch=3, end=9))
+    made.exhaust("node='generate'")
+    made.feed(Checkpoint())
+    made.until(lambda c: isinstance(c, Commit), but=["node='generate'"])
+    assert made.feed(Checkpoint(final=True)) == [Finish("stopped")]
+
+
+def test_state_is_not_saved_while_it_changes() -> None:
+    nodes = (call("pack", ["texts"], "scorer", stateful=True), call("update", ["policy", "pack"], "trainer", "update"))
+    made = world(graph("stateful", {"policy": "update"}, ["texts"], nodes), Rules(batch=2, end=9))
+    pack = made.until_fired("pack", 0)
+    assert made.feed(Checkpoint()) == []
+    assert {type(c) for c in made.step(pack)} == {Free, Save}
+    made.end()
+    assert made.indices("pack") == list(range(18))
