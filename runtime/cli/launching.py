@@ -23,7 +23,7 @@ from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launche
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
-from penstock.runtime.control.sockets import WireError, try_endpoint
+from penstock.runtime.control.sockets import Listener, WireError
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
@@ -132,7 +132,7 @@ def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> Non
     and for processes whose controller could not listen where the cluster file says."""
     if not flags.in_process and cluster.bind:
         try:
-            try_endpoint(tcp_endpoint(cluster.bind))
+            Listener(tcp_endpoint(cluster.bind), {}).close()
         except WireError as error:
             raise CommandError(str(error.strerror)) from None
     for replica in config.plan.replicas if flags.in_process else ():

@@ -166,7 +166,7 @@ class Controller:
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
                         self.server.drop("excessive", self._spelled(asker), found.error)
-                    self.server.answer(asker, structs.replace(found, held_up=self.server.held_up(monotonic())))
+                    self.server.send(asker, structs.replace(found, held_up=self.server.held_up(monotonic())))
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":
@@ -270,7 +270,7 @@ def _listen(lines: "queue.SimpleQueue[str]") -> None:
 def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     """The run's exit status, its reason said if it failed. Raises RecordError where the folder takes no more."""
     cut = latest_checkpoint(folder)
-    recorder = RunRecorder(folder, config, say, monotonic(), cut, config.flags.tensorboard)
+    recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)

@@ -5,6 +5,7 @@ The same scheduler, stages and executors as with processes; only the messages ar
 
 import os
 import signal
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -102,7 +103,7 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
     # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.
     config = replace(config, flags=replace(config.flags, deadline=inf))
-    recorder = RunRecorder(folder, config, say, monotonic(), cut, config.flags.tensorboard)
+    recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
     warned: list[str] = []
     recorder.warnings = warned
@@ -111,12 +112,13 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         warned.append(text)
         say({"kind": "note", "level": "warning", "text": text})
 
-    stop_telling = tell_node_warnings(tell)
     try:
-        driver = InProcess(config, session, folder.path, cut.folder if cut else None)
-        folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
-        with on_stop(driver.interrupt):
-            status = driver.run()
+        with warnings.catch_warnings():
+            tell_node_warnings(tell)
+            driver = InProcess(config, session, folder.path, cut.folder if cut else None)
+            folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
+            with on_stop(driver.interrupt):
+                status = driver.run()
     except KeyboardInterrupt:
         text = "stopped at once by the user, without a checkpoint"
         session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
@@ -130,7 +132,6 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         session.decide(monotonic())
         status = session.status
     finally:
-        stop_telling()
         (folder.held / "processes.json").unlink(missing_ok=True)
         sweep_checkpoints(RunFolder(folder.held))
         folder.release()

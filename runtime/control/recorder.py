@@ -1,19 +1,12 @@
 """What a run leaves behind as it goes: the event log, a row per update, the trace, checkpoints, the summary.
 
 The session tells, this file writes. Status dicts for a display go to `say`: {"kind": "status" | "stage" | "note" |
-"summary", …}.
-
-What a run's replicas did and when, as the bars of its trace; and how long weights are on their way.
-
-What is remembered does not grow with the run: one entry per channel and replica, and the first bars.
-
-What the pools of a run are at, for a display: said when there is news, and not too often.
+"summary", …}; the status of the run when there is news, and not too often.
 """
 
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -33,7 +26,7 @@ from penstock.runtime.record.metrics import (
     open_tensorboard,
     prefixes,
 )
-from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_of
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import (
@@ -54,55 +47,6 @@ from penstock.runtime.schedule.state import Ledger
 
 # Bars kept for the trace: beyond them it holds the run's first part only, and says so.
 MAX_BARS = 200_000
-
-
-@dataclass
-class Bars:
-    """`live` is the version that each replica works with. Times are seconds on one clock.
-
-    `published` is when each channel's newest version was, and `sent` when a replica's next version was asked for and
-    when it had been published: only the newest is ever sent, and the next one when a replica has swapped the last.
-    """
-
-    bars: list[Bar] = field(default_factory=list)
-    live: dict[str, int] = field(default_factory=dict)
-    published: dict[str, float] = field(default_factory=dict)
-    sent: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-
-    def fired(self, replica: str, firing: Firing, result: Result, kind: Kind, detail: str = "") -> None:
-        """A firing has ended, well or not."""
-        version = self.live.get(replica)
-        self._add(Bar(replica, firing.node, firing.index, result.began, result.ended, kind, version, detail))
-
-    def publishes(self, event: Published, result: Result) -> None:
-        self.published[event.channel] = result.began
-        self.fired(event.replica, Firing(event.channel, event.version), result, "publish")
-
-    def sends(self, send: Send, now: float) -> None:
-        self.sent[send.channel, send.replica] = (now, self.published[send.channel])
-
-    def arrived(self, event: Arrived, now: float) -> None:
-        asked, _ = self.sent[event.channel, event.replica]
-        self._add(Bar(event.replica, event.channel, event.version, asked, now, "send", event.version))
-
-    def swapped(self, event: Swapped, now: float) -> float:
-        """Seconds since the version was published."""
-        self.live[event.replica] = event.version
-        _, published = self.sent[event.channel, event.replica]
-        return now - published
-
-    def write(self, folder: RunFolder, title: str) -> None:
-        """Write `trace.json`."""
-        trace = chrome_trace(self.bars, title)
-        if len(self.bars) >= MAX_BARS:
-            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
-        folder.write_json("trace.json", trace)
-
-    def _add(self, bar: Bar) -> None:
-        if len(self.bars) < MAX_BARS:
-            self.bars.append(bar)
-
-
 Say = Callable[[dict[str, Any]], None]
 
 # Seconds between two statuses for the display.
@@ -111,8 +55,8 @@ EVERY = 0.2
 QUIET = 1.0
 
 
-def tell_node_warnings(tell: Callable[[str], None]) -> Callable[[], None]:
-    """From now on `tell` gets the text of each `NodeWarning` that Python shows; until what is returned is called."""
+def tell_node_warnings(tell: Callable[[str], None]) -> None:
+    """From now on `tell` gets the text of each `NodeWarning` that Python shows; `warnings.catch_warnings` ends it."""
     show = warnings.showwarning
 
     def show_and_tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -120,37 +64,7 @@ def tell_node_warnings(tell: Callable[[str], None]) -> Callable[[], None]:
         if issubclass(category, NodeWarning):
             tell(str(message))
 
-    def stop() -> None:
-        warnings.showwarning = show
-
     warnings.showwarning = show_and_tell
-    return stop
-
-
-class Status:
-    """`doing` is what each replica is at, `live` the version that it works with; `began` when the run did."""
-
-    def __init__(self, say: Say, began: float, live: Mapping[str, int]) -> None:
-        self.say, self.began, self.live = say, began, live
-        self.doing: dict[str, object] = {}  # made into text when it is said, which is seldom
-        self._said = 0.0
-
-    def due(self, now: float, after: float = EVERY) -> bool:
-        """Have `after` seconds passed since the last one?"""
-        return now - self._said > after
-
-    def tell(self, now: float, facts: Mapping[str, Any]) -> None:
-        """Say `facts` of the whole run, with what its pools are at."""
-        self._said = now
-        self.say({"kind": "status", "time": now - self.began, **facts, "pools": self._pools()})
-
-    def _pools(self) -> dict[str, Any]:
-        pools: dict[str, Any] = {}
-        for replica, doing in self.doing.items():
-            pool = pools.setdefault(replica.rpartition("/")[0], {"doing": [], "version": None})
-            pool["doing"].append(str(doing))
-            pool["version"] = self.live.get(replica, pool["version"])
-        return pools
 
 
 # Seconds between two looks whether the run folder is still there.
@@ -162,17 +76,14 @@ TOLD = 8000
 class RunRecorder:
     """Records one process's part of a run. `cut` is the checkpoint that a resumed run starts from.
 
-    What it remembers does not grow with the run, but for the trace's bars up to their bound.
+    What it remembers does not grow with the run, but for the trace's bars up to their bound. `bars` are what replicas
+    did, `doing` what each is at, `live` the version that it works with. `published` is when each channel's newest
+    version was, `sent` when a replica's next version was asked for and when it had been published: only the newest is
+    ever sent, and the next one when a replica has swapped the last.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        config: RunConfig,
-        say: Say,
-        now: float,
-        cut: SavedCheckpoint | None = None,
-        tensorboard: bool = False,
+        self, folder: RunFolder, config: RunConfig, say: Say, now: float, cut: SavedCheckpoint | None = None
     ) -> None:
         self.folder, self.config, self.say = folder, config, say
         folder.hold()
@@ -182,24 +93,30 @@ class RunRecorder:
         self.log.segment(start if cut else None, {"run": config.run})
         kept = keep_rows(folder.metrics, start)
         self.metrics = MetricsFile(folder.metrics)
-        self.tensorboard: TensorBoard | None = open_tensorboard(folder.path, required=tensorboard, keep=kept)
+        self.tensorboard: TensorBoard | None = open_tensorboard(
+            folder.path, required=config.flags.tensorboard, keep=kept
+        )
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in Tables(config.graph, config.plan).steps.values() if s.per_update]
         self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed)
         if cut and cut.figures:
             self.rows.restore(cut.figures)
         self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
-        self.began, self.elapsed = now, elapsed
+        self.began = now
         self.row: Row = kept[-1] if kept else {}
         self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
         self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
         self.states: dict[str, str] = {}
         self._changes: list[tuple[float, str, str]] = []  # of states, since the last row
-        self.bars = Bars()
-        self.status = Status(say, now, self.bars.live)
+        self.bars: list[Bar] = []
+        self.live: dict[str, int] = {}
+        self.doing: dict[str, object] = {}  # made into text when it is said, which is seldom
+        self.published: dict[str, float] = {}
+        self.sent: dict[tuple[str, str], tuple[float, float]] = {}
+        self._status_said = 0.0
         self.stage = ""
         self.accuracy: dict[str, float | None] = dict(cut.accuracy) if cut else {}
-        self.ledger = Ledger()  # of training, once that has begun; of the cut until then
+        self.ledger = Ledger()  # of training, once the session has begun it; of the cut until then
         if cut:
             self.ledger.restore(cut.cut)
         self.consumed = self.ledger.outcomes["consumed"]
@@ -210,7 +127,6 @@ class RunRecorder:
         self.raised = ""
         self._said: dict[str, int] = {}
         self.updates = start
-        self.version = start
         self.dropped_frames: Mapping[str, int] = {}
         self.warnings: Sequence[str] = ()
         self._cut = ""
@@ -227,48 +143,62 @@ class RunRecorder:
             self.rows.restart(now)
         self.say({"kind": "stage", "stage": name, "time": now - self.began})
 
-    def follow(self, ledger: Ledger) -> None:
-        """Whose fates are the run's: training's."""
-        self.ledger = ledger
-
-    def step(self, now: float, event: Event, commands: list[Command], states: Mapping[str, str]) -> None:
-        """What follows from an event. `states` are those of replicas from now on."""
+    def step(
+        self,
+        now: float,
+        event: Event,
+        commands: list[Command],
+        states: Mapping[str, str],
+        answer: Result | None = None,
+    ) -> None:
+        """What follows from an event, which may be a rank's `answer`. `states` are those of replicas from now on."""
+        if answer is not None:
+            self._answer(now, answer)
         self.log.step(now - self.began, record_bytes(event), [*map(record_bytes, commands)])
         for command in commands:
             match command:
                 case Fire(firing, replica, groups):
-                    self.status.doing[replica] = firing
+                    self.doing[replica] = firing
                     if firing.node in self.rows.nodes:
                         self.rows.batch(firing.index, groups)
                 case Publish(channel, version, replica):
-                    self.status.doing[replica] = f"{channel}[{version}]"
-                case Send():
-                    self.bars.sends(command, now)
+                    self.doing[replica] = Firing(channel, version)
+                case Send(channel, _, _, replica):
+                    self.sent[channel, replica] = now, self.published[channel]
         for replica, state in states.items():
             if self.states.get(replica) != state:
                 self.states[replica] = state
                 self._changes.append((now, replica, state))
                 if state != "busy":
-                    self.status.doing[replica] = state
-        if self.status.due(now):
-            self._status(now)
+                    self.doing[replica] = state
+        self._status(now, EVERY)
 
-    def result(self, now: float, result: Result) -> None:
+    def _answer(self, now: float, result: Result) -> None:
         """What a rank has answered. The ranks of a replica do the same at the same time: the first speaks for them."""
-        if isinstance(result.event, Done | Published | Arrived | Swapped) and result.event.rank > 0:
-            return
         match result.event:
-            case Done():
-                self._done(now, result, result.event)
             case Failed(firing, replica, _, error):
                 self.raised = error if len(error) <= TOLD else f"{error[: TOLD // 8]}\n…\n{error[-TOLD:]}"
-                self.bars.fired(replica, firing, result, "group", error)
-            case Published():
-                self.bars.publishes(result.event, result)
-            case Arrived():
-                self.bars.arrived(result.event, now)
-            case Swapped():
-                self.rows.synced(self.bars.swapped(result.event, now))
+                self._fired(replica, firing, result, "group", error)
+            case Done(rank=0):
+                self._done(now, result, result.event)
+            case Published(channel, version, replica, 0):
+                self.published[channel] = result.began
+                self._fired(replica, Firing(channel, version), result, "publish")
+            case Arrived(channel, version, replica, 0):
+                asked, _ = self.sent[channel, replica]
+                self._add(Bar(replica, channel, version, asked, now, "send", version))
+            case Swapped(channel, version, replica, 0):
+                self.live[replica] = version
+                self.rows.synced(now - self.sent[channel, replica][1])
+
+    def _fired(self, replica: str, firing: Firing, result: Result, kind: Kind, detail: str = "") -> None:
+        """A firing or a publication has ended, well or not."""
+        version = self.live.get(replica)
+        self._add(Bar(replica, firing.node, firing.index, result.began, result.ended, kind, version, detail))
+
+    def _add(self, bar: Bar) -> None:
+        if len(self.bars) < MAX_BARS:
+            self.bars.append(bar)
 
     def _done(self, now: float, result: Result, event: Done) -> None:
         firing, before = event.firing, self.prefixes.get(event.firing.node, ("",))
@@ -282,9 +212,9 @@ class RunRecorder:
         elif clock == "group":
             if metrics:
                 self.rows.group(firing, metrics)
-            self.bars.fired(event.replica, firing, result, "group")
+            self._fired(event.replica, firing, result, "group")
         else:
-            self.bars.fired(event.replica, firing, result, "update")
+            self._fired(event.replica, firing, result, "update")
             if firing.node not in self.rows.nodes:
                 self.rows.trailing(firing.index, firing.node, metrics)
             elif self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
@@ -295,7 +225,7 @@ class RunRecorder:
         self.row = self.rows.row(update, now, self._pools(now), lost)
         self.counted = self._lost()
         self.consumed += self.row["groups"]
-        self.updates = self.version = update + 1
+        self.updates = update + 1
         self.metrics.append(self.row)
         if self.tensorboard is not None:
             self.tensorboard.write(self.row)
@@ -335,13 +265,12 @@ class RunRecorder:
             self._looked = now
             self.folder.require()
             self.log.tick(now - self.began)
-        if self.status.due(now, QUIET):
-            self._status(now)
+        self._status(now, QUIET)
 
     def finish(self, now: float, status: str, error: str, cause: str = "") -> None:
         """The end, whatever it was. `cause` is the code of a failure. Raises RecordError where the folder does not take
         it."""
-        self._status(now)
+        self._status(now, 0.0)
         self.folder.require()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
@@ -353,7 +282,8 @@ class RunRecorder:
             "accuracy_after": self.accuracy.get("after"),
             "updates": self.updates,
             "groups": self.consumed,
-            "fates": self._fates(),
+            # An update's row may be written before the ledger knows that it is over.
+            "fates": {**self.ledger.outcomes, "consumed": self.consumed},
             "retried": self.ledger.retried,
             "last_failure": self.raised,
             "not_finite": self.not_finite,
@@ -368,7 +298,10 @@ class RunRecorder:
             "folder": str(self.folder.path),
         }
         self.folder.write_json("summary.json", summary)  # first: a stop's time may run out on a long trace
-        self.bars.write(self.folder, self.config.run)
+        trace = chrome_trace(self.bars, self.config.run)
+        if len(self.bars) >= MAX_BARS:
+            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
+        self.folder.write_json("trace.json", trace)
         self.say({"kind": "summary", **summary})
 
     # Helpers ----------------------------------------------------------------------------------------------
@@ -377,10 +310,6 @@ class RunRecorder:
         """Seconds by pool and state since it was asked last."""
         changes, self._changes = self._changes, []
         return self.utilisation.pools(changes, now)
-
-    def _fates(self) -> dict[str, int]:
-        """Of all groups that have one. An update's row may be written before the ledger knows that it is over."""
-        return {**self.ledger.outcomes, "consumed": self.consumed}
 
     def _lost(self) -> dict[str, int]:
         return {**{fate: self.ledger.outcomes[fate] for fate in LOST[:-1]}, "retried": self.ledger.retried}
@@ -399,20 +328,31 @@ class RunRecorder:
     def _note(self, text: str) -> None:
         self.say({"kind": "note", "text": text})
 
-    def _status(self, now: float) -> None:
-        facts = {
+    def _status(self, now: float, after: float) -> None:
+        """Say what the run and its pools are at, unless that was said less than `after` seconds ago."""
+        if now - self._status_said <= after:
+            return
+        self._status_said = now
+        status = {
+            "kind": "status",
+            "time": now - self.began,
             "stage": self.stage,
             "update": self.updates,
             "updates": self.config.flags.updates,
-            "version": self.version,
+            "version": self.updates,
             "row": self.row,
             "accuracy": self.accuracy,
         }
         lost = self._lost()
         if lost != self._said and any(lost.values()):
             self._said = lost
-            facts["lost"] = {**lost, "raised": self.raised}
-        self.status.tell(now, facts)
+            status["lost"] = {**lost, "raised": self.raised}
+        pools: dict[str, Any] = {}
+        for replica, doing in self.doing.items():
+            pool = pools.setdefault(pool_of(replica), {"doing": [], "version": None})
+            pool["doing"].append(str(doing))
+            pool["version"] = self.live.get(replica, pool["version"])
+        self.say({**status, "pools": pools})
 
 
 def _whole(count: Any) -> int:

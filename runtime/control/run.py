@@ -117,8 +117,7 @@ class Stage:
             self.handles[event.firing].update(result.outputs)
         if isinstance(event, Published) and result.manifest is not None:
             self.manifests.note(result.manifest)
-        self.recorder.result(now, result)
-        self.recorder.step(now, event, commands, states)
+        self.recorder.step(now, event, commands, states, result)
         return self._route(commands, now)
 
     def live(self) -> dict[tuple[str, str], int]:
@@ -365,7 +364,7 @@ class Session:
         handles = self._handles if name == "train" else {}
         self.stage = Stage(origin, self.recorder, self.config.flags, handles, self._manifests)
         if name == "train":
-            self.recorder.follow(self.stage.scheduler.ledger)
+            self.recorder.ledger = self.stage.scheduler.ledger
         first = Checkpoint(final=True) if name == "save" else Begin()
         return self._after(self.stage.feed(first, now), now)
 

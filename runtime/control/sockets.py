@@ -11,27 +11,20 @@ ranks that the plan has there, a rank speaks for itself, an agent for itself and
 where their maker is. What goes beyond that is counted as "unauthorised", what goes beyond a peer's amount of notes or
 questions as "excessive".
 
-The socket of a rank or agent, a `Client` (DEALER) of the controller's `Server` (see `wire`).
-
-The ZeroMQ context that all clients of a process share: one I/O thread, which serves several sockets at each turn.
-
-Listening at an endpoint, or saying why that cannot be.
-
-Who has been silent for too long. Pure: time is passed in, and never goes back.
+`Tracker` knows who has been silent for too long. It is pure: time is passed in, and never goes back.
 """
 
 import os
 import select
 import struct
-import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hmac import compare_digest
 from itertools import count, takewhile
 from math import inf
 from time import monotonic
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import zmq
 from msgspec import structs
@@ -39,9 +32,9 @@ from msgspec import structs
 from penstock.runtime.cluster.endpoints import bind_fault, socket_file
 from penstock.runtime.control.messages import (
     MAX_BYTES,
-    MAX_TEXT,
     AgentReady,
     Exited,
+    Found,
     Heartbeat,
     Hello,
     Message,
@@ -49,7 +42,6 @@ from penstock.runtime.control.messages import (
     Note,
     Question,
     Ready,
-    Result,
     Results,
     agent_peer,
     pack,
@@ -58,7 +50,7 @@ from penstock.runtime.control.messages import (
     unpack,
 )
 from penstock.runtime.control.security import Door, Gate, Join
-from penstock.runtime.schedule.events import Abort, Arrived, Done, Failed, Published, Saved, Swapped
+from penstock.runtime.schedule.events import Abort, Failed
 from penstock.runtime.tensor.shm import ObjectRef, owner_of
 
 
@@ -66,25 +58,98 @@ class WireError(OSError):
     """An address that cannot be listened on: the user's fault, or another process's. `strerror` says all of it."""
 
 
-def listen(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind the socket; where it really listens. A Unix socket is its owner's alone. Raises WireError."""
-    file = socket_file(endpoint)
-    try:
-        socket.bind(endpoint)
-        if file is not None:
-            file.chmod(0o600)
-    except zmq.ZMQError as error:
-        raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+Options = Mapping[zmq.SocketOption, int]
 
 
-def try_endpoint(endpoint: str) -> None:
-    """Listen on a tcp endpoint for a moment. Raises WireError."""
-    context = zmq.Context()
+class Listener:
+    """A ROUTER socket that listens at `endpoint`, where a port may have been the system's choice. A Unix socket is its
+    owner's alone; `keys`, a server's secret key and the public ones that it lets in, lock one on tcp.
+
+    `refused` is told, in a thread of its own, of the address of a key that is not let in. Raises WireError.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        options: Options,
+        keys: tuple[str, Iterable[str]] | None = None,
+        refused: Callable[[str], None] = print,
+    ) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        # A peer that is gone is told to the sender.
+        _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, **options})
+        self._gate = Gate(self.socket, *keys, refused) if keys else None
+        file = socket_file(endpoint)
+        try:
+            self.socket.bind(endpoint)
+            if file is not None:
+                file.chmod(0o600)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._gate is not None:
+            self._gate.open()
+
+    def drain(self) -> Iterator[tuple[list[bytes], str, int]]:
+        """What waits, up to a bound; with each message its sender's public key, and the descriptor of its
+        connection: "" and -1 on a Unix socket."""
+        return drain(self.socket, locked=self._gate is not None)
+
+    def know(self, descriptor: int) -> None:
+        """The connection of this descriptor has said something of use: it is shut for no newer stranger."""
+        if self._gate is not None:
+            self._gate.know(descriptor)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What is still being sent gets so many seconds."""
+        if self._gate is not None:
+            self._gate.close()
+        self._context.destroy(linger=int(1000 * linger_s))
+
+
+def dial(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, server: str, join: Join, options: Options
+) -> "zmq.Socket[bytes]":
+    """A DEALER socket that connects to `endpoint`, on tcp with the host's keys to the one of public key `server`.
+
+    Raises ZMQError for what is no endpoint."""
+    socket = context.socket(zmq.DEALER)
+    _set(socket, {zmq.LINGER: 0, **options})
+    if not endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
     try:
-        listen(context.socket(zmq.ROUTER), endpoint)
-    finally:
-        context.destroy(linger=0)
+        socket.connect(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def drain(socket: zmq.Socket[bytes], *, locked: bool = False) -> Iterator[tuple[list[bytes], str, int]]:
+    """What waits at a socket that is readable. `locked`: as of a listener with a gate, which gave each sender's public
+    key as its user's name."""
+    size = 0
+    for _ in range(MAX_DRAIN):
+        if locked:
+            whole = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = [frame.bytes for frame in whole]
+            yield frames, str(whole[-1].get("User-Id")), int(whole[-1].get(zmq.SRCFD))
+        else:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+            yield frames, "", -1
+        size += sum(map(len, frames))
+        # It is asked for more, since an exception to say that there is none costs thrice.
+        if size > MAX_DRAIN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+            return
+
+
+def _set(socket: zmq.Socket[bytes], options: Options) -> None:
+    for option, value in options.items():
+        socket.setsockopt(option, value)
 
 
 # Seconds between two looks that count at most: whoever looks at nobody for longer was held up, not they.
@@ -161,28 +226,19 @@ _SAYS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def tune(socket: zmq.Socket[bytes]) -> None:
-    """What both sides need. A connection is cut when the other side's kernel has not answered for SILENCE. It is not
-    libzmq that pings: it would not answer while its process is stopped, and cut all its connections when that goes on.
-    """
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
-    socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
-    socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(SILENCE / 3)))
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(SILENCE / 15)))
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 10)
-    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * SILENCE))
-    socket.setsockopt(zmq.RCVBUF, 1 << 20)  # what is said while the process is stopped
-
-
-def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """What waits at a socket that is readable. It is asked for more, since an exception to say none costs thrice."""
-    for _ in range(MAX_DRAIN):
-        yield socket.recv_multipart(zmq.NOBLOCK)
-        if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
-            return
+# What both sides need. A connection is cut when the other side's kernel has not answered for SILENCE. It is not libzmq
+# that pings: it would not answer while its process is stopped, and cut all its connections when that goes on.
+_OPTIONS: Options = {
+    zmq.SNDHWM: MAX_WAITING,
+    zmq.RCVHWM: MAX_WAITING,
+    zmq.MAXMSGSIZE: _CUT_OFF,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: max(1, int(SILENCE / 3)),
+    zmq.TCP_KEEPALIVE_INTVL: max(1, int(SILENCE / 15)),
+    zmq.TCP_KEEPALIVE_CNT: 10,
+    zmq.TCP_MAXRT: int(1000 * SILENCE),
+    zmq.RCVBUF: 1 << 20,  # what is said while the process is stopped
+}
 
 
 class _Dropped(Exception):
@@ -222,25 +278,15 @@ class Server:
         self._connections: dict[bytes, _Connection] = {}
         self._routes: dict[str, _Connection] = {}
         self._sides: dict[str, _Connection] = {}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        keys = None
+        if not door.endpoint.startswith("ipc://"):
+            if not (door.secret and door.allowed):
+                raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
+            keys = door.secret, door.allowed.values()
+        self._listener = Listener(door.endpoint, {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}, keys, self._refuse)
+        self._socket, self.endpoint = self._listener.socket, self._listener.endpoint
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._gate: Gate | None = None
-        tune(self._socket)
-        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        try:
-            if not door.endpoint.startswith("ipc://"):
-                if not (door.secret and door.allowed):
-                    raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
-                self._gate = Gate(self._socket, door.secret, door.allowed.values(), self._refuse)
-            self.endpoint = listen(self._socket, door.endpoint)
-            if self._gate is not None:
-                self._gate.open()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -254,11 +300,10 @@ class Server:
         found: list[tuple[str, Message]] = []
         ready = dict(self._poller.poll(int(1000 * timeout)))
         now = monotonic()
-        for frames, key, descriptor in self._drain() if self._socket in ready else ():
+        for frames, key, descriptor in self._listener.drain() if self._socket in ready else ():
             try:
                 found += self._take(frames, key, now)
-                if self._gate is not None:
-                    self._gate.know(descriptor)
+                self._listener.know(descriptor)
             except _Dropped as drop:
                 self.drop(*drop.args)
         return found
@@ -270,13 +315,8 @@ class Server:
 
     def send(self, peer: str, message: Message) -> bool:
         """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
-        return self._deliver(self._routes.get(peer), message)
-
-    def answer(self, peer: str, message: Message) -> bool:
-        """The same to the thread of a rank that beats for it, which hears while the main thread is at work."""
-        return self._deliver(self._sides.get(peer), message)
-
-    def _deliver(self, connection: _Connection | None, message: Message) -> bool:
+        # The thread that beats for a rank asks, and hears the answer while the main thread is at work.
+        connection = (self._sides if isinstance(message, Found) else self._routes).get(peer)
         if connection is None:
             return False
         connection.said += 1
@@ -314,21 +354,9 @@ class Server:
 
     def close(self) -> None:
         """What is still being sent gets half a second."""
-        if self._gate is not None:
-            self._gate.close()
-        self._context.destroy(linger=int(1000 * FLUSH_S))
+        self._listener.close(FLUSH_S)
         if (file := socket_file(self.endpoint)) is not None:
             file.unlink(missing_ok=True)
-
-    def _drain(self) -> Iterator[tuple[list[bytes], str, int]]:
-        """What waits, up to the bounds of one `receive`, each as from `keyed`."""
-        unix = ((frames, "", -1) for frames in drain(self._socket))
-        size = 0
-        for frames, key, descriptor in unix if self._gate is None else keyed(self._socket):
-            yield frames, key, descriptor
-            size += sum(map(len, frames))
-            if size > MAX_DRAIN_BYTES:
-                return
 
     def _take(self, frames: list[bytes], key: str, now: float) -> list[tuple[str, Message]]:
         """What a frame says to the caller, if anything. Raises _Dropped."""
@@ -394,31 +422,15 @@ class Server:
         self.drop("refused", address, "a key that is not on the list")
 
 
-def keyed(socket: zmq.Socket[bytes]) -> Iterator[tuple[list[bytes], str, int]]:
-    """`drain`, and for each message its sender's public key, which the gate gave as its user's name, and the descriptor
-    of its connection.
-    """
-    for _ in range(MAX_DRAIN):
-        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        yield [one.bytes for one in frames], str(frames[-1].get("User-Id")), int(frames[-1].get(zmq.SRCFD))
-        if not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
-            return
-
-
 def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
     """What a message claims that its sender may not; "" for none."""
     peer, handles = connection.peer, list[ObjectRef]()
     match message:
         case Ready(replica=replica, rank=rank, restored=restored):
-            handles = [handle for _, _, handle in restored]
-            claimed = {rank_peer(replica, rank)}
+            claimed, handles = {rank_peer(replica, rank)}, [handle for _, _, handle in restored]
         case Results(results):
-            claimed = set()
-            for event in (result.event for result in results):
-                if isinstance(event, Done | Failed | Published | Arrived | Swapped | Saved):
-                    claimed.add(rank_peer(event.replica, event.rank))
-                elif not isinstance(event, Abort):
-                    return f"a {type(event).__name__}"  # the controller's own
+            answers = [result.event for result in results if not isinstance(result.event, Abort)]
+            claimed = {rank_peer(answer.replica, answer.rank) for answer in answers}
             handles = [handle for result in results for handle in result.outputs.values()]
         case AgentReady(host=host):
             claimed = {agent_peer(host)}
@@ -436,51 +448,19 @@ def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, st
     return ""
 
 
-def _readable(message: Message) -> Message:
+def _readable(message: Any) -> Any:
     """The message with texts of a length that a terminal and a log can take."""
-    match message:
-        case Note(text=text) if len(text) > MAX_TEXT:
-            return structs.replace(message, text=shortened(text))
-        case Exited(tail=tail) if len(tail) > MAX_TEXT:
-            return structs.replace(message, tail=shortened(tail))
-        case Results(results) if any(len(getattr(one.event, "error", "")) > MAX_TEXT for one in results):
-            return Results(tuple(map(_readable_result, results)))
-    return message
-
-
-def _readable_result(result: Result) -> Result:
-    if not isinstance(result.event, Failed | Abort):
-        return result
-    return structs.replace(result, event=structs.replace(result.event, error=shortened(result.event.error)))
-
-
-class SharedContext:
-    """The first user makes the context. The last one ends it, and waits for what any of them is still sending."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-
-    def take(self) -> zmq.Context[zmq.Socket[bytes]]:
-        with self._lock:
-            if not self._users:
-                self._context = zmq.Context()
-            self._users += 1
-            return self._context
-
-    def give(self) -> None:
-        """The user's sockets must be closed, each with its linger: the wait is as long as the longest of these."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._context.term()
-
-
-SHARED = SharedContext()
+    if isinstance(message, Results):
+        return Results(tuple(structs.replace(one, event=_readable(one.event)) for one in message.results))
+    if not isinstance(message, Note | Exited | Failed | Abort):
+        return message
+    texts = ((name, getattr(message, name)) for name in ("text", "tail", "error") if hasattr(message, name))
+    return structs.replace(message, **{name: shortened(text) for name, text in texts})
 
 
 class Client:
-    """It says Hello by itself, and connects again when a connection breaks. Not for several threads.
+    """The socket of a rank or agent. It says Hello by itself, and connects again when a connection breaks. Not for
+    several threads.
 
     `refused` is true once the controller has turned this key away; `counts` is as the server's.
     """
@@ -491,12 +471,8 @@ class Client:
         self._down_since: float | None = monotonic()
         self._numbers = count(1)
         self._heard = 0
-        self._socket = SHARED.take().socket(zmq.DEALER)
-        tune(self._socket)
-        if not join.endpoint.startswith("ipc://"):
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, join.server.encode())
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+        self._context = zmq.Context()
+        self._socket = dial(self._context, join.endpoint, join.server, join, _OPTIONS)
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | failures
@@ -505,7 +481,6 @@ class Client:
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):
             self._poller.register(one, select.POLLIN)
-        self._socket.connect(join.endpoint)
         self.send(join.hello(role, name, rank))
 
     def receive(self, timeout: float) -> list[Message]:
@@ -520,7 +495,7 @@ class Client:
             self._note_connection()
         if self._socket not in ready:
             return []
-        return [message for frames in drain(self._socket) if (message := self._take(frames)) is not None]
+        return [message for frames, _, _ in drain(self._socket) if (message := self._take(frames)) is not None]
 
     def send(self, message: Message) -> bool:
         """False when more than MAX_WAITING messages wait already. While there is no connection, messages wait."""
@@ -549,8 +524,7 @@ class Client:
         """What is still being sent gets half a second."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=int(1000 * FLUSH_S))
-        SHARED.give()
+        self._context.destroy(linger=int(1000 * FLUSH_S))
         os.close(self._waker)
 
     def _note_connection(self) -> None:

@@ -23,7 +23,7 @@ from time import monotonic
 
 import zmq
 
-from penstock.runtime.cluster.endpoints import bind_fault, tcp_endpoint
+from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
@@ -36,8 +36,8 @@ from penstock.runtime.control.messages import (
     Part,
     Refused,
 )
-from penstock.runtime.control.security import Gate, Join
-from penstock.runtime.control.sockets import SHARED, SILENCE, WireError, keyed
+from penstock.runtime.control.security import Join
+from penstock.runtime.control.sockets import SILENCE, Listener, WireError, dial
 from penstock.runtime.record.errors import visible
 from penstock.runtime.tensor.object_store import ObjectReader
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
@@ -47,6 +47,9 @@ _CUT_OFF = 4 * MAX_QUESTION
 # Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW questions
 # under way never meets this bound, and one that does not read costs so many chunks, no more.
 _MAX_WAITING = 4 * WINDOW
+
+
+_HEARTBEAT = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: int(1000 * SILENCE)}
 
 
 class ExchangeServer:
@@ -59,24 +62,15 @@ class ExchangeServer:
         """
         self.counts: Counter[str] = Counter()
         self._owner, self._reader, self._died = owner, reader, died
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_WAITING)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
-        self._gate = Gate(self._socket, join.secret, join.hosts.values(), self._refuse)
-        wanted = tcp_endpoint(f"{join.address}:0")
+        options = {zmq.SNDHWM: _MAX_WAITING, zmq.MAXMSGSIZE: _CUT_OFF, **_HEARTBEAT}
+        keys = join.secret, join.hosts.values()
         try:
-            self._socket.bind(wanted)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            text = f"{owner}: cannot listen on {wanted} for readers on other hosts: {bind_fault(error.errno)}"
-            raise WireError(error.errno or 0, f"{text} (`address` of host {join.host} in the cluster file)") from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._gate.open()
+            self._listener = Listener(tcp_endpoint(f"{join.address}:0"), options, keys, self._refuse)
+        except WireError as error:
+            where = f"(`address` of host {join.host} in the cluster file)"
+            text = f"{owner}: {error.strerror}, for readers on other hosts {where}"
+            raise WireError(error.errno or 0, text) from error
+        self.endpoint = self._listener.endpoint
         self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="exchange", daemon=True)
         self._thread.start()
@@ -85,20 +79,18 @@ class ExchangeServer:
         """Before the store's: nothing is read any more once this returns."""
         os.eventfd_write(self._end, 1)
         self._thread.join()
-        self._gate.close()
-        self._context.destroy(linger=0)
+        self._listener.close()
         self._reader.close()
         os.close(self._end)
 
     def _serve(self) -> None:
         try:
             poller = zmq.Poller()
-            for one in (self._socket, self._end):
+            for one in (self._listener.socket, self._end):
                 poller.register(one, select.POLLIN)
-            while self._end not in (ready := dict(poller.poll())):
-                if self._socket in ready:
-                    for frames, _, descriptor in keyed(self._socket):
-                        self._answer(frames, descriptor)
+            while self._end not in dict(poller.poll()):
+                for frames, _, descriptor in self._listener.drain():
+                    self._answer(frames, descriptor)
         # Readers would wait in vain from now on, and blame their own hosts: this rank has to say that it is the cause.
         except BaseException:
             self._died(traceback.format_exc())
@@ -106,12 +98,12 @@ class ExchangeServer:
     def _answer(self, frames: list[bytes], descriptor: int) -> None:
         try:
             kind, answer = reply(frames[1:], self._owner, self._reader)
-            self._gate.know(descriptor)
+            self._listener.know(descriptor)
         except MessageError as error:
             self._drop("oversized" if len(frames[-1]) > MAX_QUESTION else "malformed", str(error))
             return
         try:
-            self._socket.send_multipart([frames[0], *answer], zmq.NOBLOCK, copy=False)
+            self._listener.socket.send_multipart([frames[0], *answer], zmq.NOBLOCK, copy=False)
             self.counts[kind] += 1
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -161,7 +153,7 @@ class ExchangeClient:
         self._join, self._patience = join, patience
         self._sockets: dict[tuple[str, str], zmq.Socket[bytes]] = {}
         self._numbers = count(1)
-        self._context = SHARED.take()
+        self._context = zmq.Context()
 
     def block(self, handle: ObjectRef) -> bytearray:
         """The whole block. Raises ObjectRefError when its owner has no such block, or is silent for too long."""
@@ -188,10 +180,8 @@ class ExchangeClient:
             block[start : start + length] = part
 
     def close(self) -> None:
-        for socket in self._sockets.values():
-            socket.close(linger=0)
         self._sockets.clear()
-        SHARED.give()
+        self._context.destroy(linger=0)
 
     def _hear(
         self, socket: zmq.Socket[bytes], handle: ObjectRef, asked: dict[int, tuple[int, int]]
@@ -229,18 +219,10 @@ class ExchangeClient:
         if key is None or not handle.endpoint.startswith("tcp://"):
             needed = f"needed a host of {', '.join(self._join.hosts) or 'several'} and a tcp endpoint"
             raise ObjectRefError(f"{handle}: given host {handle.host!r} and endpoint {handle.endpoint!r}, {needed}")
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK)  # CURVE adds some bytes
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE))
-        socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._join.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._join.secret.encode())
+        options = {zmq.MAXMSGSIZE: 2 * CHUNK, **_HEARTBEAT}  # CURVE adds some bytes to a chunk
         try:
-            socket.connect(handle.endpoint)
+            socket = dial(self._context, handle.endpoint, key, self._join, options)
         except zmq.ZMQError as error:
-            socket.close()
             raise ObjectRefError(f"{handle}: {handle.endpoint} is no address to connect to ({error})") from error
         self._sockets[handle.host, handle.endpoint] = socket
         return socket

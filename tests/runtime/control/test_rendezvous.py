@@ -132,7 +132,7 @@ def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
         while not over.is_set():
             for peer, message in server.receive(0.02):
                 for asker, found in board.hear(peer, message) if isinstance(message, get_args(Question)) else ():
-                    server.answer(asker, structs.replace(found, held_up=held_up))
+                    server.send(asker, structs.replace(found, held_up=held_up))
 
     thread = threading.Thread(target=serve)
     thread.start()

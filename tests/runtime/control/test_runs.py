@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, asdict, fields
 from dataclasses import replace as with_fields
 from functools import partial
@@ -27,13 +27,13 @@ from penstock.runtime.cluster.placement import place
 from penstock.runtime.control import recorder
 from penstock.runtime.control.inprocess import InProcess, run_in_process
 from penstock.runtime.control.messages import Order, Result, pack
-from penstock.runtime.control.recorder import EVERY, QUIET, Bars, RunRecorder, Status
+from penstock.runtime.control.recorder import EVERY, QUIET, RunRecorder
 from penstock.runtime.control.run import Orders, Session, _merge
 from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfig, RunOptions, annotation, check_limits
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Arrived, Done, Published, Send, Swapped
+from penstock.runtime.schedule.events import Arrived, Begin, Done, Fire, Published, Send, Swapped
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.quantise import ConversionError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -341,8 +341,8 @@ def test_no_handle_of_a_groups_value_outlives_its_last_reader(folder: RunFolder)
 def test_what_a_recorder_remembers_does_not_grow_with_the_updates(folder: RunFolder) -> None:
     recorder = run(folder).recorder
     assert isinstance(recorder, RunRecorder)
-    assert set(recorder.bars.published) == {"policy>generator"}
-    assert set(recorder.bars.sent) == {("policy>generator", "generator/0")}
+    assert set(recorder.published) == {"policy>generator"}
+    assert set(recorder.sent) == {("policy>generator", "generator/0")}
     assert recorder.rows.groups == {}
 
 
@@ -404,80 +404,82 @@ def test_a_run_that_insists_on_tensorboard_does_not_begin_without_it(
     folder.unlock()
 
 
-# The status is said not too often, with what each pool is at.
-
-
-def test_a_status_is_due_some_time_after_the_last() -> None:
-    status = Status(lambda line: None, 100.0, {})
-    assert status.due(100.0)
-    status.tell(100.0, {})
-    assert not status.due(100.0 + EVERY / 2)
-    assert status.due(100.0 + EVERY * 2)
-    assert not status.due(100.0 + EVERY * 2, QUIET)
-
-
-def test_a_pool_is_at_what_its_replicas_are_at() -> None:
-    said: list[dict[str, Any]] = []
-    live = {"generator/1": 3}
-    status = Status(said.append, 100.0, live)
-    status.doing |= {"generator/0": "generate[4]", "generator/1": "generate[5]", "trainer/0": "data"}
-    status.tell(102.0, {"stage": "train"})
-    assert said == [
-        {
-            "kind": "status",
-            "time": 2.0,
-            "stage": "train",
-            "pools": {
-                "generator": {"doing": ["generate[4]", "generate[5]"], "version": 3},
-                "trainer": {"doing": ["data"], "version": None},
-            },
-        }
-    ]
-
-
-# Bars of what replicas did; what is remembered of weights on their way does not grow.
+# What a recorder says and remembers, told by a scheduler and by ranks: the status, and the bars of the trace.
 
 
 CHANNEL, REPLICAS = "policy>generator", ("generator/0", "generator/1")
+Said = list[dict[str, Any]]
 
 
-def publish_version(bars: Bars, version: int, began: float) -> None:
-    event = Published(CHANNEL, version, "trainer/0")
-    bars.publishes(event, Result(event, began=began, ended=began + 0.5))
+@pytest.fixture
+def said() -> Said:
+    return []
 
 
-def test_weights_on_their_way_are_remembered_once_per_channel_and_replica() -> None:
-    bars = Bars()
-    for version in range(100):
-        publish_version(bars, version, began=10.0 * version)
-        for replica in REPLICAS:
-            bars.sends(Send(CHANNEL, version, "trainer/0", replica), 10.0 * version + 1)
-            bars.arrived(Arrived(CHANNEL, version, replica), 10.0 * version + 3)
-        assert (len(bars.published), len(bars.sent)) == (1, 2)
-        waited = [bars.swapped(Swapped(CHANNEL, version, replica), 10.0 * version + 4) for replica in REPLICAS]
-        assert waited == [4.0, 4.0]
-        assert bars.live == dict.fromkeys(REPLICAS, version)
-    sends = [bar for bar in bars.bars if bar.kind == "send"]
-    assert [(bar.lane, bar.index, bar.seconds) for bar in sends[:2]] == [(replica, 0, 2.0) for replica in REPLICAS]
-    assert len(bars.bars) == 300
-
-
-def test_a_version_that_is_swapped_in_late_is_counted_from_its_own_publication() -> None:
-    bars = Bars()
-    publish_version(bars, 0, began=1.0)
-    bars.sends(Send(CHANNEL, 0, "trainer/0", "generator/0"), 2.0)
-    bars.arrived(Arrived(CHANNEL, 0, "generator/0"), 3.0)
-    publish_version(bars, 1, began=6.0)
-    assert bars.swapped(Swapped(CHANNEL, 0, "generator/0"), 7.0) == 6.0
-
-
-def test_the_trace_holds_the_first_bars_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MAX_BARS", 3)
-    folder, bars = RunFolder.create(tmp_path / "run"), Bars()
-    for version in range(5):
-        publish_version(bars, version, began=float(version))
-    bars.write(folder, "title")
+@pytest.fixture
+def record(folder: RunFolder, said: Said) -> Iterator[RunRecorder]:
+    yield RunRecorder(folder, a_run(generators=2), said.append, 100.0)
     folder.unlock()
+
+
+def tell(record: RunRecorder, event: Any, now: float, *commands: Any, began: float = 0.0) -> None:
+    record.step(now, event, [*commands], {}, Result(event, began=began, ended=began + 0.5))
+
+
+def publish_version(record: RunRecorder, version: int, began: float) -> None:
+    sends = (Send(CHANNEL, version, "trainer/0", replica) for replica in REPLICAS)
+    tell(record, Published(CHANNEL, version, "trainer/0"), began + 1, *sends, began=began)
+
+
+def test_a_status_is_said_at_once_and_then_after_some_time_with_what_each_pool_is_at(
+    record: RunRecorder, said: Said
+) -> None:
+    record.live["generator/1"] = 3
+    fires = [Fire(Firing("generate", 4 + i), f"generator/{i}") for i in range(2)]
+    record.step(102.0, Begin(), [*fires], {"generator/0": "busy", "trainer/0": "data"})
+    record.step(102.0 + EVERY / 2, Begin(), [], {})
+    record.tick(102.0 + EVERY * 2)
+    assert [line["time"] for line in said] == [2.0]
+    assert said[0]["pools"] == {
+        "generator": {"doing": ["generate[4]", "generate[5]"], "version": 3},
+        "trainer": {"doing": ["data"], "version": None},
+    }
+    record.step(102.0 + EVERY * 2, Begin(), [], {})
+    record.tick(103.0 + QUIET)
+    assert [line["kind"] for line in said] == ["status"] * 3
+
+
+def test_weights_on_their_way_are_remembered_once_per_channel_and_replica(record: RunRecorder) -> None:
+    for version in range(100):
+        publish_version(record, version, began=10.0 * version)
+        for replica in REPLICAS:
+            tell(record, Arrived(CHANNEL, version, replica), 10.0 * version + 3)
+            tell(record, Swapped(CHANNEL, version, replica), 10.0 * version + 4)
+        assert (len(record.published), len(record.sent)) == (1, 2)
+        assert record.live == dict.fromkeys(REPLICAS, version)
+    sends = [bar for bar in record.bars if bar.kind == "send"]
+    assert [(bar.lane, bar.index, bar.seconds) for bar in sends[:2]] == [(replica, 0, 2.0) for replica in REPLICAS]
+    assert len(record.bars) == 300
+
+
+def test_a_version_that_is_swapped_in_late_is_counted_from_its_own_publication(
+    record: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[float] = []
+    monkeypatch.setattr(record.rows, "synced", synced.append)
+    publish_version(record, 0, began=1.0)
+    record.published[CHANNEL] = 6.0  # of the next version, which is not sent yet
+    tell(record, Swapped(CHANNEL, 0, "generator/0"), 7.0)
+    assert synced == [6.0]
+
+
+def test_the_trace_holds_the_first_bars_and_says_so(
+    record: RunRecorder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_BARS", 3)
+    for version in range(5):
+        publish_version(record, version, began=float(version))
+    record.finish(110.0, "done", "")
     trace = json.loads((folder.path / "trace.json").read_text())
-    assert trace["otherData"] == {"title": "title", "note": "the first 3 bars of the run"}
+    assert trace["otherData"] == {"title": record.config.run, "note": "the first 3 bars of the run"}
     assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) == 3

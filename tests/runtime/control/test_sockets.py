@@ -13,10 +13,10 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import psutil
 import pytest
-import zmq
 from msgspec import structs
 
 from penstock.graph.ir import Firing
@@ -32,6 +32,7 @@ from penstock.runtime.control.messages import (
     Heartbeat,
     Hello,
     Message,
+    MessageError,
     Note,
     Order,
     Post,
@@ -39,6 +40,7 @@ from penstock.runtime.control.messages import (
     Result,
     Results,
     pack,
+    unpack,
 )
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.security import Keys
@@ -48,7 +50,6 @@ from penstock.runtime.control.sockets import (
     PAUSE_S,
     Client,
     Server,
-    SharedContext,
     Tracker,
     WireError,
 )
@@ -154,8 +155,6 @@ OTHERS: list[tuple[str, Message]] = [
     ("rank", Results((Result(Swapped("policy>generator", 1, "generator/1")),))),
     ("rank", Results((Result(Published("policy>generator", 1, "trainer/0")),))),
     ("rank", Results((Result(Failed(Firing("generate", 3), "generator/7", 1, "my other rank")),))),
-    ("rank", Results((Result(Checkpoint(final=True)),))),
-    ("rank", Results((Result(Begin()),))),
     ("rank", Results((Result(Done(Firing("generate", 3), "generator/7"), {"out": AFAR}),))),
     ("rank", Results((Result(Done(Firing("generate", 3), "generator/7"), {"out": replace_owner(AFAR)}),))),
     ("rank", Ready("trainer/0", 0, 1)),
@@ -164,6 +163,12 @@ OTHERS: list[tuple[str, Message]] = [
     ("agent", Exited("trainer/0", 0, 1, 0, 9, "")),
     ("agent", Exited("nowhere/0", 0, 1, 0, 9, "")),
 ]
+
+
+@pytest.mark.parametrize("event", [Begin(), Checkpoint(final=True)])
+def test_an_event_of_the_controllers_own_is_no_answer(event: Any) -> None:
+    with pytest.raises(MessageError):
+        unpack(pack(Results((Result(event),))))
 
 
 @pytest.mark.parametrize("endpoint", ["", TCP])
@@ -268,7 +273,7 @@ def test_a_rank_has_one_connection_for_its_heartbeats(b: Bench) -> None:
     """Or their number would have no bound."""
     first, second = b.raw(), b.raw()
     first.hello(role="heartbeat")
-    until(lambda: b.hear() is not None and b.server.answer("generator/0:0", Found(1, {})))
+    until(lambda: b.hear() is not None and b.server.send("generator/0:0", Found(1, {})))
     second.hello(role="heartbeat")
     second.say(pack(Post("key", "01"), 2))
     b.wait_for_count("duplicate")
@@ -620,34 +625,3 @@ def test_a_peer_is_tracked_from_its_first_sign_until_it_is_forgotten() -> None:
     tracker.forget("a")
     tracker.forget("never heard of")
     assert look(tracker, 100, 200) == []
-
-
-# One context for all clients of a process.
-
-
-def test_users_at_the_same_time_share_one_context_and_a_later_one_gets_a_new_one() -> None:
-    shared = SharedContext()
-    first, second = shared.take(), shared.take()
-    assert first is second
-    shared.give()
-    assert not second.closed
-    shared.give()
-    assert second.closed
-    new = shared.take()
-    assert new is not second
-    assert not new.closed
-    shared.give()
-
-
-def test_the_last_user_waits_for_what_another_one_still_sends() -> None:
-    shared, other = SharedContext(), zmq.Context[zmq.Socket[bytes]]()
-    sink = other.socket(zmq.PULL)
-    port = sink.bind_to_random_port("tcp://127.0.0.1")
-    pushes = [shared.take().socket(zmq.PUSH) for _ in range(2)]
-    for push in pushes:
-        push.connect(f"tcp://127.0.0.1:{port}")
-        push.send(bytes(1 << 20))
-        push.close(linger=60_000)
-        shared.give()
-    assert [len(sink.recv()) for _ in pushes if sink.poll(60_000)] == [1 << 20] * 2
-    other.destroy(linger=0)
