@@ -21,17 +21,7 @@ from msgspec import Meta, field
 
 from penstock.graph.ir import Firing
 from penstock.runtime.packable import Packable
-from penstock.runtime.schedule.events import (
-    Abort,
-    Arrived,
-    Command,
-    Done,
-    Event,
-    Failed,
-    Published,
-    Saved,
-    Swapped,
-)
+from penstock.runtime.schedule.events import Abort, Answer, Command, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
 PROTOCOL: Literal[6] = 6
@@ -88,16 +78,13 @@ class Manifest(Packable, frozen=True):
     layout: str = ""
 
 
-Answer = Done | Failed | Published | Arrived | Swapped | Saved | Abort
-
-
 class Result(Packable, frozen=True):
     """A rank's answer to a command. `outputs` are for other ranks; `began` and `ended` are seconds of
     `time.monotonic` on the rank's host. `manifest` comes with `Published`, from the first rank of the replica: all its
     ranks have made the same.
     """
 
-    event: Answer
+    event: Answer | Abort
     outputs: dict[str, ObjectRef] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     began: Seconds = 0.0
