@@ -29,7 +29,6 @@ from penstock.runtime.control.messages import (
     Launch,
     Message,
     Note,
-    Order,
     Question,
     Ready,
     Results,
@@ -81,7 +80,8 @@ class Controller:
         try:
             self._assemble()
             if self.session.running:  # nobody has stopped it meanwhile
-                self._send(self.session.begin(monotonic(), self.restored))
+                self.session.begin(monotonic(), self.restored)
+                self._send()
             while self.session.running:
                 self._turn()
         finally:
@@ -140,8 +140,9 @@ class Controller:
             names = ", ".join(map(self._spelled, late))
             self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone")
         # The same moment for both: a stop of this process between them would be taken for a rank's delay.
-        self._send(self.session.watch(now, self.server.held_up(now)))
+        self.session.watch(now, self.server.held_up(now))
         self.session.decide(now, self.server.heard)
+        self._send()
         self._tell_dropped(now)
 
     def _tell_dropped(self, now: float) -> None:
@@ -161,7 +162,10 @@ class Controller:
                     if isinstance(result.event, Abort):
                         self._fail(FailureCode.TRANSFER, result.event.error)
                     elif self.session.running:
-                        self._send(self._answer(peer, result))
+                        try:
+                            self.session.answer(result, monotonic())
+                        except UnawaitedError as error:  # it changes nothing
+                            self.server.drop("unawaited", peer, str(error))
             case _ if isinstance(message, Question):
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
@@ -198,18 +202,10 @@ class Controller:
             case _:
                 self.server.drop("unexpected", peer, type(message).__name__)
 
-    def _answer(self, peer: str, result: Any) -> Mapping[str, Order]:
-        """An answer to what was not asked is counted and dropped: it changes nothing."""
-        try:
-            return self.session.answer(result, monotonic())
-        except UnawaitedError as error:
-            self.server.drop("unawaited", peer, str(error))
-            return {}
-
     def _hear_launcher(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word == "stop":
-            self._send(self.session.stop(monotonic(), rest))
+            self.session.stop(monotonic(), rest)
         elif word == "agent":
             host, _, reason = rest.partition(" ")
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
@@ -227,8 +223,9 @@ class Controller:
         moving = self.session.moving(replica)
         return self.config.plan.spelled(replica, int(index)) + (f" ({moving})" if moving else "")
 
-    def _send(self, orders: Mapping[str, Order]) -> None:
-        for replica, order in orders.items():
+    def _send(self) -> None:
+        """Send what follows from all that was heard, in one message for each rank."""
+        for replica, order in self.session.take().items():
             for name, index in self.ranks:
                 if name == replica and not self.server.send(rank_peer(name, index), order):
                     self._fail(FailureCode.UNREACHABLE, f"{self.config.plan.spelled(name, index)} cannot be reached")

@@ -7,7 +7,6 @@ import os
 import signal
 import warnings
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -52,13 +51,16 @@ class InProcess:
     def run(self) -> str:
         """Run all stages; the status."""
         pending: deque[tuple[Executor, Order]] = deque()
-        self._queue(pending, self.session.begin(monotonic(), {}))
+        self.session.begin(monotonic(), {})
+        self._queue(pending)
         while self.session.running:
             for result in self._work(pending):
-                self._queue(pending, self.session.answer(result, monotonic()))
+                self.session.answer(result, monotonic())
+                self._queue(pending)
             if self.interrupted:
-                self._queue(pending, self.session.stop(monotonic(), unheard()))
-            self._queue(pending, self.session.watch(monotonic()))
+                self.session.stop(monotonic(), unheard())
+                self._queue(pending)
+            self.session.watch(monotonic())
             self.session.decide(monotonic())
         return self.session.status
 
@@ -71,8 +73,8 @@ class InProcess:
             raise KeyboardInterrupt
         self.interrupted = self.interrupted or monotonic()
 
-    def _queue(self, pending: deque[tuple[Executor, Order]], orders: Mapping[str, Order]) -> None:
-        pending.extend((self.executors[replica], order) for replica, order in orders.items())
+    def _queue(self, pending: deque[tuple[Executor, Order]]) -> None:
+        pending.extend((self.executors[replica], order) for replica, order in self.session.take().items())
 
     def _work(self, pending: deque[tuple[Executor, Order]]) -> list[Result]:
         """Carry out one order if there is one, else one step of every executor's streams."""

@@ -12,7 +12,7 @@ which answers were asked for, and tells the recorder what happened. Time is pass
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -37,11 +37,11 @@ from penstock.runtime.schedule.events import (
     Finish,
     Fire,
     Free,
-    Published,
     Question,
     Save,
     Send,
     answer,
+    first_answer,
 )
 from penstock.runtime.schedule.idle_causes import step
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -50,18 +50,42 @@ from penstock.runtime.tensor.shm import ObjectRef
 
 # What each replica's ranks are to do, in order.
 Orders = dict[str, Order]
+Handle = tuple[Firing, str, ObjectRef]
 
 
-class Manifests:
-    """The newest manifest of each channel, with the layout for replicas that have not been told it.
+class Outbox:
+    """What each replica's ranks are to do next, and what they have to know for it: of each channel the newest manifest,
+    with the layout for replicas that have not been told it.
 
-    One object for all stages of a run: the processes stay, and remember the layouts that they were told.
+    One object for all stages of a run: the processes stay, and remember the layouts that they were told. All parts of a
+    cut are asked for at once, and go into one folder: `checkpoint`.
     """
 
     def __init__(self) -> None:
         self.layouts: dict[str, str] = {}
+        self.checkpoint = ""
         self._newest: dict[str, Manifest] = {}
         self._told: set[tuple[str, str]] = set()
+        self._drafts: defaultdict[str, tuple[list[Command], list[Handle], list[Manifest]]]
+        self._drafts = defaultdict(lambda: ([], [], []))
+
+    def add(self, replica: str, command: Command, handles: Sequence[Handle] = ()) -> None:
+        """`handles` are those of a firing's inputs that the replica may not have itself."""
+        commands, known, manifests = self._drafts[replica]
+        commands.append(command)
+        known += handles
+        if isinstance(command, Send) and command.replica == replica:
+            manifests.append(self.tell(command.channel, replica))
+
+    def take(self) -> Orders:
+        """All that has been added since it was taken last."""
+        orders = {
+            replica: Order(tuple(commands), tuple(handles), self.checkpoint, tuple(manifests))
+            for replica, (commands, handles, manifests) in self._drafts.items()
+        }
+        self._drafts.clear()
+        self.checkpoint = ""
+        return orders
 
     def note(self, manifest: Manifest) -> None:
         """A version is published; only the newest one of a channel is ever sent."""
@@ -76,49 +100,45 @@ class Manifests:
         return structs.replace(self._newest[channel], layout="" if known else self.layouts[channel])
 
 
-# Seconds at most between two looks at what is awaited, after which what was answered is forgotten.
-LOOK_S = 10.0
-
-
 class Stage:
+    """`outbox` gets what follows. `asked` is what is awaited, the oldest first: the command that each answer is to, and
+    when it was given, on a clock that stands while this process itself is stopped.
+    """
+
     def __init__(
         self,
         origin: SegmentOrigin,
         recorder: RunRecorder,
         flags: RunOptions,
+        outbox: Outbox,
         handles: Mapping[tuple[Firing, str], ObjectRef] | None = None,
-        manifests: Manifests | None = None,
     ) -> None:
-        self.name, self.graph, self.plan = origin.stage, origin.graph, origin.plan
-        self.recorder, self.flags = recorder, flags
+        self.name, self.plan = origin.stage, origin.plan
+        self.recorder, self.flags, self.outbox = recorder, flags, outbox
         self.tables = Tables(origin.graph, origin.plan)
         self.reads = {node.name: input_reads(origin.graph, node) for node in origin.graph.nodes if node.fires}
         self.scheduler = origin.scheduler(self.tables)
         self.finish: Finish | None = None
         self.asked: dict[Answer, tuple[Question, float]] = {}
-        self._held_up = self._look_at = 0.0
+        self._held_up = 0.0
         self.handles: dict[Firing, dict[str, ObjectRef]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
-        self.manifests = manifests or Manifests()
 
-    def feed(self, event: Event, now: float) -> Orders:
-        """An event of the driver's own: begin, checkpoint, abort."""
+    def feed(self, event: Event, now: float, result: Result | None = None) -> None:
+        """An event of the driver's own (begin, checkpoint, abort), or a rank's: that of `result`. Raises
+        UnawaitedError, and changes nothing, for an answer that was not asked for."""
         commands, states = step(self.scheduler, event)
-        # What replicas were at when a run was aborted is what is said of its end.
-        self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states)
-        return self._route(commands, now)
-
-    def answer(self, result: Result, now: float) -> Orders:
-        """A rank's answer. Raises UnawaitedError, and changes nothing, for one that was not asked for."""
-        event = result.event
-        commands, states = step(self.scheduler, event)
-        if isinstance(event, Done) and result.outputs:
+        if isinstance(event, Answer) and (key := first_answer(event)) not in self.scheduler.answers:
+            self.asked.pop(key, None)
+        if result is not None and isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
-        if isinstance(event, Published) and result.manifest is not None:
-            self.manifests.note(result.manifest)
-        self.recorder.step(now, event, commands, states, result)
-        return self._route(commands, now)
+        if result is not None and result.manifest is not None:
+            self.outbox.note(result.manifest)
+        # What replicas were at when a run was aborted is what is said of its end.
+        self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states, result)
+        for command in commands:
+            self._order(command, now)
 
     def live(self) -> dict[tuple[str, str], int]:
         """The versions that replicas hold: what the next stage starts from."""
@@ -131,33 +151,23 @@ class Stage:
         What a rank is `doing` may be another firing of the same order, which keeps it from this one. `held_up` are the
         seconds that this process itself was stopped so far; they count for nobody.
         """
-        if now < self._look_at and held_up == self._held_up:
+        self._held_up = held_up
+        key, (command, since) = next(iter(self.asked.items()), (None, (None, now)))
+        waited = now - held_up - since
+        if key is None or command is None or waited <= deadline:
             return None
-        awaited = self.scheduler.answers
-        self.asked = {key: self.asked[key] for key in awaited}
-        if more := held_up - self._held_up:
-            self._held_up = held_up
-            self.asked = {key: (command, min(now, since + more)) for key, (command, since) in self.asked.items()}
-        # What is asked from now on is due later than all that is awaited already.
-        self._look_at = min([now + LOOK_S, *(since + deadline for _, since in self.asked.values())])
-        for key, ranks in awaited.items():
-            command, since = self.asked[key]
-            waited = now - since
-            if waited > deadline:
-                what, replica = _words(command), command.replica
-                if isinstance(command, Send):
-                    what += f" from {self._sender(command)}"
-                names = ", ".join(self.plan.spelled(replica, rank) for rank in sorted(ranks))
-                said = {rank: doing.get(rank_peer(replica, rank), "") for rank in sorted(ranks)}
-                at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)
-                return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"
-        return None
+        what, replica, ranks = _words(command), command.replica, sorted(self.scheduler.answers[key])
+        if isinstance(command, Send):
+            what += f" from {self._sender(command)}"
+        names = ", ".join(self.plan.spelled(replica, rank) for rank in ranks)
+        said = {rank: doing.get(rank_peer(replica, rank), "") for rank in ranks}
+        at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)
+        return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"
 
     def moving(self, replica: str) -> str:
         """The weights that are on their way from a replica or to it; "" for none."""
         found = []
-        for key in self.scheduler.answers:
-            send = self.asked[key][0]
+        for send, _ in self.asked.values():
             if not isinstance(send, Send):
                 continue
             sender, live = self._sender(send), self.scheduler.channels[send.channel].receivers[send.replica].live
@@ -171,44 +181,33 @@ class Stage:
         from penstock.runtime.control.routes import Routes  # numpy, for what goes wrong alone
 
         routes = Routes(self.tables.channels[send.channel], self.flags.transport, self.flags.delta)
-        routes.settle(json.loads(self.manifests.layouts[send.channel]))
+        routes.settle(json.loads(self.outbox.layouts[send.channel]))
         return routes.source(send.replica, send.together) or send.source
 
-    def _route(self, commands: list[Command], now: float) -> Orders:
-        batches: dict[str, list[Command]] = defaultdict(list)
-        handles: dict[str, list[tuple[Firing, str, ObjectRef]]] = defaultdict(list)
-        manifests: dict[str, list[Manifest]] = defaultdict(list)
-        # All parts of a cut are asked for at once, and go into one folder.
-        cut = next((self.recorder.begin_checkpoint(c.update) for c in commands if isinstance(c, Save)), "")
-        for command in commands:
-            match command:
-                case Finish():
-                    self.finish = command
-                    continue
-                case Commit():
-                    self.recorder.commit(command)
-                    continue
-                case Fire():
-                    handles[command.replica] += self._inputs(command)
-                case Send():
-                    manifests[command.replica].append(self.manifests.tell(command.channel, command.replica))
-                    if command.source != command.replica:
-                        batches[command.source].append(command)
-                case Free():
-                    for firing in command.firings:
-                        self.handles.pop(firing, None)
-                case CommitTurn(firing):
-                    if firing in self.handles:
-                        self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
-            batches[command.replica].append(command)
-            if isinstance(command, Question):
-                self.asked[answer(command)] = command, now
-        return {
-            replica: Order(tuple(items), tuple(handles[replica]), cut, tuple(manifests[replica]))
-            for replica, items in batches.items()
-        }
+    def _order(self, command: Command, now: float) -> None:
+        match command:
+            case Finish():
+                self.finish = command
+                return
+            case Commit():
+                self.recorder.commit(command)
+                return
+            case Save():
+                self.outbox.checkpoint = self.outbox.checkpoint or self.recorder.begin_checkpoint(command.update)
+            case Send() if command.source != command.replica:
+                self.outbox.add(command.source, command)
+            case Free():
+                for firing in command.firings:
+                    self.handles.pop(firing, None)
+            case CommitTurn(firing):
+                if firing in self.handles:
+                    self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
+        self.outbox.add(command.replica, command, self._inputs(command) if isinstance(command, Fire) else ())
+        if isinstance(command, Question):
+            self.asked.pop(answer(command), None)  # of a try that failed: the new one is the newest
+            self.asked[answer(command)] = command, now - self._held_up
 
-    def _inputs(self, fire: Fire) -> list[tuple[Firing, str, ObjectRef]]:
+    def _inputs(self, fire: Fire) -> list[Handle]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
         return [
             (firing, read.output, handle)
@@ -244,17 +243,13 @@ class Session:
         self.stopping: float | None = None
         self.why = "stopped by the user"
         self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
-        self._stages = self._plan_stages()
+        evaluate = config.evaluation is not None
+        self._stages = ["before"] * (evaluate and not cut) + ["train", "save"] + ["after"] * evaluate
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], ObjectRef] = {}
-        self._manifests = Manifests()
+        self._outbox = Outbox()
         self._saved_at = self.start
         self._saved_time: float | None = None
-
-    def _plan_stages(self) -> list[str]:
-        evaluate = self.config.evaluation is not None
-        before = ["before"] if evaluate and not self.cut else []
-        return [*before, "train", "save", *(["after"] if evaluate else [])]
 
     @property
     def running(self) -> bool:
@@ -262,40 +257,43 @@ class Session:
 
     # What drivers call ------------------------------------------------------------------------------------
 
-    def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef]) -> Orders:
+    def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef]) -> None:
         """All ranks are ready; `handles` name the values that they restored from a checkpoint."""
         self._handles = handles
-        return self._next_stage(now)
+        self._next_stage(now)
 
-    def answer(self, result: Result, now: float) -> Orders:
+    def take(self) -> Orders:
+        """What replicas are to do since it was taken last."""
+        return self._outbox.take()
+
+    def answer(self, result: Result, now: float) -> None:
         """A rank's answer. Raises UnawaitedError for one that was not asked for."""
         if self.stage is None:
             raise UnawaitedError(f"{type(result.event).__name__} before the first stage")
-        if self.verdict.certain:
-            return {}
-        return self._after(self.stage.answer(result, now), now)
+        if not self.verdict.certain:
+            self._feed(result.event, now, result)
 
-    def stop(self, now: float, why: str = "") -> Orders:
+    def stop(self, now: float, why: str = "") -> None:
         """The user wants the run to end: with a checkpoint if it can be had in time. `why` if it was not said so."""
         if self.stopping is not None or not self.running or self.verdict.certain:
-            return {}
+            return
         self.stopping, self.why = now, why or self.why
-        if self.stage is not None and self.stage.name == "save":
-            return {}  # the cut that is being written is the one wanted
-        if self.stage is None or self.stage.name != "train":
-            return self._finish(now, "stopped", self.why)
-        return self._after(self.stage.feed(Checkpoint(final=True), now), now)
+        if self.stage is None or self.stage.name in ("before", "after"):
+            self._finish(now, "stopped", self.why)
+        elif self.stage.name == "train":  # else the cut that is being written is the one wanted
+            self._feed(Checkpoint(final=True), now)
 
-    def watch(self, now: float, held_up: float = 0.0) -> Orders:
-        """Look at deadlines: the stop's, the answers', the next checkpoint's. `held_up`: as the stage's."""
+    def watch(self, now: float, held_up: float = 0.0) -> None:
+        """Look at deadlines: the stop's and the answers'. `held_up`: as the stage's."""
         if self.stage is None or not self.running or self.verdict.certain:
-            return {}
+            return
         self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
-            return self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{self._awaited()}")
-        if overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):
+            awaited = [f"{_words(c).partition(' ')[2]} on {c.replica}" for c, _ in self.stage.asked.values()]
+            awaiting = f": still in work were {', '.join(awaited)}" if awaited else ""
+            self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{awaiting}")
+        elif overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):
             self.fail(Failure(FailureCode.OVERDUE, overdue), now)
-        return {}
 
     def fail(self, failure: Failure, now: float) -> None:
         """A detector reports why the run cannot go on. `decide` ends it."""
@@ -318,43 +316,38 @@ class Session:
         """The weights that are on their way from a replica or to it; "" for none."""
         return self.stage.moving(replica) if self.stage else ""
 
-    def _awaited(self) -> str:
-        """Who has not answered yet, and to what."""
-        asked = [self.stage.asked[key][0] for key in self.stage.scheduler.answers] if self.stage else []
-        names = [f"{_words(command).partition(' ')[2]} on {command.replica}" for command in asked]
-        return f": still in work were {', '.join(names)}" if names else ""
-
     # From stage to stage ----------------------------------------------------------------------------------
 
-    def _after(self, orders: Orders, now: float) -> Orders:
+    def _feed(self, event: Event, now: float, result: Result | None = None) -> None:
+        """Hand an event to the stage; and go on to the next one where that was the end of it."""
         stage = self.stage
         assert stage is not None
+        stage.feed(event, now, result)
         if stage.finish is None:
-            return _merge(orders, self._checkpoint_if_due(stage, now))
-        if stage.finish.status == "failed":
+            self._checkpoint_if_due(stage, now)
+        elif stage.finish.status == "failed":
             self.fail(Failure(FailureCode.NODE, stage.finish.error), now)
-            return {}
-        if stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
-            return self._finish(now, "stopped", self.why)
-        self._live = stage.live()
-        self.recorder.close_stage(stage.name)
-        return _merge(orders, self._next_stage(now))
+        elif stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
+            self._finish(now, "stopped", self.why)
+        else:
+            self._live = stage.live()
+            self.recorder.close_stage(stage.name)
+            self._next_stage(now)
 
-    def _checkpoint_if_due(self, stage: Stage, now: float) -> Orders:
+    def _checkpoint_if_due(self, stage: Stage, now: float) -> None:
         every, update = self.config.flags.checkpoint_every, stage.scheduler.update
         if self._saved_time is None:
             self._saved_time = now
         late = now - self._saved_time >= CHECKPOINT_S and update > self._saved_at
         due = stage.name == "train" and (update - self._saved_at >= every if every else late)
-        if not due or update >= self.config.flags.updates or stage.scheduler.checkpoint is not None:
-            return {}
-        self._saved_time = now
-        self._saved_at = update
-        return stage.feed(Checkpoint(), now)
+        if due and update < self.config.flags.updates and stage.scheduler.checkpoint is None:
+            self._saved_time, self._saved_at = now, update
+            stage.feed(Checkpoint(), now)
 
-    def _next_stage(self, now: float) -> Orders:
+    def _next_stage(self, now: float) -> None:
         if not self._stages:
-            return self._finish(now, "done", "")
+            self._finish(now, "done", "")
+            return
         name = self._stages.pop(0)
         graph, rules, cut = self._stage(name)
         # The checkpoint that there is, by the same scheduler that made it, or by the file that it was restored from.
@@ -362,11 +355,10 @@ class Session:
         origin = SegmentOrigin(name, graph, self.config.plan, rules, cut, self._live, complete)
         self.recorder.open_stage(origin, now)
         handles = self._handles if name == "train" else {}
-        self.stage = Stage(origin, self.recorder, self.config.flags, handles, self._manifests)
+        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles)
         if name == "train":
             self.recorder.ledger = self.stage.scheduler.ledger
-        first = Checkpoint(final=True) if name == "save" else Begin()
-        return self._after(self.stage.feed(first, now), now)
+        self._feed(Checkpoint(final=True) if name == "save" else Begin(), now)
 
     def _stage(self, name: str) -> tuple[Graph, Rules, Mapping[str, Any] | None]:
         updates = self.config.flags.updates
@@ -380,22 +372,7 @@ class Session:
         version = self.start if name == "before" else updates
         return self.config.evaluation, self.config.evaluation_rules(version), None
 
-    def _finish(self, now: float, status: str, error: str) -> Orders:
+    def _finish(self, now: float, status: str, error: str) -> None:
         if self.running:
             self.status, self.error = status, error
             self.recorder.finish(now, status, error, self.failure.code if self.failure else "")
-        return {}
-
-
-def _merge(first: Orders, second: Orders) -> Orders:
-    """Both orders, the first one's commands first."""
-    merged = dict(first)
-    for replica, order in second.items():
-        earlier = merged.get(replica, Order((), ()))
-        merged[replica] = Order(
-            earlier.commands + order.commands,
-            earlier.handles + order.handles,
-            earlier.checkpoint or order.checkpoint,
-            earlier.manifests + order.manifests,
-        )
-    return merged

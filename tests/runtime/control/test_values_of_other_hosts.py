@@ -438,7 +438,7 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
 
 def test_an_address_that_this_machine_lacks_is_named_with_its_host(hosts: Hosts) -> None:
     join = replace(hosts.join("a"), address="192.0.2.1")
-    with pytest.raises(WireError, match=r"generator\.0: cannot listen on tcp://192.0.2.1:0 .*no such address.*host a"):
+    with pytest.raises(WireError, match=r"generator\.0: cannot listen on tcp://192.0.2.1:0: .*no such address.*host a"):
         ExchangeServer(join, "generator.0", ObjectReader(hosts.run, host="a"), print)
 
 

@@ -22,7 +22,7 @@ from penstock.runtime.cluster.placement import Rank, Replica, place
 from penstock.runtime.control.messages import Manifest, Result
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.routes import GRACE, Routes
-from penstock.runtime.control.run import Manifests, Stage
+from penstock.runtime.control.run import Outbox, Stage
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.weight_channels import Ground, Span, WeightChannels
 from penstock.runtime.record.folder import RunFolder
@@ -356,20 +356,22 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     config, folder = RunConfig(graph, None, plan, flags, "stage"), RunFolder.create(tmp_path / "run")
     folder.unlock()
     origin = SegmentOrigin("train", graph, plan, config.rules(0))
-    made = Stage(origin, RunRecorder(folder, config, lambda line: None, 0.0), flags)
+    made = Stage(origin, RunRecorder(folder, config, lambda line: None, 0.0), flags, Outbox())
     made.recorder.open_stage(origin, 0.0)
     made.feed(Begin(), 0.0)
     while prompts := [one for one in made.scheduler.answers if isinstance(one, Done) and one.firing.node == "prompts"]:
-        made.answer(Result(prompts[0]), 1.0)
+        made.feed(prompts[0], 1.0)
     layout = json.dumps(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     published = Result(Published(CHANNEL, 0, "trainer/0"), manifest=Manifest(CHANNEL, 0, {}, layout))
-    sends = [one for order in made.answer(published, 1.0).values() for one in order.commands if isinstance(one, Send)]
+    made.outbox.take()
+    made.feed(published.event, 1.0, published)
+    sends = [one for order in made.outbox.take().values() for one in order.commands if isinstance(one, Send)]
     assert {send.replica for send in sends} == {*GENERATORS}
     return made
 
 
 def test_a_replica_is_told_the_layout_with_its_first_version_alone() -> None:
-    manifests, first, second = Manifests(), Manifest(CHANNEL, 0, {"w": 5}, "the layout"), Manifest(CHANNEL, 1, {"w": 6})
+    manifests, first, second = Outbox(), Manifest(CHANNEL, 0, {"w": 5}, "the layout"), Manifest(CHANNEL, 1, {"w": 6})
     manifests.note(first)
     assert manifests.tell(CHANNEL, "generator/0") == first
     manifests.note(second)
@@ -390,7 +392,7 @@ def test_an_overdue_version_is_of_the_replica_that_sends_it(stage: Stage) -> Non
         assert said is not None
         assert f"no answer from {name} rank 0 on host {'bcd'[index]} for 61 s" in said
         assert said.endswith(f"send {CHANNEL} 0 from {sender}")
-        stage.answer(Result(Arrived(CHANNEL, 0, name)), 2.0)
+        stage.feed(Arrived(CHANNEL, 0, name), 2.0)
 
 
 def test_nothing_is_overdue_because_the_controller_was_stopped(stage: Stage) -> None:
