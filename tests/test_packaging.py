@@ -164,5 +164,5 @@ def test_the_wheel_carries_the_files_behind_the_links(tmp_path: Path) -> None:
         entry = next(name for name in carried if name.endswith("entry_points.txt"))
         assert b"penstock = penstock.runtime.cli.main:main" in archive.read(entry)
     assert {f"penstock/{name(path)}" for path in files()} | {"penstock/py.typed"} <= carried
-    templates = (ROOT / "runtime" / "report" / "templates").iterdir()
+    templates = [path for folder in ("graph", "runtime") for path in (ROOT / folder).rglob("templates/*")]
     assert {f"penstock/{path.relative_to(ROOT)}" for path in templates} <= carried

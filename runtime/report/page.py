@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from penstock import __version__
-from penstock.graph.svg import Measured, svg_in_page
+from penstock.graph.svg import Measured, svg
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
 from penstock.runtime.report.charts import accuracies, chart_groups, number, numbers, percent
@@ -108,7 +108,7 @@ def _graph(report: Report) -> str:
     # A pool is marked by its label in the program, which a resume may have placed elsewhere.
     bounding = {n.node for n in report.nodes if found and n.pool == found.pool}
     labels = {node.pool for node in report.graph.nodes if node.name in bounding}
-    return svg_in_page(report.graph, Measured(notes, shares, set(found.cycle) if found else set(), labels))
+    return svg(report.graph, Measured(notes, shares, set(found.cycle) if found else set(), labels))
 
 
 def make_chart(report: Report) -> Chart:
