@@ -3,7 +3,6 @@
 What they compute depends on all that the real nodes' results depend on (prompts, the weights of each token, the
 groups of an update), so a lost group, a wrong order or stale weights change the final policy. Durations never do.
 
-`raise_at` and `hang_at` name a firing (a group's ordinal, an update) that raises or never ends; −1 is none.
 `jitter_ms` adds to each firing's `ms` between nothing and so much more, keyed by the firing.
 """
 
@@ -23,32 +22,16 @@ from penstock.graph.types import Context, Metrics, Policy, Prompts, Replies, Rew
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 
-__all__ = [
-    "HANG_S",
-    "FakeEngine",
-    "FakeError",
-    "FakePolicy",
-    "FakePrompts",
-    "fake_environment",
-    "fake_generate",
-    "fake_score",
-    "fake_update",
-]
-
 WIDTH = 64
 TOKENS = 4
-HANG_S = 3600.0
 # The longest that one step of the generator sleeps, so that messages are not kept waiting.
 STEP_S = 0.0005
 
 
-class FakeError(RuntimeError):
-    """Raised where `raise_at` says so."""
-
-
 @dataclass
 class _Group:
-    """A group in work: the time of its next token, and the samples' tokens so far, each [N, 1].
+    """A group in work: the time of its next token, and for each token so far those of the samples, their
+    log-probabilities, both [N], and the version of the weights.
 
     `before` is what the turn before made with the replies to it, `begin` the place of this turn's first token.
     """
@@ -58,24 +41,19 @@ class _Group:
     due: float
     before: tuple[Rollouts, Replies] | None = None
     begin: int = 0
-    tokens: list[Tensor] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    made: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
 class FakeEngine:
     """Works on any number of groups at once; each token is made with the weights that are live when it is due."""
 
-    def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0, raise_at: int = -1, hang_at: int = -1) -> None:
+    def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0) -> None:
         self.samples, self.ms, self.jitter_ms = samples, ms, jitter_ms
-        self.raise_at, self.hang_at = raise_at, hang_at
         self.groups: dict[Any, _Group] = {}
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         prompts: Prompts = inputs["prompts"]
-        ordinal = prompts.ordinals[0]
-        fault("fake_generate", ordinal, self.raise_at, self.hang_at)
-        group = _Group(prompts, inputs["behaviour"], time.monotonic() + self._token_s(ordinal))
+        group = _Group(prompts, inputs["behaviour"], time.monotonic() + self._token_s(prompts.ordinals[0]))
         conversation, replies = inputs.get("conversation"), inputs.get("replies")
         if conversation is not None and replies is not None:
             # Rows that go on have all said and heard equally much.
@@ -90,9 +68,9 @@ class FakeEngine:
             time.sleep(min(wait, STEP_S))
         now, finished = time.monotonic(), []
         for tag, group in list(self.groups.items()):
-            while group.due <= now and len(group.tokens) < TOKENS:
+            while group.due <= now and len(group.made) < TOKENS:
                 self._make_token(group)
-            if len(group.tokens) == TOKENS:
+            if len(group.made) == TOKENS:
                 del self.groups[tag]
                 finished.append((tag, _rollouts(group, self.samples)))
         return finished
@@ -107,19 +85,18 @@ class FakeEngine:
         return duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / 1000 / TOKENS
 
     def _make_token(self, group: _Group) -> None:
-        ordinal, place = group.prompts.ordinals[0], group.begin + len(group.tokens)
+        ordinal, place = group.prompts.ordinals[0], group.begin + len(group.made)
         weights_W = group.behaviour.tensors["values"]
         keys_N = torch.tensor([key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
         logprobs_N = -weights_W[keys_N].float().abs()
-        group.tokens.append(keys_N[:, None] + (logprobs_N * 1000).long()[:, None].abs())
-        group.logprobs.append(logprobs_N[:, None])
-        group.versions.append(group.behaviour.version)
+        group.made.append((keys_N + (logprobs_N * 1000).long().abs(), logprobs_N, group.behaviour.version))
         group.due += self._token_s(ordinal)
 
 
 def _rollouts(group: _Group, samples: int) -> Rollouts:
     """One prompt token (0), then the response."""
-    tokens_NT, logprobs_NT = torch.cat(group.tokens, 1), torch.cat(group.logprobs, 1)
+    tokens, logprobs, versions = zip(*group.made, strict=True)
+    tokens_NT = torch.stack(tokens, 1)
     made = Rollouts(
         ordinals=group.prompts.ordinals * samples,
         prompts=group.prompts.texts * samples,
@@ -128,8 +105,8 @@ def _rollouts(group: _Group, samples: int) -> Rollouts:
         tokens_NS=torch.cat([torch.zeros(samples, 1, dtype=torch.long), tokens_NT], 1),
         prompt_lengths_N=torch.ones(samples, dtype=torch.long),
         response_lengths_N=torch.full((samples,), TOKENS),
-        logprobs_NT=logprobs_NT,
-        versions_NT=torch.tensor(group.versions).expand(samples, TOKENS).clone(),
+        logprobs_NT=torch.stack(logprobs, 1),
+        versions_NT=torch.tensor(versions).expand(samples, TOKENS).clone(),
         finished_N=torch.ones(samples, dtype=torch.bool),
     )
     return made if group.before is None else _continued(*group.before, made)
@@ -173,18 +150,11 @@ def duration(ms: float, jitter_ms: float, name: str, index: int) -> float:
 
 
 @contextmanager
-def lasting(ms: float) -> Iterator[None]:
+def lasting(ms: float, jitter_ms: float, name: str, index: int) -> Iterator[None]:
     """What is done meanwhile is part of the given duration: sleep for what is left of it."""
-    end = time.monotonic() + ms / 1000
+    end = time.monotonic() + duration(ms, jitter_ms, name, index) / 1000
     yield
     time.sleep(max(0.0, end - time.monotonic()))
-
-
-def fault(name: str, index: int, raise_at: int, hang_at: int) -> None:
-    if index == raise_at:
-        raise FakeError(f"{name}[{index}] was told to raise")
-    if index == hang_at:
-        time.sleep(HANG_S)
 
 
 class FakePolicy(Policy):
@@ -248,8 +218,6 @@ def fake_generate(
     samples: int = 4,
     ms: float = 0.0,
     jitter_ms: float = 0.0,
-    raise_at: int = -1,
-    hang_at: int = -1,
 ) -> tuple[FakeEngine, Rollouts]:
     """`samples` responses of four tokens that depend on the prompt and on each token's weights, `ms` per group.
 
@@ -270,14 +238,11 @@ def fake_environment(
     most: int = 3,
     ms: float = 0.0,
     jitter_ms: float = 0.0,
-    raise_at: int = -1,
-    hang_at: int = -1,
 ) -> Replies:
     """Replies of one token. Each row is done after a number of turns of its own, 1 to `most`, with a reward between 0
     and 1 that depends on all of its tokens."""
     ordinal, turn = rollouts.ordinals[0], max(rollouts.turns())
-    fault("fake_environment", ordinal, raise_at, hang_at)
-    with lasting(duration(ms, jitter_ms, f"fake_environment.{turn}", ordinal)):
+    with lasting(ms, jitter_ms, f"fake_environment.{turn}", ordinal):
         done = [spoken > key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
         texts = tuple(str(key("reply", ordinal, row, turn) % 1000) for row in range(len(rollouts)))
         rewards_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
@@ -285,13 +250,10 @@ def fake_environment(
 
 
 @node(pool="scorer")
-def fake_score(
-    rollouts: Rollouts, *, ms: float = 0.0, jitter_ms: float = 0.0, raise_at: int = -1, hang_at: int = -1
-) -> tuple[Rewards, Metrics]:
+def fake_score(rollouts: Rollouts, *, ms: float = 0.0, jitter_ms: float = 0.0) -> tuple[Rewards, Metrics]:
     """A reward between 0 and 1 that depends on every token."""
     ordinal = rollouts.ordinals[0]
-    fault("fake_score", ordinal, raise_at, hang_at)
-    with lasting(duration(ms, jitter_ms, "fake_score", ordinal)):
+    with lasting(ms, jitter_ms, "fake_score", ordinal):
         values_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
         return Rewards(values_N), {"reward_mean": float(values_N.mean())}
 
@@ -304,12 +266,9 @@ def fake_update(
     *,
     ms: float = 0.0,
     jitter_ms: float = 0.0,
-    raise_at: int = -1,
-    hang_at: int = -1,
 ) -> tuple[FakePolicy, Metrics]:
     """The next vector: depends on the old one and on each row's place, tokens, log-probabilities and reward."""
-    fault("fake_update", policy.version, raise_at, hang_at)
-    with lasting(duration(ms, jitter_ms, "fake_update", policy.version)):
+    with lasting(ms, jitter_ms, "fake_update", policy.version):
         return policy, _step(policy, rollouts, rewards)
 
 

@@ -8,7 +8,7 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama
-from penstock.nodes.open_model import ModelSpec, open_model, require_model, run_spec
+from penstock.nodes.open_model import open_model, require_model, run_spec
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 
 
@@ -60,27 +60,20 @@ def make_reference(context: Context) -> Carried:
     return FrozenPolicy(model.requires_grad_(False), tokenizer, context)
 
 
-def frozen_spec(context: Context) -> ModelSpec:
-    """The shape and the tokenizer of the directory that `open_frozen` reads."""
-    return run_spec(_own(context))
-
-
-def require_frozen(context: Context) -> None:
-    """Raises ModelError for a directory that holds no language model; its weights are not read."""
-    require_model(Llama)(_own(context))
-
-
-@opens(frozen_spec)
-@requires(require_frozen)
-def open_frozen(context: Context) -> Carried:
-    """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the carried
-    value's. It is the run's own model where there is no such option."""
-    model, tokenizer = open_model(Llama, _own(context))
-    return FrozenLanguageModel(model.requires_grad_(False), tokenizer, context)
-
-
 def _own(context: Context) -> Context:
     return replace(context, model=str(context.options.get(f"{context.node}_model") or context.model))
+
+
+@opens(lambda context: run_spec(_own(context)))
+@requires(lambda context: require_model(Llama)(_own(context)))
+def open_frozen(context: Context) -> Carried:
+    """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the carried
+    value's. It is the run's own model where there is no such option.
+
+    Raises ModelError for a directory that holds no language model.
+    """
+    model, tokenizer = open_model(Llama, _own(context))
+    return FrozenLanguageModel(model.requires_grad_(False), tokenizer, context)
 
 
 def language_policy(policy: Policy) -> LanguagePolicy:

@@ -93,16 +93,15 @@ def _run_all(codes: list[str], limits: Limits, workers: int, sandbox: bool) -> d
         return {}
     # The threads of several groups come here at once: one looks for the sandbox, the others wait for what it finds.
     with _FIRST_LOOK:
-        if sandbox:
-            isolation()
-        else:
+        wrapper = isolation() if sandbox else ()
+        if not sandbox:
             text = "python_tool: code that the model writes runs without a sandbox, with your rights"
             warnings.warn(text, NodeWarning, stacklevel=2)
     distinct, places = list(dict.fromkeys(codes)), _places(workers)
 
     def run(code: str) -> Answer:
         with places:
-            return run_python(code, limits, sandbox=sandbox)
+            return run_python(code, limits, wrapper)
 
     with ThreadPoolExecutor(min(workers, len(distinct)), "tool") as pool:
         return dict(zip(distinct, pool.map(run, distinct), strict=True))

@@ -83,25 +83,16 @@ class ModelConfig:
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """The content of `config.json` but for the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
-        eos, scaling = list(self.eos_token_ids), {}
-        if self.rope_scaling is not None:
-            scaling = asdict(self.rope_scaling)
-            if self.rope_scaling.rope_type != "llama3":
-                scaling = {key: scaling[key] for key in ("rope_type", "factor")}
+        facts = asdict(self)
+        eos, scaling = facts.pop("eos_token_ids"), facts["rope_scaling"] or {}
+        if self.rope_scaling is not None and self.rope_scaling.rope_type != "llama3":
+            scaling = {key: scaling[key] for key in ("rope_type", "factor")}
         return {
-            "model_type": self.model_type,
-            **{key: getattr(self, key) for key in (*_SIZES, "num_key_value_heads", "head_dim")},
+            **facts,
             **_FIXED,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
             "rope_scaling": scaling or None,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default", **scaling},
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "initializer_range": self.initializer_range,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
-            "pad_token_id": self.pad_token_id,
+            "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
             "dtype": dtype,
             "torch_dtype": dtype,
         }

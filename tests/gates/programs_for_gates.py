@@ -1,7 +1,7 @@
 """Programs that go wrong in given ways, and one that learns from its first update on."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import sleep
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import torch
 from penstock.graph import broadcast, node, program
 from penstock.graph.types import Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.fake import FakeError, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import generate
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
@@ -19,14 +19,59 @@ from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
 
 
+class FakeError(RuntimeError):
+    """Raised where `raise_at` says so."""
+
+
+def fail(name: str, index: int, raise_at: int, hang_at: int) -> None:
+    """Raise or never end at the firing that is named (a group's ordinal, an update); −1 is none."""
+    if index == raise_at:
+        raise FakeError(f"{name}[{index}] was told to raise")
+    if index == hang_at:
+        sleep(3600.0)
+
+
+class FailingFakes(FakeEngine):
+    def __init__(self, ms: float, **faults: int) -> None:
+        super().__init__(4, ms)
+        self.faults = faults
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        fail("failing_generate", inputs["prompts"].ordinals[0], **self.faults)
+        super().submit(tag, inputs)
+
+
+@node(pool="generator", init=lambda context, **options: FailingFakes(**options))
+def failing_generate(
+    engine: FailingFakes, prompts: Prompts, behaviour: Weights, *, ms: float, raise_at: int = -1, hang_at: int = -1
+) -> tuple[FailingFakes, Rollouts]:
+    raise NotImplementedError("workers drive the engine itself")
+
+
+@node(pool="scorer")
+def failing_score(rollouts: Rollouts, *, raise_at: int = -1, hang_at: int = -1) -> tuple[Rewards, Metrics]:
+    fail("failing_score", rollouts.ordinals[0], raise_at, hang_at)
+    scored: tuple[Rewards, Metrics] = fake_score.fn(rollouts)
+    return scored
+
+
+@node(pool="trainer", clock="update")
+def failing_update(
+    policy: FakePolicy, rollouts: Rollouts, rewards: Rewards, *, ms: float, raise_at: int = -1, hang_at: int = -1
+) -> tuple[FakePolicy, Metrics]:
+    fail("failing_update", policy.version, raise_at, hang_at)
+    updated: tuple[FakePolicy, Metrics] = fake_update.fn(policy, rollouts, rewards, ms=ms)
+    return updated
+
+
 @program
 def hangs(
     policy: FakePolicy, prompts: FakePrompts, *, generate: int = -1, score: int = -1, update: int = -1, lag: int = 1
 ) -> FakePolicy:
     """A node of one pool never ends the firing that is named."""
-    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0, hang_at=generate)
-    rewards = fake_score(rollouts, hang_at=score)
-    return fake_update(policy, rollouts, rewards, ms=5.0, hang_at=update)
+    rollouts = failing_generate(prompts, broadcast(policy, lag=lag), ms=5.0, hang_at=generate)
+    rewards = failing_score(rollouts, hang_at=score)
+    return failing_update(policy, rollouts, rewards, ms=5.0, hang_at=update)
 
 
 @node(pool="trainer", clock="update")
@@ -34,7 +79,8 @@ def stuck_update(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards, *, ma
     """The third update never ends; the file `mark` says that it has begun."""
     if policy.version == 2:
         Path(mark).touch()
-    updated: tuple[FakePolicy, Metrics] = fake_update.fn(policy, rollouts, rewards, hang_at=2)
+        sleep(3600.0)
+    updated: tuple[FakePolicy, Metrics] = fake_update.fn(policy, rollouts, rewards)
     return updated
 
 
@@ -92,9 +138,9 @@ def raises(
     policy: FakePolicy, prompts: FakePrompts, *, generate: int = -1, score: int = -1, update: int = -1, lag: int = 1
 ) -> FakePolicy:
     """A node of one pool raises at the firing that is named."""
-    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0, raise_at=generate)
-    rewards = fake_score(rollouts, raise_at=score)
-    return fake_update(policy, rollouts, rewards, ms=5.0, raise_at=update)
+    rollouts = failing_generate(prompts, broadcast(policy, lag=lag), ms=5.0, raise_at=generate)
+    rewards = failing_score(rollouts, raise_at=score)
+    return failing_update(policy, rollouts, rewards, ms=5.0, raise_at=update)
 
 
 def divide(text: str, bad: int) -> float:

@@ -154,5 +154,5 @@ def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, firing: int) 
         assert running.wait() == 1
     assert running.cause == "overdue"
     assert f"no answer from {pool}/0 rank 0" in running.errors
-    assert f"{pool}/0 rank 0 is at fake_{node}[{firing}]" in running.errors
+    assert f"{pool}/0 rank 0 is at failing_{node}[{firing}]" in running.errors
     assert summary(folder)["status"] == "failed"

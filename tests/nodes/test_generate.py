@@ -18,7 +18,6 @@ from penstock.graph.types import Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import (
     FakeEngine,
-    FakeError,
     FakePolicy,
     fake_environment,
     fake_generate,
@@ -665,7 +664,7 @@ def test_a_token_keeps_the_version_that_made_it() -> None:
     engine, behaviour = FakeEngine(samples=2, ms=40.0), fake_weights(policy())
     engine.submit("a", {"prompts": prompt(0), "behaviour": behaviour})
     assert engine.busy()
-    while not engine.groups["a"].tokens:
+    while not engine.groups["a"].made:
         engine.step()
     behaviour.version = 1
     behaviour.tensors = {"values": behaviour.tensors["values"] + 1}
@@ -720,29 +719,6 @@ def test_metrics_report_the_lag() -> None:
     learner.version = 3
     _, metrics = fake_update.fn(learner, rollouts, fake_score.fn(rollouts)[0])
     assert (metrics["lag_mean"], metrics["lag_max"], learner.version) == (3.0, 3.0, 4)
-
-
-def test_a_firing_raises_where_it_is_told_to() -> None:
-    learner = policy()
-    behaviour = fake_weights(learner)
-    rollouts = generate_of_fake(5, behaviour)
-    rewards, _ = fake_score.fn(rollouts, raise_at=4)
-    with pytest.raises(FakeError, match=r"fake_generate\[5\] was told to raise"):
-        fake_generate.fn(FakeEngine(4, 0.0, raise_at=5), prompt(5), behaviour)
-    with pytest.raises(FakeError, match=r"fake_score\[5\] was told to raise"):
-        fake_score.fn(rollouts, raise_at=5)
-    with pytest.raises(FakeError, match=r"fake_update\[0\] was told to raise"):
-        fake_update.fn(learner, rollouts, rewards, raise_at=0)
-
-
-def test_a_firing_hangs_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    rollouts = generate_of_fake(5, fake_weights(policy()))
-    fake_score.fn(rollouts, hang_at=4)
-    assert fake.HANG_S not in slept
-    fake_score.fn(rollouts, hang_at=5)
-    assert fake.HANG_S in slept
 
 
 def test_the_options_of_the_program_delay_the_publishing_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from penstock.graph import Rewards
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.fake import fault
+from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.controller import Controller
 from penstock.runtime.control.failure import AGENTS_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
 from penstock.runtime.control.messages import Exited, Found, Note, Post, Ready, Result, Results, pack, unpack
@@ -243,7 +243,7 @@ def test_a_refusal_beneath_a_users_function_shows_where_he_called() -> None:
 
 
 def test_whatever_else_is_raised_has_its_traceback() -> None:
-    assert "fake.py" in told(caught(lambda: fault("node", 3, 3, -1), 2))
+    assert "fake.py" in told(caught(lambda: FakePolicy(None), 2))  # type: ignore[arg-type]
     assert "Traceback" in told(caught(lambda: torch.zeros(2) + torch.zeros(3), 1))
 
 
