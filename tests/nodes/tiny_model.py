@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import torch
+
+from penstock.graph import Weights
 from penstock.nodes.model import Decoder, Llama, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 
-TOKENIZER = byte_tokenizer("0123456789+-=abc")
+TOKENIZER = byte_tokenizer("0123456789+-=abc<eos>")
 CONFIG = ModelConfig(
     vocab_size=TOKENIZER.vocab_size,
     hidden_size=32,
@@ -14,15 +17,25 @@ CONFIG = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
-    max_position_embeddings=72,
+    max_position_embeddings=96,
     initializer_range=0.25,
     eos_token_ids=TOKENIZER.stops,
 )
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}
+def model(seed: int = 1, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> Llama:
+    made = Llama(config, dtype)
+    made.init_weights(seed)
+    return made
+
+
+def weights(version: int = 0, seed: int = 1, dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(version, model(seed, dtype).state_dict())
 
 
 def save(model: Decoder, folder: Path) -> None:
     save_model(model, model.state_dict(), folder)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}
