@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,11 @@ from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.batching import pack, sampled_mask, turn_of_tokens
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.model import Llama
 from penstock.nodes.open_model import open_model
 from penstock.nodes.tokenizer import byte_tokenizer
 from tests.nodes.rollouts import random_rollouts
+from tests.nodes.tiny_model import TOKENIZER, model, weights
 from tests.pages import SMALL, run
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,38 +58,13 @@ pytestmark = pytest.mark.timeout(120)
 # Turns: a row goes on from the very tokens that were sampled; what nobody sampled is context and no target.
 
 
-TOKENIZER = byte_tokenizer("0123456789+-=abc<eos>")
-CONFIG = ModelConfig(
-    vocab_size=TOKENIZER.vocab_size,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=96,
-    initializer_range=0.25,
-    eos_token_ids=TOKENIZER.stops,
-)
 SAMPLES = 3
 
 
-def model(seed: int = 1) -> Llama:
-    made = Llama(CONFIG, torch.float32)
-    made.init_weights(seed)
-    return made
-
-
-def weights(version: int = 0, seed: int = 1) -> Weights:
-    return Weights(version, {name: p.detach() for name, p in model(seed).named_parameters()})
-
-
 @pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_model(model(), model().state_dict(), folder)
-    TOKENIZER.save(folder)
-    return Context(node="generate", seed=3, model=str(folder), slots=32, max_tokens=6)
+def engine(context: Context) -> Engine:
+    """Used by all tests of turns: a row does not depend on what its engine has sampled before."""
+    return make_engine(replace(context, max_tokens=6, options={}), samples=SAMPLES)
 
 
 def prompts(ordinal: int) -> Prompts:
@@ -112,12 +88,17 @@ def turn(engine: Engine, groups: dict[int, dict[str, Any]], behaviour: Weights) 
     return results
 
 
+def go_on(engine: Engine, before: dict[int, Rollouts], done: Any = (), behaviour: Weights | None = None) -> Any:
+    """The next turn of some groups together; the rows in `done` have ended."""
+    more = {o: {"conversation": r, "replies": answers(r, done)} for o, r in before.items()}
+    return turn(engine, more, behaviour or weights())
+
+
 def play(engine: Engine, ordinals: Any, turns: int = 3, done: Any = ()) -> list[dict[int, Rollouts]]:
     """All turns of some groups together; the rows in `done` end after their first turn."""
     made = [turn(engine, {ordinal: {} for ordinal in ordinals}, weights())]
     for _ in range(turns - 1):
-        more = {o: {"conversation": r, "replies": answers(r, done)} for o, r in made[-1].items()}
-        made.append(turn(engine, more, weights()))
+        made.append(go_on(engine, made[-1], done))
     return made
 
 
@@ -134,26 +115,20 @@ def row_of(rollouts: Rollouts, row: int) -> list[Any]:
     ]
 
 
-def test_a_row_is_the_same_bits_whatever_its_neighbours_across_turns(context: Context) -> None:
-    together = play(make_engine(context, samples=SAMPLES), range(12))
-    backwards = play(make_engine(context, samples=SAMPLES), reversed(range(12)))
-    used = make_engine(context, samples=SAMPLES)
+def test_a_row_is_the_same_bits_whatever_its_neighbours_across_turns(engine: Engine) -> None:
+    """Whether they go on or are done, too."""
+    together, backwards = play(engine, range(12)), play(engine, reversed(range(12)))
     for ordinal in range(12):
-        alone = play(used, [ordinal]) if ordinal in (2, 7) else backwards
+        alone = play(engine, [ordinal]) if ordinal in (2, 7) else backwards
         for first, second, third in zip(together, backwards, alone, strict=True):
             for row in range(SAMPLES):
                 assert row_of(first[ordinal], row) == row_of(second[ordinal], row) == row_of(third[ordinal], row)
+    some_done = play(engine, range(4), done={0, 2})[-1]
+    assert all(row_of(together[-1][o], 1) == row_of(some_done[o], 1) for o in range(4))
 
 
-def test_a_row_is_the_same_bits_whether_its_neighbours_go_on_or_are_done(context: Context) -> None:
-    all_on = play(make_engine(context, samples=SAMPLES), range(4))[-1]
-    some_done = play(make_engine(context, samples=SAMPLES), range(4), done={0, 2})[-1]
-    assert all(row_of(all_on[o], 1) == row_of(some_done[o], 1) for o in range(4))
-
-
-def test_tokens_are_never_encoded_again(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_never_encoded_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a turn begin with those of the turn before; only the reply is encoded, once."""
-    engine = make_engine(context, samples=SAMPLES)
     encoded: list[str] = []
     inner = engine.tokenizer._encode
 
@@ -175,10 +150,9 @@ def test_tokens_are_never_encoded_again(context: Context, monkeypatch: pytest.Mo
     assert encoded == ["37+58=" * 3, *(text for step in made[:-1] for text in answers(step[5]).texts)]
 
 
-def test_tokens_keep_the_version_that_made_them_and_nobody_s_have_none(context: Context) -> None:
-    engine = make_engine(context, samples=SAMPLES)
+def test_tokens_keep_the_version_that_made_them_and_nobody_s_have_none(engine: Engine) -> None:
     first = turn(engine, {1: {}}, weights(4))[1]
-    second = turn(engine, {1: {"conversation": first, "replies": answers(first)}}, weights(7, seed=2))[1]
+    second = go_on(engine, {1: first}, behaviour=weights(7, seed=2))[1]
     mask_NT = sampled_mask(second)
     for row in range(SAMPLES):
         said, whole = int(first.response_lengths_N[row]), int(second.response_lengths_N[row])
@@ -191,11 +165,11 @@ def test_tokens_keep_the_version_that_made_them_and_nobody_s_have_none(context: 
     assert second.turns() == [2] * SAMPLES
 
 
-def test_the_next_turn_is_what_the_plain_forward_says_of_the_whole_conversation(context: Context) -> None:
-    rollouts = play(make_engine(context, samples=SAMPLES), [4])[-1][4]
-    assert mismatch(model(), rollouts) < 1e-5
-    greedy = make_engine(context, samples=1, temperature=0.0)
-    rollouts = play(greedy, [4])[-1][4]
+def test_the_next_turn_is_what_the_plain_forward_says_of_the_whole_conversation(
+    context: Context, engine: Engine
+) -> None:
+    assert mismatch(model(), play(engine, [4])[-1][4]) < 1e-5
+    rollouts = play(make_engine(context, samples=1, temperature=0.0), [4])[-1][4]
     ids, begin = rollouts.tokens_NS[0], int(rollouts.prompt_lengths_N[0])
     with torch.no_grad():
         likeliest_S = model().logits(model()(ids[None]))[0].argmax(-1)
@@ -203,9 +177,8 @@ def test_the_next_turn_is_what_the_plain_forward_says_of_the_whole_conversation(
     assert ids[places].tolist() == likeliest_S[[place - 1 for place in places]].tolist()
 
 
-def test_each_token_has_a_draw_of_its_own(context: Context) -> None:
+def test_each_token_has_a_draw_of_its_own(engine: Engine) -> None:
     """A row's key is its sample's, and the position counts through the whole conversation."""
-    engine = make_engine(context, samples=SAMPLES)
     first = turn(engine, {1: {}}, weights())[1]
     empty = replace(first, response_lengths_N=torch.ones(SAMPLES, dtype=torch.long), tokens_NS=first.tokens_NS[:, :13])
     empty = replace(empty, logprobs_NT=first.logprobs_NT[:, :1], versions_NT=first.versions_NT[:, :1])
@@ -215,32 +188,26 @@ def test_each_token_has_a_draw_of_its_own(context: Context) -> None:
     assert len({tuple(row_of(after, row)[0]) for row in range(SAMPLES)}) > 1
 
 
-def test_rows_that_are_done_pass_through(context: Context) -> None:
-    engine = make_engine(context, samples=SAMPLES)
-    first = turn(engine, {3: {}}, weights())[3]
-    second = turn(engine, {3: {"conversation": first, "replies": answers(first, done={0, 2})}}, weights())[3]
+def test_rows_that_are_done_pass_through(engine: Engine) -> None:
+    first = turn(engine, {3: {}}, weights())
+    second, nothing = (go_on(engine, first, done)[3] for done in ({0, 2}, {0, 1, 2}))
     assert second.turns() == [1, 2, 1]
-    assert [row_of(second, row) == row_of(first, row) for row in range(SAMPLES)] == [True, False, True]
-    nothing = turn(engine, {3: {"conversation": first, "replies": answers(first, done={0, 1, 2})}}, weights())[3]
-    assert all(row_of(nothing, row) == row_of(first, row) for row in range(SAMPLES))
+    assert [row_of(second, row) == row_of(first[3], row) for row in range(SAMPLES)] == [True, False, True]
+    assert all(row_of(nothing, row) == row_of(first[3], row) for row in range(SAMPLES))
 
 
 def test_a_conversation_that_outgrows_its_room_ends_unfinished(context: Context) -> None:
     """Two prompts of one length: the turn that has no room is no error, and takes nothing from others."""
-    short = replace(context, options={"max_prompt": 18})
+    short = replace(context, max_tokens=6, options={"max_prompt": 18})
     engine = make_engine(short, samples=SAMPLES)
     first = turn(engine, {2: {}, 3: {}}, weights())
-    more = {o: {"conversation": r, "replies": answers(r)} for o, r in first.items()}
-    message = (
-        r"group 2, row 0: given a conversation of 2\d tokens, needed at most 18: the context of 24 less max_tokens"
-    )
+    message = r"group 2, row 0: given a conversation of 2\d tokens, needed at most 18: the context of 24 less"
     with pytest.warns(OutgrownWarning, match=message) as told:
-        second = turn(engine, more, weights())
+        second = go_on(engine, first)
     assert len(told) == 1
     for row in range(SAMPLES):
         old, new = row_of(first[2], row), row_of(second[2], row)
-        assert new[:3] == old[:3]
-        assert new[3] is False
+        assert new[:4] == [*old[:3], False]
     alone = play(make_engine(short, samples=SAMPLES), [3], turns=2)[-1][3]
     fits = [row for row, turns in enumerate(second[3].turns()) if turns == 2]
     assert fits
@@ -249,20 +216,18 @@ def test_a_conversation_that_outgrows_its_room_ends_unfinished(context: Context)
     assert (metrics["outgrown"], metrics["response_length"]) == (1.0, 0.0)
 
 
-def test_the_node_called_directly_gives_what_the_stream_gives(context: Context) -> None:
-    engine = make_engine(context, samples=SAMPLES)
+def test_the_node_called_directly_gives_what_the_stream_gives_in_later_turns(engine: Engine) -> None:
     _, first, metrics = generate.fn(engine, prompts(1), weights(), samples=SAMPLES)
     assert "outgrown" not in metrics
     _, second, metrics = generate.fn(engine, prompts(1), weights(), first, answers(first), samples=SAMPLES)
-    streamed = play(make_engine(context, samples=SAMPLES), [1], turns=2)[-1][1]
+    streamed = play(engine, [1], turns=2)[-1][1]
     assert all(row_of(second, row) == row_of(streamed, row) for row in range(SAMPLES))
     assert metrics["outgrown"] == 0.0
     sampled = sampled_mask(second).sum() - sampled_mask(first).sum()
     assert metrics["response_length"] == pytest.approx(float(sampled) / SAMPLES)
 
 
-def test_a_reset_forgets_conversations_too(context: Context) -> None:
-    engine = make_engine(context, samples=SAMPLES)
+def test_a_reset_forgets_conversations_too(engine: Engine) -> None:
     first = turn(engine, {1: {}}, weights())[1]
     for done in ({0, 1, 2}, ()):
         more = {"conversation": first, "replies": answers(first, done)}
@@ -272,25 +237,30 @@ def test_a_reset_forgets_conversations_too(context: Context) -> None:
         assert not engine.busy()
 
 
-def test_groups_of_any_turns_join_into_a_batch(context: Context) -> None:
-    made = play(make_engine(context, samples=SAMPLES), [0, 1])
+def test_groups_of_any_turns_join_into_a_batch(engine: Engine) -> None:
+    made = play(engine, [0, 1])
     batch = Rollouts.concat([made[0][0], made[2][1]])
     assert batch.turns() == [1] * SAMPLES + [3] * SAMPLES
     assert int(sampled_mask(batch).sum()) == sum(int(sampled_mask(r).sum()) for r in (made[0][0], made[2][1]))
-    assert {f.name for f in fields(batch)} == {f.name for f in fields(made[0][0])}
 
 
-def test_what_does_not_match_is_an_error(context: Context) -> None:
-    engine = make_engine(context, samples=SAMPLES)
+@pytest.mark.parametrize(
+    ("options", "changed", "silent", "error"),
+    [
+        ({"samples": 2}, {}, False, "group 1: given a conversation of 3 rows and 3 replies, needed 2 of each"),
+        ({}, {}, True, r"group 1, row 1: given a reply without a token \(''\)"),
+        ({}, {"logprobs_NT": None}, False, r"^generate, group 1: given rollouts without log μ .*needed"),
+        ({"temperature": 0.6}, {}, False, r"^generate, group 1: given a conversation of temperature 1, needed "),
+    ],
+)
+def test_what_does_not_match_is_an_error(
+    context: Context, engine: Engine, options: dict[str, Any], changed: dict[str, Any], silent: bool, error: str
+) -> None:
     first = turn(engine, {1: {}}, weights())[1]
-    other = make_engine(context, samples=2)
-    with pytest.raises(ValueError, match="group 1: given a conversation of 3 rows and 3 replies, needed 2 of each"):
-        other.submit(
-            0, {"prompts": prompts(1), "behaviour": weights(), "conversation": first, "replies": answers(first)}
-        )
-    silent = replace(answers(first, done={0}), texts=("", "", "+"))
-    with pytest.raises(ValueError, match=r"group 1, row 1: given a reply without a token \(''\)"):
-        engine.submit(0, {"prompts": prompts(1), "behaviour": weights(), "conversation": first, "replies": silent})
+    replies = replace(answers(first, done={0}), texts=("", "", "+")) if silent else answers(first)
+    other = make_engine(context, **{"samples": SAMPLES, **options})
+    with pytest.raises(ValueError, match=error):
+        turn(other, {1: {"conversation": replace(first, **changed), "replies": replies}}, weights())
 
 
 def gradient(rollouts: Rollouts) -> dict[str, torch.Tensor]:
@@ -302,47 +272,27 @@ def gradient(rollouts: Rollouts) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in learner.named_parameters() if p.grad is not None}
 
 
-def test_a_gradient_does_not_depend_on_log_probabilities_that_an_environment_s_tokens_would_have(
-    context: Context,
-) -> None:
-    rollouts = play(make_engine(context, samples=SAMPLES), [2])[-1][2]
-    nobody_NT = rollouts.versions_NT < 0
-    other = replace(rollouts, logprobs_NT=rollouts.logprobs_NT.masked_fill(nobody_NT, -77.0))
-    expected, found = gradient(rollouts), gradient(other)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-def test_what_an_environment_said_is_context_and_no_target(context: Context) -> None:
-    rollouts = play(make_engine(context, samples=SAMPLES), [2], turns=2)[-1][2]
+def test_what_an_environment_said_is_context_and_no_target(engine: Engine) -> None:
+    """A gradient depends on its tokens, and not on log-probabilities that they would have."""
+    rollouts = play(engine, [2], turns=2)[-1][2]
     (packed,) = pack(rollouts, 4096)
     assert len(packed.targets_P) == int(sampled_mask(rollouts).sum())
     assert bool((rollouts.versions_NT[packed.sequence_P, packed.step_P] >= 0).all())
-    heard = int((rollouts.versions_NT[0] < 0).nonzero()[0])
-    place = int(rollouts.prompt_lengths_N[0]) + heard
-    tokens_NS = rollouts.tokens_NS.clone()
+    tokens_NS, nobody_NT, expected = rollouts.tokens_NS.clone(), rollouts.versions_NT < 0, gradient(rollouts)
+    place = int(rollouts.prompt_lengths_N[0]) + int(nobody_NT[0].nonzero()[0])
     tokens_NS[0, place] = (tokens_NS[0, place] + 1) % 10
+    priced = gradient(replace(rollouts, logprobs_NT=rollouts.logprobs_NT.masked_fill(nobody_NT, -77.0)))
     changed = gradient(replace(rollouts, tokens_NS=tokens_NS))
-    expected = gradient(rollouts)
+    assert all(torch.equal(expected[name], priced[name]) for name in expected)
     assert not all(torch.equal(expected[name], changed[name]) for name in expected)
 
 
-def test_a_conversation_without_the_log_probabilities_of_who_sampled_it_is_refused(context: Context) -> None:
-    engine = make_engine(context, samples=SAMPLES)
-    first = turn(engine, {1: {}}, weights())[1]
-    lacking = replace(first, logprobs_NT=None)
-    with pytest.raises(ValueError, match=r"^generate, group 1: given rollouts without log μ .*needed"):
-        turn(engine, {1: {"conversation": lacking, "replies": answers(first)}}, weights())
-    with pytest.raises(ValueError, match=r"^mismatch: given rollouts without log μ .*needed"):
-        mismatch(model(), lacking)
-
-
 def test_all_turns_are_sampled_at_the_temperature_that_the_rows_say(context: Context) -> None:
-    cool = play(make_engine(context, samples=SAMPLES, temperature=0.6), [2], done=[1])
-    assert cool[-1][2].temperature_N.tolist() == pytest.approx([0.6] * SAMPLES)
-    assert mismatch(model(), cool[-1][2]) < 1e-5
-    first = cool[0][2]
-    with pytest.raises(ValueError, match=r"^generate, group 2: given a conversation of temperature 0\.6, needed "):
-        turn(make_engine(context, samples=SAMPLES), {2: {"conversation": first, "replies": answers(first)}}, weights())
+    cool = play(make_engine(context, samples=SAMPLES, temperature=0.6), [2], done=[1])[-1][2]
+    assert cool.temperature_N.tolist() == pytest.approx([0.6] * SAMPLES)
+    assert mismatch(model(), cool) < 1e-5
+    with pytest.raises(ValueError, match=r"^mismatch: given rollouts without log μ .*needed"):
+        mismatch(model(), replace(cool, logprobs_NT=None))
 
 
 # A model that answers a model: it sees the conversation from the other side, in its own tokens.
@@ -363,18 +313,12 @@ def reply_weights() -> Weights:
 def rollouts(*transcripts: list[str]) -> Rollouts:
     """Conversations of one group; the tokens are none that the model that answers would know."""
     count = len(transcripts)
-    return Rollouts(
-        ordinals=(7,) * count,
-        prompts=tuple(f"p{row}" for row in range(count)),
-        answers=tuple(str(row) for row in range(count)),
-        texts=tuple(transcript[-1] for transcript in transcripts),
-        tokens_NS=torch.full((count, 4), 10**6),
-        prompt_lengths_N=torch.ones(count, dtype=torch.long),
-        response_lengths_N=torch.full((count,), 3),
-        logprobs_NT=torch.zeros(count, 3),
-        versions_NT=torch.zeros(count, 3, dtype=torch.long),
-        finished_N=torch.ones(count, dtype=torch.bool),
-        transcripts=transcripts,
+    made = random_rollouts([(1, 3)] * count)
+    texts = tuple(transcript[-1] for transcript in transcripts)
+    names, answers = tuple(f"p{row}" for row in range(count)), tuple(str(row) for row in range(count))
+    foreign = torch.full_like(made.tokens_NS, 10**6)
+    return replace(
+        made, prompts=names, answers=answers, texts=texts, transcripts=transcripts, tokens_NS=foreign, turn_rewards=()
     )
 
 
@@ -389,9 +333,8 @@ def answered(
     _, replies, _ = reply.fn(
         replier, said, reply_weights(), earlier, ask=asked, over=over, reward=reward, temperature=0.0
     )
-    assert isinstance(replies, Replies)
     assert not replier.busy()
-    return replies
+    return replies  # type: ignore[no-any-return]
 
 
 def generated(*texts: str) -> tuple[str, ...]:
@@ -403,13 +346,11 @@ def generated(*texts: str) -> tuple[str, ...]:
     return made.texts
 
 
-def test_the_first_turn_is_answered_as_the_question_that_it_makes() -> None:
+def test_a_turn_is_answered_in_view_of_all_before() -> None:
+    """The first one as the question that it makes."""
     replies = answered(rollouts(["12"], ["?"]))
     assert replies.texts == generated("p0|12|0", "p1|?|1")
     assert (replies.roles, replies.done_N.tolist(), replies.rewards_N) == (("user", "user"), [False, False], None)
-
-
-def test_a_later_turn_is_answered_in_view_of_all_before() -> None:
     earlier = Replies(("yes", "no"), ("user", "user"), torch.tensor([False, False]))
     replies = answered(rollouts(["12", "yes", "13"], ["?", "no", "!"]), earlier)
     assert replies.texts == generated("p0|12|0yes13", "p1|?|1no!")
@@ -442,14 +383,10 @@ def test_a_conversation_that_has_outgrown_the_model_is_over() -> None:
     assert replies.rewards_N.tolist() == [float(len(replies.texts[0])), 0.0]
 
 
-def test_what_looks_like_a_special_token_is_text_to_the_model_that_answers() -> None:
+def test_a_dialogue_goes_through_the_chat_template_and_its_special_tokens_are_text() -> None:
     tokenizer = byte_tokenizer()
     assert tokenizer.eos not in tokenizer.encode_dialogue(["a<eos>", "<eos>", "<eos>b"])
     assert tokenizer.encode_dialogue(["ab"]) == tokenizer.encode_prompt("ab")
-
-
-def test_a_dialogue_goes_through_the_chat_template() -> None:
-    tokenizer = byte_tokenizer()
     tokenizer.template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -459,19 +396,14 @@ def test_a_dialogue_goes_through_the_chat_template() -> None:
     assert tokenizer.encode_dialogue(["a"]) == tokenizer.encode_prompt("a")
 
 
-def test_options_must_be_those_of_its_state() -> None:
-    with pytest.raises(ValueError, match="reply"):
-        reply.fn(make_replier(CONTEXT), rollouts(["1"]), reply_weights(), ask=asked)
-    assert as_said("p", "r", "a") == "r"
-
-
 def test_a_model_that_says_nothing_ends_its_conversation() -> None:
     replier = make_replier(CONTEXT)
     replier.slots.stops[:] = True
     _, replies, _ = reply.fn(replier, rollouts(["1"], ["2"]), reply_weights())
-    assert isinstance(replies, Replies)
-    stopped = [len(text) == 0 for text in replies.texts]
-    assert replies.done_N.tolist() == stopped
+    assert replies.done_N.tolist() == [not text for text in replies.texts]
+    with pytest.raises(ValueError, match="reply"):  # made with other options
+        reply.fn(replier, rollouts(["1"]), reply_weights(), ask=asked)
+    assert as_said("p", "r", "a") == "r"
 
 
 def test_what_is_lacking_of_a_generator_that_answers_is_told_as_a_program_says_it() -> None:
@@ -524,18 +456,6 @@ def twice_named(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     return fake_update(policy, rollouts, fake_score(rollouts))
 
 
-def environment_answered(calls: Calls) -> Any:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if found := calls.step():
-            return found[0][1]
-    raise AssertionError("no answer")
-
-
-def test_outside_of_a_program_it_is_the_function() -> None:
-    assert content(None, word="well").texts == ("well",)  # type: ignore[arg-type]
-
-
 def test_the_graph_knows_its_pool_its_deadline_and_that_it_works_on_several_groups_at_once() -> None:
     graph = trace(chat, {"deadline": 2.5})
     node = graph["content"]
@@ -549,6 +469,7 @@ def test_the_graph_knows_its_pool_its_deadline_and_that_it_works_on_several_grou
 
 def test_the_deadline_is_the_decorator_s_unless_the_program_says_another() -> None:
     assert dict(content.interface.options) == {"word": "fine", "deadline": 60.0}
+    assert content(None, word="well").texts == ("well",)  # type: ignore[arg-type]
     assert counted.interface.options["deadline"] == 5.0
     assert counted.pool == "arcade"
     assert dict(python_tool.interface.options)["deadline"] > dict(guessing_game.interface.options)["deadline"]
@@ -565,19 +486,10 @@ def test_a_worker_s_state_is_the_calls_and_what_they_return_fits_the_node() -> N
         calls = definition.init(Context(), deadline=60.0, **options)
         assert isinstance(calls, Calls)
         calls.submit("x", {"rollouts": None})
-        state, outputs, figures = definition.split(environment_answered(calls), stateful=False)
+        state, outputs, figures = definition.split(answered_to(calls, 1)["x"], stateful=False)
         assert state is None
         assert isinstance(outputs["out"], Replies)
         assert figures == metrics
-
-
-def test_the_deadline_holds_for_each_call() -> None:
-    assert counted.init is not None
-    calls = counted.init(Context(), deadline=0.1, seconds=60.0)
-    calls.submit("counted[4.1]", {"rollouts": None})
-    error = environment_answered(calls)
-    assert isinstance(error, OverdueError)
-    assert str(error).startswith("counted[4.1]: given no reply within 0.1 s")
 
 
 def test_a_reply_of_another_type_is_told_as_the_function_s() -> None:
@@ -765,22 +677,8 @@ def test_a_deadline_that_lets_nothing_run_is_refused(deadline: float) -> None:
 
 
 def game_rollouts(texts: list[str], answers: list[str]) -> Rollouts:
-    count = len(texts)
-    lengths_N = torch.ones(count, dtype=torch.long)
-    zeros_N1 = torch.zeros(count, 1)
-    tokens_NS = torch.zeros(count, 2, dtype=torch.long)
-    return Rollouts(
-        ordinals=(3,) * count,
-        prompts=("0-9:",) * count,
-        answers=tuple(answers),
-        texts=tuple(texts),
-        tokens_NS=tokens_NS,
-        prompt_lengths_N=lengths_N,
-        response_lengths_N=lengths_N,
-        logprobs_NT=zeros_N1,
-        versions_NT=zeros_N1.long(),
-        finished_N=lengths_N > 0,
-    )
+    made = random_rollouts([(1, 1)] * len(texts))
+    return replace(made, ordinals=(3,) * len(texts), answers=tuple(answers), texts=tuple(texts))
 
 
 def test_each_guess_is_answered_and_the_right_one_ends_the_game_with_reward_one() -> None:
@@ -791,14 +689,6 @@ def test_each_guess_is_answered_and_the_right_one_ends_the_game_with_reward_one(
     assert replies.rewards_N.tolist() == [0, 0, 0, 1]
     assert (replies.done, metrics) == (False, {"unclear": 0.25})
     assert guessing_game.fn(game_rollouts(["5"], ["5"]))[0].done
-
-
-def test_the_same_transcript_gets_the_same_reply() -> None:
-    said = game_rollouts(["3", "8"], ["5", "5"])
-    assert guessing_game.fn(said)[0].texts == guessing_game.fn(said)[0].texts
-
-
-def test_a_secret_that_is_no_number_is_an_error() -> None:
     with pytest.raises(ValueError, match="group 3: given the secret 'five', needed a whole number"):
         guessing_game.fn(game_rollouts(["3"], ["five"]))
 
@@ -822,10 +712,6 @@ def test_the_outcome_is_what_the_environment_gave() -> None:
     assert (rewards.values_N.tolist(), metrics) == ([1.0, 0.0], {"reward_mean": 0.5})
     with pytest.raises(ValueError, match="an environment that gives no rewards"):
         outcome.fn(Replies(("",), ("user",), torch.tensor([True])))
-
-
-def test_replies_of_several_groups_join_with_rewards_or_without() -> None:
-    replies, _ = guessing_game.fn(game_rollouts(["5", "6"], ["5", "5"]))
     both = Replies.concat([replies, replies])
     assert (len(both), both.done_N.tolist()) == (4, [True, False] * 2)
     bare = Replies(("a",), ("user",), torch.tensor([True]))
