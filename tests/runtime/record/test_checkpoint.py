@@ -1,4 +1,4 @@
-"""Which folder is a checkpoint that counts, how one comes to count, and what is removed."""
+"""Which folder is a checkpoint that counts, how one comes to count, what is removed, and a folder that is moved."""
 
 import os
 from pathlib import Path
@@ -23,10 +23,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def checkpoint(folder: RunFolder, update: int) -> Path:
+def checkpoint(folder: RunFolder, update: int) -> str:
     name = begin_checkpoint(folder, "ours", update)
     (folder.checkpoints / name / "part").write_text(name)
-    return complete_checkpoint(folder, name, {"update": update}, {"before": 0.5})
+    return complete_checkpoint(folder, name, {"update": update}, {"before": 0.5}).name
 
 
 def latest(folder: RunFolder) -> str | None:
@@ -36,33 +36,25 @@ def latest(folder: RunFolder) -> str | None:
 
 def test_a_folder_counts_once_its_cut_is_in_it_and_it_has_its_name(folder: RunFolder) -> None:
     assert latest(folder) is None
-    checkpoint(folder, 3)
+    cut = (folder.checkpoints / checkpoint(folder, 3) / "cut.json").read_bytes()
     (folder.checkpoints / "00000005").mkdir()
-    (folder.checkpoints / "00000005" / "part").touch()
-    fresh = begin_checkpoint(folder, "ours", 6)
-    (folder.checkpoints / fresh / "cut.json").write_bytes((folder.checkpoints / "00000003" / "cut.json").read_bytes())
-    (folder.checkpoints / "notes").mkdir()
-    (folder.checkpoints / "notes" / "cut.json").write_text("{}")
+    for other in (begin_checkpoint(folder, "ours", 6), "notes"):
+        (folder.checkpoints / other).mkdir(exist_ok=True)
+        (folder.checkpoints / other / "cut.json").write_bytes(cut)
     assert latest(folder) == "00000003"
 
 
 def test_a_checkpoint_is_never_replaced_and_the_newest_of_an_update_is_gone_on_from(folder: RunFolder) -> None:
-    names = [checkpoint(folder, update).name for update in (*[7] * 11, 4)]
+    names = [checkpoint(folder, update) for update in (*[7] * 11, 4)]
     assert names == ["00000007", *(f"00000007.{number}" for number in range(2, 12)), "00000004"]
     assert len({(folder.checkpoints / name / "part").read_text() for name in names}) == len(names)
     found = latest_checkpoint(folder)
     assert found is not None
-    assert (found.folder.name, found.update, found.cut, found.accuracy) == (
-        "00000007.11",
-        7,
-        {"update": 7},
-        {"before": 0.5},
-    )
+    assert (found.folder.name, found.update, found.cut) == ("00000007.11", 7, {"update": 7})
+    assert found.accuracy == {"before": 0.5}
     assert (found.folder / "part").read_text() == found.written
-
-
-def test_updates_are_compared_as_numbers(folder: RunFolder) -> None:
-    assert [checkpoint(folder, update).name for update in (10**8, 99_999_999)] == ["100000000", "99999999"]
+    # Updates are compared as numbers.
+    assert [checkpoint(folder, update) for update in (10**8, 99_999_999)] == ["100000000", "99999999"]
     assert latest(folder) == "100000000"
 
 
@@ -95,35 +87,29 @@ def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
     checkpoint(folder, 3)
     given_up = begin_checkpoint(folder, "ours", 4)
     (folder.checkpoints / given_up / "policy").mkdir()
-    theirs = begin_checkpoint(folder, "theirs", 4)
+    begin_checkpoint(folder, "theirs", 4)
     (folder.checkpoints / "00000004-ours-mine").mkdir()
     elsewhere = folder.path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "kept").touch()
+    (elsewhere / "kept").mkdir(parents=True)
     (folder.checkpoints / "00000005-ours-0123456789abcdef").symlink_to(elsewhere)
     names = {path.name for path in folder.checkpoints.iterdir()}
     sweep_checkpoints(folder)
     assert {path.name for path in folder.checkpoints.iterdir()} == names - {given_up}
-    assert theirs in names
     assert (elsewhere / "kept").exists()
 
 
-def test_a_cut_has_a_folder_of_its_own_that_is_not_made_again(folder: RunFolder) -> None:
-    assert begin_checkpoint(folder, "ours", 3) != begin_checkpoint(folder, "ours", 3)
-    os.rename(folder.checkpoints, folder.path / "moved")
+def test_a_cut_has_a_folder_of_its_own_and_none_is_made_or_swept_through_a_link(folder: RunFolder) -> None:
+    names, elsewhere = {begin_checkpoint(folder, "ours", 3) for _ in range(2)}, folder.path / "elsewhere"
+    assert len(names) == 2
+    folder.checkpoints.rename(elsewhere)
     with pytest.raises(RecordError, match="checkpoints/00000003-ours-"):
         begin_checkpoint(folder, "ours", 3)
     assert not folder.checkpoints.exists()
-
-
-def test_no_cut_is_made_or_swept_through_a_link(folder: RunFolder) -> None:
-    name, elsewhere = begin_checkpoint(folder, "ours", 3), folder.path / "elsewhere"
-    folder.checkpoints.rename(elsewhere)
     folder.checkpoints.symlink_to(elsewhere)
     with pytest.raises(RecordError, match="checkpoints: given a symbolic link"):
         begin_checkpoint(folder, "ours", 4)
     sweep_checkpoints(folder)
-    assert [path.name for path in elsewhere.iterdir()] == [name]
+    assert {path.name for path in elsewhere.iterdir()} == names
 
 
 def test_a_run_folder_that_is_moved_or_removed_is_noticed_and_followed(folder: RunFolder) -> None:

@@ -19,15 +19,13 @@ from penstock.runtime.record.metrics import MetricsFile
 from tests.runtime.control.sockets import until
 
 
-def test_a_new_folder_is_its_owners_only(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "a" / "b")
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    assert folder.checkpoints.is_dir()
-    assert folder.logs.is_dir()
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    assert RunFolder.create(tmp_path).path.stat().st_mode & 0o777 == 0o700
+def test_a_new_or_empty_folder_becomes_its_owners_only(tmp_path: Path) -> None:
+    for path in (tmp_path / "a" / "b", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        folder = RunFolder.create(path)
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        assert folder.checkpoints.is_dir()
+        assert folder.logs.is_dir()
 
 
 def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
@@ -38,20 +36,19 @@ def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "run")
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("", r"holds files already \(thesis.tex\)"),
+        ("thesis.tex", "given a file"),
+        ("thesis.tex/run", "a part of the path is a file"),
+        ("x" * 300, "too long"),
+    ],
+)
+def test_a_path_that_cannot_be_a_new_folder_is_refused(tmp_path: Path, path: str, said: str) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RecordError, match=r"holds files already \(thesis.tex\)"):
-        RunFolder.create(tmp_path)
-
-
-def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="given a file"):
-        RunFolder.create(tmp_path / "file")
-    with pytest.raises(RecordError, match="a part of the path is a file"):
-        RunFolder.create(tmp_path / "file" / "run")
-    with pytest.raises(RecordError, match="too long"):
-        RunFolder.create(tmp_path / ("x" * 300))
+    with pytest.raises(RecordError, match=said):
+        RunFolder.create(tmp_path / path)
 
 
 def test_an_unwritable_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,14 +82,8 @@ def test_a_lock_outlives_its_process_in_the_children_that_inherit_it(tmp_path: P
         RunFolder(path).lock()
     os.kill(int(done.stdout), 9)
 
-    def free() -> bool:
-        try:
-            RunFolder(path).lock()
-        except RecordError:
-            return False
-        return True
-
-    until(free)
+    until(lambda: not RunFolder(path).alive)
+    RunFolder(path).lock()
 
 
 def test_somebody_who_looks_whether_a_run_is_alive_keeps_none_from_starting(
@@ -131,10 +122,12 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{\n oops")
     with pytest.raises(RecordError, match=r"plan.json: given something that is not JSON \(.*line 2"):
         RunFolder(tmp_path).read_json("plan.json")
+    with pytest.raises(RecordError, match=r"cannot be written: .*needed a folder .*\(run --out DIR, resume DIR\)"):
+        RunFolder(tmp_path / "none").write_json("summary.json", {})
 
 
 def test_default_names_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +146,6 @@ def test_a_path_is_shown_without_dots_and_keeps_its_links(tmp_path: Path, monkey
     assert RunFolder.create("../run").path == tmp_path / "run"
     assert absolute("../link/../x") == tmp_path / "here" / "x"  # where the shell's commands would find it, too
     assert absolute(tmp_path / "link" / "run") == tmp_path / "link" / "run"
-
-
-def test_a_disk_fault_names_what_each_verb_calls_its_folder(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"cannot be written: .*needed a folder .*\(run --out DIR, resume DIR\)"):
-        RunFolder(tmp_path / "none").write_json("summary.json", {})
 
 
 def state_of(folder: Path) -> object:
@@ -186,27 +174,25 @@ def test_a_refused_folder_is_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
     assert state_of(tmp_path) == before
 
 
-def test_a_folder_that_cannot_be_made_whole_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("full", [True, False])
+def test_a_run_that_comes_to_nothing_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
     (tmp_path / "empty").mkdir(mode=0o755)
 
     def refuse(path: Path, *, fresh: bool = False) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "make_folder", refuse)
     for path in (tmp_path / "empty", tmp_path / "new" / "run"):
-        with pytest.raises(RecordError, match="the disk is full"):
-            RunFolder.create(path)
-    assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
-    assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o755
-
-
-def test_a_run_that_comes_to_nothing_leaves_what_was_there(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir(mode=0o755)
-    for path in (tmp_path / "empty", tmp_path / "new" / "run"):
-        folder = RunFolder.create(path)
-        (folder.logs / "controller.err").write_text("")
-        folder.write_json("graph.json", {})
-        folder.discard()
+        if full:  # it cannot be made whole
+            monkeypatch.setattr(module, "make_folder", refuse)
+            with pytest.raises(RecordError, match="the disk is full"):
+                RunFolder.create(path)
+        else:
+            folder = RunFolder.create(path)
+            (folder.logs / "controller.err").write_text("")
+            folder.write_json("graph.json", {})
+            folder.discard()
     assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
     assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o755
 
@@ -265,13 +251,10 @@ def test_a_new_files_name_cannot_be_guessed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_a_link_is_no_part_of_a_run(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("logs", "keys", "tensorboard"):
-        (tmp_path / name).symlink_to(elsewhere)
-    for name in ("logs", "keys", "tensorboard"):
-        with pytest.raises(RecordError, match="symbolic link"):
-            module.make_folder(tmp_path / name)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "logs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match="symbolic link"):
+        module.make_folder(tmp_path / "logs")
 
 
 RUNTIME = Path(__file__).resolve().parents[3] / "runtime"

@@ -1,4 +1,3 @@
-import builtins
 import json
 import re
 import sys
@@ -14,6 +13,7 @@ from penstock.graph.types import COLUMNS
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.metrics import (
     LOST,
+    HalfRow,
     MetricsFile,
     Rows,
     columns,
@@ -31,18 +31,28 @@ def row(update: int, **figures: Any) -> dict[str, Any]:
     return {"update": update, "version": update + 1, "time_s": float(update), **figures}
 
 
+def made(rows: Rows, update: int, now: float = 1.0, **metrics: float) -> dict[str, Any]:
+    """The row of an update that is complete with what "learn" reports."""
+    assert rows.update(update, "learn", metrics, seconds=1.0)
+    return rows.row(update, now, {})
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows({"learn": 1}, now=0.0)
+
+
 def test_groups_combine_by_mean_sum_and_extremes() -> None:
-    parts = [{"reward_mean": 1.0, "tokens": 3.0, "lag_max": 0.0}, {"reward_mean": 0.0, "tokens": 5.0, "lag_max": 2.0}]
-    assert combine([*parts, {"turns_min": 4.0}]) == {
-        "reward_mean": 0.5,
-        "tokens": 8.0,
-        "lag_max": 2.0,
-        "turns_min": 4.0,
-    }
+    parts = [
+        {"reward_mean": 1.0, "a.tokens": 3.0, "lag_max": 0.0},
+        {"reward_mean": 0.0, "a.tokens": 5.0, "lag_max": 2.0},
+    ]
+    combined = {"reward_mean": 0.5, "a.tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
+    assert combine([*parts, {"turns_min": 4.0}]) == combined
 
 
 def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
-    rows = Rows({"learn": 1}, now=100.0)
+    rows = Rows({"learn": 1}, now=100.0, elapsed=60.0)
     for ordinal in range(4):
         rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
         rows.group(Firing("generate", ordinal), {"tokens": 10.0, "generated_tokens": 15.0})
@@ -51,43 +61,27 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows.synced(0.25)
     assert rows.update(0, "learn", {"loss": -0.5}, seconds=2.0)
     first = rows.row(0, 104.0, {"trainer": {"busy": 3.0, "data": 1.0}})
-    assert first == {
-        "update": 0,
-        "version": 1,
-        "time_s": 4.0,
-        "seconds": 4.0,
-        "groups": 2,
-        "update_s": 2.0,
-        "sync_s": 0.25,
-        "generate_tokens_per_s": 15.0,
-        "train_tokens_per_s": 10.0,
-        "reward_mean": 0.5,
-        "tokens": 20.0,
-        "loss": -0.5,
-        "pools": {"trainer": {"busy": 3.0, "data": 1.0}},
-    }
-    rows.update(1, "learn", {"tokens": 7.0}, seconds=1.0)
-    second = rows.row(1, 105.0, {})
+    figures = {"reward_mean": 0.5, "tokens": 20.0, "loss": -0.5, "generate_tokens_per_s": 15.0}
+    seconds = {"time_s": 64.0, "seconds": 4.0, "update_s": 2.0, "sync_s": 0.25, "train_tokens_per_s": 10.0}
+    pools = {"pools": {"trainer": {"busy": 3.0, "data": 1.0}}}
+    assert first == {"update": 0, "version": 1, "groups": 2, **figures, **seconds, **pools}
+    second = made(rows, 1, 105.0, tokens=7.0)
     assert (second["reward_mean"], second["tokens"], second["seconds"], second["sync_s"]) == (2.5, 7.0, 1.0, 0.0)
 
 
-def test_a_rows_own_columns_are_those_that_nodes_may_not_report() -> None:
-    rows = Rows({"learn": 1}, now=0.0)
+def test_a_rows_own_columns_are_those_that_nodes_may_not_report(rows: Rows) -> None:
     rows.update(0, "learn", {"loss": nan}, seconds=1.0)
     assert rows.row(0, 1.0, {}, dict.fromkeys(LOST, 0)).keys() == COLUMNS | {"loss"}
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(bad: float) -> None:
-    rows = Rows({"learn": 1}, now=0.0)
+def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(rows: Rows, bad: float) -> None:
     rows.batch(0, (0,))
     rows.group(Firing("score", 0), {"reward_mean": bad, "tokens": bad, "length": 1.0})
-    rows.update(0, "learn", {"loss": 0.5}, seconds=1.0)
-    row = rows.row(0, 1.0, {})
+    row = made(rows, 0, loss=0.5)
     assert row["reward_mean"] is None
     assert (row["length"], row["loss"]) == (1.0, 0.5)
-    figures = ("reward_mean", "tokens", "train_tokens_per_s")
-    assert row["not_finite"] == dict.fromkeys(figures, str(bad))
+    assert row["not_finite"] == dict.fromkeys(("reward_mean", "tokens", "train_tokens_per_s"), str(bad))
     json.dumps(row, allow_nan=False)
 
 
@@ -99,9 +93,8 @@ def test_a_figure_has_a_column_for_each_node_with_a_name_and_none_twice() -> Non
     assert columns([{"update": 0}], "loss") == []
 
 
-def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group() -> None:
+def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group(rows: Rows) -> None:
     """Of groups that are learnt from later, dropped or never; of each turn and each generator; of no replayed group."""
-    rows = Rows({"learn": 1}, now=0.0)
     rows.group(Firing("generate", 0), {"generated_tokens": 7.0})
     rows.restart(now=0.0)  # what came before is in no row
     for ordinal in range(4):
@@ -110,17 +103,15 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
         rows.group(Firing("generate_2", ordinal), {"generate_2.generated_tokens": 1.0})
         rows.group(Firing("asks", ordinal), {"generated_tokens": 3.0, "asks.generated_tokens": 3.0})
     rows.batch(0, (1,))  # group 0 was dropped, groups 2 and 3 are for later
-    rows.update(0, "learn", {"tokens": 30.0, "replayed_tokens": 20.0}, seconds=1.0)
-    row = rows.row(0, 2.0, {})
+    row = made(rows, 0, 2.0, tokens=30.0, replayed_tokens=20.0)
     assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 16 / 2, 30.0)
     assert not [name for name in row if name.endswith("generated_tokens")]
     held = rows.to_json({"groups": [[2, ["generate"], 0], [3, ["generate"], 0]], "trailing": {}})
     resumed = Rows({"learn": 1}, now=5.0)
     resumed.restore(held)
-    for made in (rows, resumed):
-        made.batch(1, (2,))
-        made.update(1, "learn", {"tokens": 12.0}, seconds=1.0)
-        row = made.row(1, 6.0, {})
+    for each in (rows, resumed):
+        each.batch(1, (2,))
+        row = made(each, 1, 6.0, tokens=12.0)
         assert (row["generate_tokens_per_s"], row["response_length"]) == (0.0, 2.0)
 
 
@@ -135,52 +126,38 @@ def test_two_nodes_of_a_function_report_apart_and_nodes_of_different_functions_u
         "greedy_advantage": ("",),
         "policy_update": ("",),
     }
-    assert combine(
-        [{"score_2.tokens": 1.0, "score_2.lag_max": 3.0}, {"score_2.tokens": 2.0, "score_2.lag_max": 2.0}]
-    ) == {
-        "score_2.tokens": 3.0,
-        "score_2.lag_max": 3.0,
-    }
 
 
-def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_nowhere() -> None:
-    rows = Rows({"learn": 1}, now=0.0)
+def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_nowhere(rows: Rows) -> None:
     for update in range(50):
         lost, taken = 2 * update, 2 * update + 1
         rows.group(Firing("score", lost), {"reward_mean": 9.0})
         rows.group(Firing("score", taken), {"reward_mean": 1.0})
         rows.group(Firing("generate", taken + 1), {"tokens": 3.0})  # ahead of the update
         rows.batch(update, (taken,))
-        rows.update(update, "learn", {}, 1.0)
-        assert rows.row(update, 1.0, {})["reward_mean"] == 1.0
+        assert made(rows, update)["reward_mean"] == 1.0
         rows.group(Firing("generate", lost), {"tokens": 5.0})  # it was in work when it was lost
         assert set(rows.groups) == {lost, taken + 1}
 
 
-def test_an_update_without_groups_leaves_those_of_the_next_one() -> None:
-    rows = Rows({"ema": 1}, now=0.0)
+def test_an_update_without_groups_leaves_those_of_the_next_one(rows: Rows) -> None:
     rows.group(Firing("generate", 0), {"tokens": 3.0})
     rows.batch(0, ())
-    rows.update(0, "ema", {}, 1.0)
-    rows.row(0, 1.0, {})
+    made(rows, 0)
     assert set(rows.groups) == {0}
 
 
 def test_a_row_waits_for_all_nodes_of_its_update() -> None:
-    rows = Rows({"critic": 1, "actor": 1}, now=0.0)
+    rows = Rows({"critic": 1, "learn": 1}, now=0.0)
     assert not rows.update(0, "critic", {"value_loss": 1.0}, 1.0)
-    assert rows.update(0, "actor", {"loss": 2.0}, 1.0)
-    assert rows.row(0, 2.0, {})["value_loss"] == 1.0
+    assert made(rows, 0)["value_loss"] == 1.0
 
 
-def test_a_firing_that_is_done_again_counts_once_and_each_turn_of_a_group_counts() -> None:
-    rows = Rows({"learn": 1}, now=0.0)
-    for tokens in (7.0, 3.0):
-        rows.group(Firing("speak", 0), {"tokens": tokens})
-    rows.group(Firing("speak", 0, 1), {"tokens": 5.0})
+def test_a_firing_that_is_done_again_counts_once_and_each_turn_of_a_group_counts(rows: Rows) -> None:
+    for turn, tokens in ((0, 7.0), (0, 3.0), (1, 5.0)):
+        rows.group(Firing("speak", 0, turn), {"tokens": tokens})
     rows.batch(0, (0,))
-    rows.update(0, "learn", {}, 1.0)
-    assert rows.row(0, 1.0, {})["tokens"] == 8.0
+    assert made(rows, 0)["tokens"] == 8.0
 
 
 def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> None:
@@ -199,21 +176,13 @@ def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> Non
     assert after.pending == [{"accuracy": 0.5, "measure_update": 1.0}]
 
 
-def test_each_row_takes_the_oldest_figures_of_a_node_that_measures_and_none_are_lost() -> None:
-    rows = Rows({"learn": 1}, now=0.0)
+def test_each_row_takes_the_oldest_figures_of_a_node_that_measures_and_none_are_lost(rows: Rows) -> None:
     for update, accuracy in ((1, 0.1), (3, 0.3), (5, 0.5)):
         rows.trailing(update, "measure", {"accuracy": accuracy})
     rows.trailing(5, "watch", {"width": 2.0})
-    rows.update(6, "learn", {}, 1.0)
-    row = rows.row(6, 1.0, {})
+    row = made(rows, 6)
     assert (row["accuracy"], row["measure_update"], row["width"], row["watch_update"]) == (0.1, 1.0, 2.0, 5.0)
     assert rows.pending == [{"accuracy": 0.3, "measure_update": 3.0}, {"accuracy": 0.5, "measure_update": 5.0}]
-
-
-def test_a_resumed_run_goes_on_counting_time() -> None:
-    rows = Rows({"learn": 1}, now=1000.0, elapsed=60.0)
-    rows.update(5, "learn", {}, 1.0)
-    assert rows.row(5, 1003.0, {})["time_s"] == 63.0
 
 
 def test_a_resume_keeps_one_row_per_update(tmp_path: Path) -> None:
@@ -232,12 +201,6 @@ def test_a_resume_keeps_one_row_per_update(tmp_path: Path) -> None:
     assert [(r["update"], r["loss"]) for r in read_rows(path)] == [(u, float(u >= 3)) for u in range(6)]
 
 
-def test_a_damaged_row_is_named(tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl").write_text('{"update": 0}\noops\n{"update": 2}\n')
-    with pytest.raises(RecordError, match=r"m.jsonl:2: given something that is not JSON"):
-        read_rows(tmp_path / "m.jsonl")
-
-
 @pytest.mark.parametrize(
     ("text", "rows", "said"),
     [
@@ -252,6 +215,11 @@ def test_the_rows_before_damage_are_read_with_what_it_is(tmp_path: Path, text: s
     found, damage = read_undamaged(tmp_path / "m.jsonl")
     assert len(found) == rows
     assert re.search(said, str(damage))
+    if isinstance(damage, HalfRow):  # as a kill leaves it
+        assert read_rows(tmp_path / "m.jsonl") == found
+    else:
+        with pytest.raises(RecordError, match=said):
+            read_rows(tmp_path / "m.jsonl")
 
 
 def test_a_figure_that_json_cannot_say_is_null(tmp_path: Path) -> None:
@@ -285,16 +253,8 @@ def test_tensorboard_shows_the_rows_that_count(tmp_path: Path) -> None:
 
 
 def test_tensorboard_is_left_out_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("tensorboard"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    for name in [n for n in sys.modules if n.startswith("tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in {"tensorboard", *(n for n in sys.modules if n.startswith("tensorboard"))}:
+        monkeypatch.setitem(sys.modules, name, None)
     assert open_tensorboard(tmp_path, required=False) is None
     with pytest.raises(RecordError, match=r"pip install 'penstock\[track\]'"):
         open_tensorboard(tmp_path, required=True)
