@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,46 +27,12 @@ from penstock.nodes.model.kernels import linear, rms_norm
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
-from tests.nodes.tiny_model import save
+from tests.nodes.tiny_model import model, save
 
 # The decoder equals the reference implementation, its rows do not see each other, and its kernels are exact.
 
 
-TINY = ModelConfig(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
-
-
-def tiny(**changes: Any) -> Llama:
-    model = Llama(ModelConfig(**{**{s: getattr(TINY, s) for s in ModelConfig.__slots__}, **changes}))
-    model.init_weights(3)
-    return model
-
-
-def tokens(rows: int, length: int) -> Tensor:
-    return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-def reference_logits(model: Llama, tokens_BS: Tensor) -> Tensor:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**model.config.to_json())
-    reference = transformers.LlamaForCausalLM(config).eval()
-    missing, unexpected = reference.load_state_dict(dict(model.named_parameters()), strict=False)
-    assert set(missing) <= {"lm_head.weight"}
-    assert not unexpected
-    with torch.no_grad():
-        logits: Tensor = reference(tokens_BS).logits
-    return logits
-
-
+TINY = ModelConfig(300, 32, 48, 2, 4, 2, 8, 64, tie_word_embeddings=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "tied, grouped": {},
     "untied": {"tie_word_embeddings": False},
@@ -74,218 +41,39 @@ SHAPES: dict[str, dict[str, Any]] = {
     "heads wider than hidden / heads": {"head_dim": 16},
     "linear rope": {"rope_scaling": RopeScaling("linear", 4.0)},
     "llama3 rope": {"rope_theta": 500000.0, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 16)},
+    "several stop tokens": {"eos_token_ids": (3, 5), "pad_token_id": 4},
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_logits_equal_the_reference(shape: dict[str, Any]) -> None:
-    model = tiny(**shape)
-    tokens_BS = tokens(3, 40)
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Llama, tokens_BS: Tensor) -> Tensor:
     with torch.no_grad():
-        logits_BSV = model.logits(model(tokens_BS))
-    torch.testing.assert_close(logits_BSV, reference_logits(model, tokens_BS), rtol=1e-5, atol=1e-6)
+        return model.logits(model(tokens_BS))
 
 
-def test_padding_on_the_right_changes_nothing_before_it() -> None:
-    model, tokens_BS = tiny(), tokens(2, 12)
-    changed = tokens_BS.clone()
-    changed[:, 9:] = 0
-    with torch.no_grad():
-        assert torch.equal(model(tokens_BS)[:, :9], model(changed)[:, :9])
-
-
-def test_gradients_equal_the_reference() -> None:
-    transformers = pytest.importorskip("transformers")
-    model, tokens_BS = tiny(), tokens(2, 20)
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.config.to_json()))
-    reference.load_state_dict(dict(model.named_parameters()), strict=False)
-    model.logits(model(tokens_BS)).square().sum().backward()  # type: ignore[no-untyped-call]
-    reference(tokens_BS).logits.square().sum().backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5)
-
-
-def test_a_tied_embedding_is_one_parameter() -> None:
-    tied, untied = dict(tiny().named_parameters()), dict(tiny(tie_word_embeddings=False).named_parameters())
-    assert untied.keys() - tied.keys() == {"lm_head.weight"}
-
-
-def test_initial_weights_depend_on_the_seed_alone() -> None:
-    before = torch.random.get_rng_state()
-    first = tiny().state_dict()
-    torch.random.manual_seed(99)
-    second = tiny().state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    other = tiny()
-    other.init_weights(4)
-    assert not torch.equal(other.head_weight(), first["model.embed_tokens.weight"])
-    torch.random.set_rng_state(before)
-    tiny()
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_a_model_is_made_without_torchs_compiler() -> None:
-    """Its import takes as long as torch's, and each rank that has a model would wait for it."""
-    code = f"import sys; from penstock.nodes.model import *; Llama({TINY!r}); print('torch._dynamo' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert said.stdout == "False\n"
-
-
-def test_bfloat16_is_near_float32() -> None:
-    exact = tiny()
-    rounded = Llama(exact.config, torch.bfloat16)
-    rounded.load_state_dict(exact.state_dict())
-    with torch.no_grad():
-        expected, given = exact.logits(exact(tokens(2, 30))), rounded.logits(rounded(tokens(2, 30)))
-    assert (given.float() - expected).abs().max() < 0.03 * expected.abs().max()
-
-
-def test_linear_and_its_gradients_equal_the_ordinary_one() -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-    grad = torch.randn(3, 5, 6)
-    expected = torch.autograd.grad(x @ weight.T, (x, weight), grad)
-    torch.testing.assert_close(linear(x, weight), x @ weight.T)
-    torch.testing.assert_close(torch.autograd.grad(linear(x, weight), (x, weight), grad), expected)
-
-
-def test_a_config_comes_back_equal_from_json() -> None:
-    for shape in SHAPES.values():
-        config = tiny(**shape, eos_token_ids=(3, 5), pad_token_id=4).config
-        assert ModelConfig.from_json(config.to_json()) == config
-
-
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}},
-        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        {"rope_scaling": LINEAR, "rope_theta": 1e4, "rope_parameters": {**LINEAR, "rope_theta": 5e5}},
-    ],
-)
-def test_two_ways_of_saying_the_rotary_embedding_must_agree(said: dict[str, Any]) -> None:
-    base = TINY.to_json()
-    with pytest.raises(ModelError, match=r"given rope_scaling .* and rope_parameters .*, which disagree"):
-        ModelConfig.from_json({**base, **said})
-    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}
-    assert ModelConfig.from_json({**base, "rope_theta": 1e4, **both}).rope_scaling == RopeScaling("linear", 2.0)
-
-
-def test_a_window_that_no_text_can_outgrow_changes_nothing() -> None:
-    data = TINY.to_json()
-    longest = data["max_position_embeddings"]
-    unused: dict[str, Any] = {"sliding_window": 4, "use_sliding_window": False}
-    for said in ({"sliding_window": longest}, {"sliding_window": None}, unused):
-        assert ModelConfig.from_json({**data, **said}) == TINY
-
-
-def test_older_rope_fields_are_read() -> None:
-    data = tiny(rope_scaling=RopeScaling("linear", 2.0), rope_theta=5000.0).config.to_json()
-    del data["rope_parameters"]
-    data["rope_scaling"] = {"type": "linear", "factor": 2.0}
-    config = ModelConfig.from_json(data)
-    assert (config.rope_scaling, config.rope_theta) == (RopeScaling("linear", 2.0), 5000.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "mamba"}, "given model_type 'mamba', needed one of: llama"),
-        ({"hidden_act": "gelu"}, "given hidden_act 'gelu', needed 'silu'"),
-        ({"attention_bias": True}, "given attention_bias True, needed False"),
-        ({"vocab_size": None, "vocab_sizes": 5}, "given vocab_size None.*there is 'vocab_sizes'"),
-        ({"sliding_window": 4}, "given sliding_window 4, needed null, or at least max_position_embeddings"),
-        ({"layer_types": ["chunked_attention"]}, "given layer_types with 'chunked_attention', needed 'full_attention'"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "given sliding_window 4"),
-        ({"quantization_config": {"quant_method": "awq"}}, "given quantization_config .*awq.*, needed none"),
-        ({"partial_rotary_factor": 0.5}, "given partial_rotary_factor 0.5, needed 1"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "given partial_rotary_factor 0.5, needed 1"),
-        ({"num_key_value_heads": 3}, "given 4 attention heads over 3 key-value heads, needed a multiple"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "given rope_type 'yarn', needed one of: default, linear, llama3"),
-    ],
-)
-def test_what_is_not_supported_is_an_error(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ModelConfig.from_json({**TINY.to_json(), **change})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_and_its_gradients_are_those_of_the_formula(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight_D, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 5, 24), (24,), (3, 5, 24)))
-    ours, exact = (
-        tuple(t.detach().to(kind, copy=True).requires_grad_() for t in (x, weight_D)) for kind in (dtype, torch.float64)
-    )
-    found = rms_norm(ours[0], ours[1], 1e-5)
-    needed = F.rms_norm(exact[0], (24,), exact[1], 1e-5)
-    found.backward(grad)  # type: ignore[no-untyped-call]
-    needed.backward(grad.double())  # type: ignore[no-untyped-call]
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(found.double(), needed, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert mine.grad is not None
-        assert mine.grad.dtype == dtype
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=tolerance, atol=4 * tolerance)
-
-
-def test_gradients_agree_with_differences() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    weight_D = torch.rand(6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight_D))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_is_the_same_bits_with_gradients_and_without(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight_D = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 40, 96), (96,)))
-    without = rms_norm(x, weight_D, 1e-5)
-    for given in ((x.clone().requires_grad_(), weight_D), (x, weight_D.clone().requires_grad_())):
-        assert torch.equal(rms_norm(*given, 1e-5), without)
-
-
-# Model directories: what is written is read back by us and by transformers, and faults are named.
-
-
-def hf_tiny(tied: bool = True) -> Llama:
-    model = Llama(ModelConfig(300, 32, 48, 2, 4, 2, 8, 64, tie_word_embeddings=tied, eos_token_ids=(256,)))
-    model.init_weights(1)
-    return model
-
-
-def logits(model: Llama) -> Tensor:
-    with torch.no_grad():
-        return model.logits(model(torch.arange(60).view(2, 30)))
-
-
-def broken(folder: Path, name: str, tensor: Tensor | None) -> Path:
-    """The directory with one tensor changed, or taken out."""
-    save(hf_tiny(), folder)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
-    save_file(tensors if tensor is None else {**tensors, name: tensor}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 10_000])
-def test_transformers_loads_what_is_written_with_the_same_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, shard_bytes: int
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_transformers_loads_what_is_written_with_the_same_logits_and_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], shard_bytes: int
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    model = hf_tiny(tied)
     monkeypatch.setattr("penstock.nodes.model.hf.SHARD_BYTES", shard_bytes)
-    save(model, tmp_path)
+    config, tokens_BS = replace(TINY, **shape), tokens(3, 40)
+    ours = model(3, config=config)
+    save(ours, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = reference(torch.arange(60).view(2, 30)).logits
-    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(logits(load_model(Llama, tmp_path)), logits(model))
+    assert read_config(tmp_path) == config
+    assert torch.equal(logits(load_model(Llama, tmp_path), tokens_BS), logits(ours, tokens_BS))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(ours.logits(ours(tokens_BS)), theirs(tokens_BS).logits, rtol=1e-5, atol=1e-6)
+    ours.logits(ours(tokens_BS)).square().sum().backward()  # type: ignore[no-untyped-call]
+    theirs(tokens_BS).logits.square().sum().backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -306,81 +94,134 @@ def test_what_transformers_writes_is_loaded_with_the_same_logits(tmp_path: Path,
     reference = transformers.LlamaForCausalLM(config).eval()
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     with torch.no_grad():
-        expected = reference(torch.arange(60).view(2, 30)).logits
-    torch.testing.assert_close(logits(load_model(Llama, tmp_path)), expected, rtol=1e-5, atol=1e-6)
+        expected = reference(tokens(2, 30)).logits
+    torch.testing.assert_close(logits(load_model(Llama, tmp_path), tokens(2, 30)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_on_the_right_changes_nothing_before_it() -> None:
+    made, tokens_BS = model(config=TINY), tokens(2, 12)
+    changed = tokens_BS.clone()
+    changed[:, 9:] = 0
+    with torch.no_grad():
+        assert torch.equal(made(tokens_BS)[:, :9], made(changed)[:, :9])
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    before = torch.random.get_rng_state()
+    first, other = model(3).state_dict(), model(4).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.random.manual_seed(99)
+    second = model(3).state_dict()
+    torch.random.set_rng_state(before)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_model_is_made_without_torchs_compiler() -> None:
+    """Its import takes as long as torch's, and each rank that has a model would wait for it."""
+    code = f"import sys; from penstock.nodes.model import *; Llama({TINY!r}); print('torch._dynamo' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout == "False\n"
 
 
 def test_weights_are_converted_to_the_wanted_dtype(tmp_path: Path) -> None:
-    save(hf_tiny(), tmp_path)
-    model = load_model(Llama, tmp_path, "bfloat16")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(model.head_weight(), hf_tiny().head_weight().bfloat16())
-    save(model, tmp_path / "again")
+    exact = model(config=TINY)
+    save(exact, tmp_path)
+    rounded = load_model(Llama, tmp_path, "bfloat16")
+    assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
+    assert torch.equal(rounded.head_weight(), exact.head_weight().bfloat16())
+    expected, given = logits(exact, tokens(2, 30)), logits(rounded, tokens(2, 30))
+    assert (given.float() - expected).abs().max() < 0.03 * expected.abs().max()
+    save(rounded, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(ModelError, match="given dtype 'int3', needed one of: float32"):
         load_model(Llama, tmp_path, "int3")
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.norm\.weight is missing; the model needs 20 tensors"):
-        load_model(Llama, broken(tmp_path, "model.norm.weight", None))
+def test_linear_and_its_gradients_equal_the_ordinary_one() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    grad = torch.randn(3, 5, 6)
+    expected = torch.autograd.grad(x @ weight.T, (x, weight), grad)
+    torch.testing.assert_close(linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(torch.autograd.grad(linear(x, weight), (x, weight), grad), expected)
 
 
-def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.k_proj.weight"
-    with pytest.raises(ModelError, match=rf"model\.safetensors: {name}: given shape \[8, 32\], needed \[16, 32\]"):
-        load_model(Llama, broken(tmp_path, name, torch.zeros(8, 32)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_and_its_gradients_are_those_of_the_formula(dtype: torch.dtype) -> None:
+    """To the same bits with gradients and without."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight_D, grad = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 40, 96), (96,), (7, 40, 96))
+    )
+    ours, exact = (
+        tuple(t.detach().to(kind, copy=True).requires_grad_() for t in (x, weight_D)) for kind in (dtype, torch.float64)
+    )
+    found = rms_norm(ours[0], ours[1], 1e-5)
+    for given in ((x, weight_D), (ours[0], weight_D), (x, ours[1])):
+        assert torch.equal(rms_norm(*given, 1e-5), found)
+    needed = F.rms_norm(exact[0], (96,), exact[1], 1e-5)
+    found.backward(grad)  # type: ignore[no-untyped-call]
+    needed.backward(grad.double())  # type: ignore[no-untyped-call]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found.double(), needed, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.grad is not None
+        assert mine.grad.dtype == dtype
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=tolerance, atol=10 * tolerance)
 
 
-def test_a_tensor_that_would_be_ignored_is_an_error(tmp_path: Path) -> None:
-    save(hf_tiny(), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"q_proj\.bias is not known .*; needed the \d+ tensors of"):
-        load_model(Llama, tmp_path)
+def test_gradients_of_the_norm_agree_with_differences() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    weight_D = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight_D))
 
 
-def test_a_directory_without_weights_says_what_it_holds(tmp_path: Path) -> None:
-    save(hf_tiny(), tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"given pytorch_model\.bin, needed model\.safetensors"):
-        load_model(Llama, tmp_path)
-    (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(ModelError, match=r"given no weights, needed model\.safetensors"):
-        load_model(Llama, tmp_path)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(hf_tiny(), tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):
-        load_model(Llama, tmp_path)
-    monkeypatch.setattr("penstock.nodes.model.hf.SHARD_BYTES", 10_000)
-    save(hf_tiny(), tmp_path)
-    (tmp_path / "model-00002-of-00005.safetensors").unlink(missing_ok=True)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    (tmp_path / sorted(set(index["weight_map"].values()))[1]).unlink(missing_ok=True)
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_model(Llama, tmp_path)
-
-
-def test_a_config_is_needed_and_must_be_of_a_supported_family(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: cannot be read: No such file"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ModelError, match=r"config\.json: given model_type 'gpt2', needed one of: llama"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json: given something that is not JSON \(.*line 1.*needed a JSON"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"config\.json: given JSON of a list, needed an object"):
-        read_config(tmp_path)
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD_LINEAR = {"type": "linear", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("said", "found"),
     [
+        ({"rope_scaling": OLD_LINEAR, "rope_theta": 5e3, "rope_parameters": None}, (5e3, RopeScaling("linear", 2.0))),
+        (
+            {"rope_scaling": OLD_LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 1e4}},
+            (1e4, RopeScaling("linear", 2.0)),
+        ),
+        ({"sliding_window": 64}, (1e4, None)),  # no text can outgrow it
+        ({"sliding_window": None}, (1e4, None)),
+        ({"sliding_window": 4, "use_sliding_window": False}, (1e4, None)),
+    ],
+)
+def test_older_and_unused_fields_of_a_config_are_read(said: dict[str, Any], found: Any) -> None:
+    config = ModelConfig.from_json({**TINY.to_json(), **said})
+    assert (config.rope_theta, config.rope_scaling) == found
+    assert replace(config, rope_theta=1e4, rope_scaling=None) == TINY
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba', needed one of: llama"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu', needed 'silu'"),
+        ({"attention_bias": True}, "attention_bias True, needed False"),
+        ({"vocab_size": None, "vocab_sizes": 5}, "vocab_size None.*there is 'vocab_sizes'"),
+        ({"sliding_window": 4}, "sliding_window 4, needed null, or at least max_position_embeddings"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types with 'chunked_attention', needed 'full_attention'"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "sliding_window 4"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq.*, needed none"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, needed 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, needed 1"),
+        ({"num_key_value_heads": 3}, "4 attention heads over 3 key-value heads, needed a multiple"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn', needed one of: default, linear, llama3"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}}, "rope_scaling .*, which disagree"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 1e4}}, "rope_scaling .*, which disagree"),
+        (
+            {"rope_scaling": LINEAR, "rope_theta": 1e4, "rope_parameters": {**LINEAR, "rope_theta": 5e5}},
+            "rope_scaling .*, which disagree",
+        ),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5', needed a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan, needed a number above 0"),
         ({"max_position_embeddings": None}, "max_position_embeddings None, needed a positive whole number"),
@@ -393,14 +234,76 @@ def test_a_config_is_needed_and_must_be_of_a_supported_family(tmp_path: Path) ->
         ({"eos_token_id": "</s>"}, "eos_token_id '</s>', needed a token's number"),
     ],
 )
-def test_a_value_of_the_config_that_is_none_is_named_by_its_key(
-    tmp_path: Path, changed: dict[str, object], said: str
+def test_what_a_config_says_wrongly_is_named_with_its_file(
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    save(hf_tiny(), tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(ModelError, match=rf"config\.json: given {said}"):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY.to_json(), **change}))
+    with pytest.raises(ModelError, match=rf"config\.json: given {message}"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", r"given something that is not JSON \(.*line 1.*needed a JSON"),
+        ("[]", "given JSON of a list, needed an object"),
+    ],
+)
+def test_a_config_is_a_json_object(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"config\.json: {said}"):
+        read_config(tmp_path)
+
+
+# Model directories: faults are named.
+
+
+WEIGHTS, INDEX, NORM = "model.safetensors", "model.safetensors.index.json", "model.norm.weight"
+KEYS = "model.layers.1.self_attn.k_proj.weight"
+
+
+def changed(**tensors: Tensor | None) -> Callable[[Path], None]:
+    """The directory with some tensors changed, or taken out."""
+
+    def change(folder: Path) -> None:
+        found = {**load_file(folder / WEIGHTS), **tensors}
+        save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / WEIGHTS)
+
+    return change
+
+
+def without_shard(folder: Path) -> None:
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    (folder / sorted(set(weight_map.values()))[1]).unlink()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        (changed(**{NORM: None}), r"model\.norm\.weight is missing; the model needs 20 tensors"),
+        (
+            changed(**{KEYS: torch.zeros(8, 32)}),
+            rf"model\.safetensors: {KEYS}: given shape \[8, 32\], needed \[16, 32\]",
+        ),
+        (changed(**{"model.bias": torch.zeros(32)}), r"model\.bias is not known .*; needed the \d+ tensors of"),
+        (lambda folder: (folder / WEIGHTS).rename(folder / "x.bin"), r"given x\.bin, needed model\.safetensors"),
+        (lambda folder: (folder / WEIGHTS).unlink(), r"given no weights, needed model\.safetensors"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"none"), r"model\.safetensors: cannot be read"),
+        (lambda folder: (folder / INDEX).write_text("{}"), "given weight_map None, needed the file of each tensor"),
+        (without_shard, "cannot be read"),
+    ],
+)
+def test_a_directory_that_is_not_the_models_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Callable[[Path], None], said: str
+) -> None:
+    if breaks is without_shard:
+        monkeypatch.setattr("penstock.nodes.model.hf.SHARD_BYTES", 10_000)
+    save(model(config=TINY), tmp_path)
+    breaks(tmp_path)
+    with pytest.raises(ModelError, match=said):
+        load_model(Llama, tmp_path)
 
 
 # A policy's state is all there is: restored, it goes on to the bit; exported, other tools load it.
@@ -476,13 +379,6 @@ def test_the_state_of_another_model_is_refused() -> None:
         learner.restore(tensors, facts)
 
 
-def test_every_pool_makes_the_same_initial_model() -> None:
-    first, other = policy().weights(), policy(replace(CONTEXT, node="elsewhere")).weights()
-    assert all(torch.equal(first[name], other[name]) for name in first)
-    different = policy(replace(CONTEXT, seed=2)).weights()
-    assert not torch.equal(first["lm_head.weight"], different["lm_head.weight"])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_policy_is_what_a_run_starts_from(tmp_path: Path, dtype: str) -> None:
     learner = policy(replace(CONTEXT, dtype=dtype))
@@ -508,32 +404,14 @@ def test_an_exported_policy_loads_into_transformers_with_equal_logits(tmp_path: 
     assert text["input_ids"] == tokens[0].tolist()
 
 
-def test_a_reference_is_frozen_and_equal_to_the_first_policy() -> None:
-    reference = make_reference(CONTEXT)
+def test_every_pool_opens_the_same_model_and_a_reference_is_frozen() -> None:
+    reference, ours = make_reference(CONTEXT), policy().weights()
     assert isinstance(reference, Carried)
-    ours = policy().weights()
-    assert all(torch.equal(w, ours[name]) for name, w in reference.weights().items())
-    assert reference.state() == ({}, {})
-
-
-def test_policies_are_carried_values() -> None:
     assert isinstance(policy(), Carried)
-
-
-# Every pool of a run opens the same model.
-
-
-BASE_CONTEXT = Context(node="policy", seed=3)
-
-
-def equal(a: Llama, b: Llama) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
-def test_without_a_directory_the_model_is_drawn_from_the_seed() -> None:
-    first, _ = open_model(Llama, BASE_CONTEXT)
-    assert equal(first, open_model(Llama, replace(BASE_CONTEXT, node="generate"))[0])
-    assert not equal(first, open_model(Llama, replace(BASE_CONTEXT, seed=4))[0])
+    for other in (reference.weights(), policy(replace(CONTEXT, node="elsewhere")).weights()):
+        assert all(torch.equal(ours[name], tensor) for name, tensor in other.items())
+    assert not torch.equal(policy(replace(CONTEXT, seed=2)).weights()["lm_head.weight"], ours["lm_head.weight"])
+    assert reference.state() == ({}, {})
 
 
 def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_bytes() -> None:
@@ -548,14 +426,13 @@ def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_byte
 
 
 def test_a_directory_is_opened_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    model, tokenizer = open_model(Llama, BASE_CONTEXT)
-    save(model, tmp_path)
-    tokenizer.save(tmp_path)
-    context = replace(BASE_CONTEXT, model=str(tmp_path), dtype="bfloat16", seed=99)
-    opened, same = open_model(Llama, context)
-    assert next(opened.parameters()).dtype == torch.bfloat16
-    assert equal(open_model(Llama, context, "float32")[0], model)
-    assert same.encode("12+3=") == tokenizer.encode("12+3=")
+    policy().export(str(tmp_path))
+    context = replace(CONTEXT, model=str(tmp_path), dtype="bfloat16", seed=99)
+    opened, tokenizer = open_model(Llama, context)
+    assert opened.dtype == torch.bfloat16
+    for name, tensor in open_model(Llama, context, "float32")[0].state_dict().items():
+        assert torch.equal(tensor, policy().weights()[name])
+    assert tokenizer.encode("12+3=") == policy().tokenizer.encode("12+3=")
 
 
 # Bytes or a directory's own file: what is encoded comes back, and what cannot be said is an error.
@@ -584,24 +461,17 @@ def words_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_bytes_are_their_own_tokens() -> None:
-    tokenizer = byte_tokenizer()
-    text = "37+58=\n é 数 \x00"
+def test_bytes_are_their_own_tokens_or_an_alphabets() -> None:
+    tokenizer, text = byte_tokenizer(), "37+58=\n é 数 \x00"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eos, tokenizer.pad]) == text
     assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.pad) == (258, 256, 257)
-
-
-def test_an_alphabet_gives_a_small_vocabulary() -> None:
-    tokenizer = byte_tokenizer("0123456789+-=")
-    assert tokenizer.vocab_size == 16
-    assert tokenizer.decode(tokenizer.encode("37+58=")) == "37+58="
-    assert tokenizer.encode_prompt("0") == tokenizer.encode("0")
-
-
-def test_what_the_alphabet_lacks_is_an_error() -> None:
+    small = byte_tokenizer("0123456789+-=")
+    assert small.vocab_size == 16
+    assert small.decode(small.encode("37+58=")) == "37+58="
+    assert small.encode_prompt("0") == small.encode("0")
     with pytest.raises(TokenizerError, match=r"given '37\*58', needed a text without '\*'"):
-        byte_tokenizer("0123456789").encode("37*58")
+        small.encode("37*58")
 
 
 def test_a_saved_tokenizer_comes_back_equal(tmp_path: Path) -> None:
@@ -622,14 +492,11 @@ def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
     assert (other.eos_token_id, other.pad_token_id) == (256, 257)
 
 
-def test_a_prompt_begins_as_the_model_wants_it_and_a_response_does_not(tmp_path: Path) -> None:
+def test_a_prompt_begins_as_the_model_wants_it_and_a_response_may_end_in_several_ways(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(words_folder(tmp_path))
     assert tokenizer.encode_prompt("what is") == [0, 3, 4]
     assert tokenizer.encode("what is") == [3, 4]
     assert (tokenizer.stops, tokenizer.pad) == ((1,), 1)
-
-
-def test_a_response_may_end_in_several_ways(tmp_path: Path) -> None:
     folder = words_folder(tmp_path, pad_token={"content": "<end>"})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
     tokenizer = load_tokenizer(folder)
@@ -653,20 +520,13 @@ def test_a_chat_template_gives_the_same_prompt_as_transformers(tmp_path: Path, p
     assert tokenizer.encode_prompt("what is").count(0) == 1
 
 
-def test_a_template_can_do_no_harm(tmp_path: Path) -> None:
-    folder = words_folder(tmp_path, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(TokenizerError, match="chat template"):
-        load_tokenizer(folder).encode_prompt("what")
-    folder = words_folder(tmp_path, chat_template="{{ raise_exception('only system messages') }}")
-    with pytest.raises(TokenizerError, match="only system messages"):
-        load_tokenizer(folder).encode_prompt("what")
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
         (b"{% for m in messages %}", "chat template: Unexpected end of template"),
         (b"{{ foo.bar }}", "chat template: 'foo' is undefined"),
+        (b"{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # which could do harm
+        (b"{{ raise_exception('only system messages') }}", "only system messages"),
         (b"{{ 1 + messages[0].content }}", "chat template: TypeError: unsupported operand"),
         (b"{% for i in range(10 ** 9) %}x{% endfor %}", "chat template: OverflowError: Range too big"),
         (b"hello", "given 'hello' for every question, needed the question in it"),
@@ -685,20 +545,18 @@ def test_a_template_that_cannot_say_a_question_is_refused_with_its_directory(
 def test_a_directory_without_any_tokenizer_is_read_by_bytes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
     assert load_tokenizer(tmp_path).stops == (256,)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
-    with pytest.raises(
-        TokenizerError, match=r"no tokenizer\.json and a vocabulary of 100, needed the file, or at least 258"
+    for name, text, said in (
+        (
+            "config.json",
+            '{"vocab_size": 100}',
+            r"no tokenizer\.json and a vocabulary of 100, needed the file, or at le",
+        ),
+        ("tokenizer.model", "sentencepiece", r"given tokenizer\.model, needed tokenizer\.json"),
+        ("tokenizer.json", "{", r"tokenizer\.json: cannot be read"),
     ):
-        load_tokenizer(tmp_path)
-
-
-def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_text("sentencepiece")
-    with pytest.raises(TokenizerError, match=r"given tokenizer\.model, needed tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read"):
-        load_tokenizer(tmp_path)
+        (tmp_path / name).write_text(text)
+        with pytest.raises(TokenizerError, match=said):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -720,12 +578,6 @@ def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str,
         load_tokenizer(tmp_path)
 
 
-def test_a_reply_is_plain_text_without_a_template() -> None:
-    tokenizer = byte_tokenizer()
-    assert tokenizer.encode_reply("a<eos>", "tool", after_stop=True) == list(b"a<eos>")
-    assert tokenizer.encode("a<eos>") == [97, tokenizer.eos]
-
-
 def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path: Path) -> None:
     """What follows the model's turn in the template: its end, the reply as its role says, and the next beginning."""
     template = (
@@ -737,9 +589,9 @@ def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path
     assert tokenizer.encode_reply("what", "user", after_stop=True) == [what, is_, what]
     assert tokenizer.encode_reply("what", "user", after_stop=False) == [end, what, is_, what]
     assert tokenizer.encode_reply("what", "tool", after_stop=True) == [what, is_, what]
-
-
-def test_a_template_without_a_second_turn_is_an_error(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(words_folder(tmp_path, chat_template="{{ messages[0].content }}"))
+    plain = byte_tokenizer()
+    assert plain.encode_reply("a<eos>", "tool", after_stop=True) == list(b"a<eos>")
+    assert plain.encode("a<eos>") == [97, plain.eos]
+    silent = load_tokenizer(words_folder(tmp_path, chat_template="{{ messages[0].content }}"))
     with pytest.raises(TokenizerError, match="needed one that has a 'tool' or user"):
-        tokenizer.encode_reply("what", "tool", after_stop=True)
+        silent.encode_reply("what", "tool", after_stop=True)
