@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph import (
+    Advantages,
     Context,
     Logprobs,
     Policy,
@@ -30,19 +31,24 @@ from penstock.nodes.environments.python_tool import python_tool
 from penstock.nodes.evaluate import measure
 from penstock.nodes.generate import converse, generate
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.losses import Loss, Sampled, aipo, importance_weighted, ppo, reads, reinforce, tis
-from penstock.nodes.learn.optimizer import cosine, linear
+from penstock.nodes.learn.losses import Sampled, aipo, ppo, reads, reinforce, tis
 from penstock.nodes.learn.update import aipo_update, policy_update, term
 from penstock.nodes.replay_buffer import replay
 from penstock.nodes.reward_model import reward_scores
 from penstock.nodes.score import math_answer, score
 
 
+def compared(policy: Policy, prompts: Prompts) -> tuple[Rollouts, Advantages]:
+    rollouts = generate(prompts, broadcast(policy), samples=4)
+    return rollouts, group_advantage(score(rollouts, by=math_answer))
+
+
 @program
 def alone(policy: Policy, prompts: Prompts, *, samples: int = 1) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=samples)
     rewards = half(score(rollouts, by=math_answer))
-    return aipo_update(policy, rollouts, group_advantage(rewards))  # alone
+    # too-few-samples: group_advantage given rewards of samples=1, one response to a prompt
+    return aipo_update(policy, rollouts, group_advantage(rewards))
 
 
 @node(pool="scorer")
@@ -77,30 +83,17 @@ def fork(rollouts: Rollouts) -> Rollouts:
 @program
 def alone_and_learnt(policy: Policy, reward: RewardModel, prompts: Prompts) -> dict[str, object]:
     rollouts = generate(prompts, broadcast(policy), samples=1)
-    advantage = group_advantage(reward_scores(reward, rollouts))  # alone_and_learnt
+    # too-few-samples: group_advantage given rewards of samples=1, one response to a prompt
+    advantage = group_advantage(reward_scores(reward, rollouts))
     return {"policy": aipo_update(policy, rollouts, advantage), "reward": reward}
 
 
 @program
-def without_a_peak(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    return policy_update(policy, rollouts, advantage, loss=ppo, lr=cosine)  # type: ignore[arg-type]  # without_a_peak
-
-
-@program
-def below_nothing(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage, lr = group_advantage(score(rollouts, by=math_answer)), partial(linear, peak=1e-4, warmup=-1)
-    return policy_update(policy, rollouts, advantage, loss=ppo, lr=lr)  # below_nothing
-
-
-@program
 def twins(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
+    rollouts, advantage = compared(policy, prompts)
     again = [term(rollouts, advantage, loss=aipo), term(rollouts, loss=partial(ppo, clip_low=0.1))]
-    return policy_update(policy, rollouts, advantage, beside=again, loss=ppo)  # twins
+    # duplicate-term: policy_update given two terms of the name 'ppo'
+    return policy_update(policy, rollouts, advantage, beside=again, loss=ppo)
 
 
 def finished(rollouts: Rollouts) -> list[bool]:
@@ -111,23 +104,24 @@ def finished(rollouts: Rollouts) -> list[bool]:
 @program
 def unnamed(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer), by=finished)  # unnamed
+    # missing-rollouts: group_advantage: option 'by' given sub-groups of no rollouts
+    advantage = group_advantage(score(rollouts, by=math_answer), by=finished)
     return policy_update(policy, rollouts, advantage, loss=ppo)
 
 
 @program
 def dotted(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    again = term(rollouts, advantage, loss=ppo, name="my.term")  # dotted
+    rollouts, advantage = compared(policy, prompts)
+    # bad-name: term: option 'name' given 'my.term'
+    again = term(rollouts, advantage, loss=ppo, name="my.term")
     return policy_update(policy, rollouts, advantage, beside=[again], loss=ppo)
 
 
 @program
 def term_without_old(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    again = term(rollouts, advantage, loss=tis)  # term_without_old
+    rollouts, advantage = compared(policy, prompts)
+    # missing-proximal: term: loss tis given no proximal_P for it
+    again = term(rollouts, advantage, loss=tis)
     return policy_update(policy, rollouts, advantage, beside=[again], loss=ppo)
 
 
@@ -141,7 +135,8 @@ def two_rates(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
     rewards = score(rollouts, by=math_answer)
     advantage, rate = group_advantage(rewards), slower(rewards)
-    return policy_update(policy, rollouts, advantage, rate=rate, loss=ppo, lr=1e-4)  # two_rates
+    # two-learning-rates: policy_update: option 'lr' given a learning rate beside the input `rate`
+    return policy_update(policy, rollouts, advantage, rate=rate, loss=ppo, lr=1e-4)
 
 
 def well(call: Call) -> None:
@@ -157,14 +152,16 @@ def unwell(rollouts: Rollouts) -> Rewards:
 @program
 def refused_plainly(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
-    rewards = unwell(rollouts)  # refused_plainly
+    # unmet-requirement: unwell given nobody can
+    rewards = unwell(rollouts)
     return aipo_update(policy, rollouts, group_advantage(rewards))
 
 
 @program
 def one_left_out(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=1)
-    advantage = leave_one_out_advantage(score(rollouts, by=math_answer))  # one_left_out
+    # too-few-samples: leave_one_out_advantage given rewards of samples=1, one response to a prompt
+    advantage = leave_one_out_advantage(score(rollouts, by=math_answer))
     return aipo_update(policy, rollouts, advantage)
 
 
@@ -181,7 +178,8 @@ def many_greedy(policy: Policy, prompts: Prompts) -> Policy:
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=1)
     greedy = generate(prompts, behaviour, samples=4, temperature=0.0)
-    advantage = greedy_advantage(score(rollouts, by=math_answer), score(greedy, by=math_answer))  # many_greedy
+    # too-many-samples: greedy_advantage given greedy rewards of samples=4
+    advantage = greedy_advantage(score(rollouts, by=math_answer), score(greedy, by=math_answer))
     return policy_update(policy, rollouts, advantage, loss=reinforce)
 
 
@@ -189,30 +187,18 @@ def many_greedy(policy: Policy, prompts: Prompts) -> Policy:
 def no_pair(policy: Policy, reference: Reference, prompts: Prompts) -> dict[str, Policy]:
     rollouts = generate(prompts, broadcast(policy), samples=1)
     rewards, close = score(rollouts, by=math_answer), reference_logprobs(reference, rollouts)
-    return {"policy": dpo_update(policy, rollouts, rewards, close), "reference": reference}  # no_pair
-
-
-@program
-def penalised_by_nothing(policy: Policy, prompts: Prompts, *, kl: float = 0.1) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    return policy_update(policy, rollouts, advantage, loss=ppo, kl=kl)  # penalised_by_nothing
+    # too-few-samples: dpo_update given rewards of samples=1, one response to a prompt
+    return {"policy": dpo_update(policy, rollouts, rewards, close), "reference": reference}
 
 
 @program
 def expected_by_nothing(policy: Policy, critic: Critic, prompts: Prompts) -> dict[str, object]:
     rollouts = generate(prompts, broadcast(policy), samples=4)
     values = critic_values(critic, rollouts)
-    advantage, returns = gae(score(rollouts, by=math_answer), values, rollouts, kl=0.1)  # expected_by_nothing
+    # missing-reference: gae: option 'kl' given 0.1 without a reference
+    advantage, returns = gae(score(rollouts, by=math_answer), values, rollouts, kl=0.1)
     learnt = policy_update(policy, rollouts, advantage, loss=ppo)
     return {"policy": learnt, "critic": critic_update(critic, rollouts, values, returns)}
-
-
-@program
-def without_old(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    return policy_update(policy, rollouts, advantage, loss=partial(tis, cap=3.0))  # without_old
 
 
 @requires(reads("reference"))
@@ -225,65 +211,37 @@ def own_loss(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
 def own(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
     advantage, old = group_advantage(score(rollouts, by=math_answer)), policy_logprobs(policy, rollouts)
-    return policy_update(policy, rollouts, advantage, proximal=old, loss=own_loss)  # own
-
-
-def with_bonus(logprobs_P: Tensor, sampled: Sampled, *, base: Loss, bonus: float = 0.1) -> Tensor:
-    """A loss of one's own on top of another one."""
-    return base(logprobs_P, sampled)[0] - bonus * logprobs_P
-
-
-@program
-def on_top(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    loss = partial(with_bonus, base=partial(tis, cap=-1.0))
-    return policy_update(policy, rollouts, advantage, loss=loss)  # on_top
-
-
-@program
-def misspelt(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    loss = partial(importance_weighted, level="sequance", bound="mask")  # type: ignore[arg-type]
-    return policy_update(policy, rollouts, advantage, loss=loss, average="tokenmean")  # type: ignore[arg-type]
-
-
-@program
-def named_by_a_text(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    return policy_update(policy, rollouts, advantage, loss="ppo")  # type: ignore[arg-type]
+    # missing-reference: policy_update: loss own_loss given no reference_P for it
+    return policy_update(policy, rollouts, advantage, proximal=old, loss=own_loss)
 
 
 @program
 def no_time(policy: Policy, prompts: Prompts) -> Policy:
     options = {"deadline": 0, "seconds": 0.0, "workers": 0, "memory_mib": 8, "on_timeout": None}
+    # wrong-option-type: python_tool: option 'on_timeout' given None
+    # out-of-range: python_tool: option 'seconds' given 0.0
+    # out-of-range: python_tool: option 'workers' given 0
+    # out-of-range: python_tool: option 'memory_mib' given 8
+    # out-of-range: python_tool: option 'deadline' given 0
     rollouts, _ = converse(prompts, broadcast(policy), environment=python_tool, turns=2, samples=4, **options)
     return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
 
 
 @program
 def empty_buffer(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4)
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    batch, worth = replay(rollouts, advantage, take=0, max_age=-1)  # empty_buffer
+    rollouts, advantage = compared(policy, prompts)
+    # out-of-range: replay: option 'take' given 0
+    # out-of-range: replay: option 'max_age' given -1
+    batch, worth = replay(rollouts, advantage, take=0, max_age=-1)
     return policy_update(policy, batch, worth, loss=aipo)
 
 
 @program
 def empty_exam(policy: Policy, prompts: Prompts) -> Policy:
     rollouts = generate(prompts, broadcast(policy), samples=4)
-    measure.every(2)(broadcast(policy), problems=0)  # empty_exam
+    # out-of-range: measure: option 'problems' given 0
+    measure.every(2)(broadcast(policy), problems=0)
     return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
-
-
-@program
-def out_of_range(policy: Policy, prompts: Prompts) -> Policy:
-    rollouts = generate(prompts, broadcast(policy), samples=4, temperature=-1, top_k=1.5, top_p=0.0)  # type: ignore
-    loss = partial(ppo, clip_low="wide", dual_clip=1)  # type: ignore[arg-type]
-    advantage = group_advantage(score(rollouts, by=math_answer))
-    return policy_update(policy, rollouts, advantage, loss=loss, clip_norm=0, betas=(0.9, 1.0), micro_tokens=0)
 
 
 class Logged(Rollouts):
@@ -313,7 +271,7 @@ def open_logged(context: Context) -> Source:
 @program
 def offline(policy: Policy, logged: Logged, *, recorded: bool = False) -> Policy:
     kept, rewards = keep(logged, score(logged, by=math_answer), when=every)
-    return policy_update(policy, kept, group_advantage(rewards), loss=ppo)  # offline
+    return policy_update(policy, kept, group_advantage(rewards), loss=ppo)
 
 
 def every(logged: Logged, rewards: Rewards) -> bool:
@@ -355,7 +313,7 @@ def learns_from_odd_samples(
 ) -> Policy:
     """Its samples come to the update through a node, a filter and a buffer."""
     behaviour, told = broadcast(policy), {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    rollouts = generate(prompts, behaviour, samples=4, **told)  # type: ignore  # learns_from_odd_samples
+    rollouts = generate(prompts, behaviour, samples=4, **told)  # type: ignore
     rollouts = fork(rollouts)
     rollouts, rewards = keep(rollouts, score(rollouts, by=math_answer), when=any_of)
     batch, worth = replay(rollouts, group_advantage(rewards))
@@ -369,7 +327,8 @@ def any_of(rollouts: Rollouts, rewards: Rewards) -> bool:
 @program
 def talks_oddly(policy: Policy, prompts: Prompts) -> Policy:
     behaviour, tool = broadcast(policy), python_tool
-    rollouts, _ = converse(prompts, behaviour, environment=tool, turns=2, temperature=0.0)  # talks_oddly
+    # unscored-sampling: generate: option 'temperature' given 0.0, of rollouts that are scored by mine (
+    rollouts, _ = converse(prompts, behaviour, environment=tool, turns=2, temperature=0.0)
     return mine(policy, rollouts)
 
 
@@ -408,7 +367,8 @@ def chooses_by_odd_samples(policy: Policy, prompts: Prompts) -> Policy:
 def rescores_odd_samples(policy: Policy, reference: Reference, prompts: Prompts) -> dict[str, Policy]:
     behaviour = broadcast(policy)
     rollouts = generate(prompts, behaviour, samples=4)
-    odd = generate(prompts, behaviour, samples=4, top_p=0.9)  # rescores_odd_samples
+    # unscored-sampling: generate_2: option 'top_p' given 0.9, of rollouts that are scored by reference_logprobs (
+    odd = generate(prompts, behaviour, samples=4, top_p=0.9)
     close = reference_logprobs(reference, odd)
     advantage = group_advantage(drift(score(rollouts, by=math_answer), close))
     return {"policy": aipo_update(policy, rollouts, advantage), "reference": reference}

@@ -1,70 +1,105 @@
 """What nodes and losses cannot work with is told by `check`, at the line of the call, before anything starts."""
 
+import linecache
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from penstock.graph import Graph, Program, check, load, trace
+from penstock.graph import Policy, Prompts, broadcast, check, load, program, trace
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.losses import Loss, Sampled, importance_weighted, ppo, tis
+from penstock.nodes.learn.optimizer import cosine, linear
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.score import math_answer, score
 from penstock.runtime.cli.children import answer
+
+from .faults import assert_told, marked
 
 FILE = Path(__file__).parent / "programs_for_misuse.py"
 
 
-def graph(name: str, **options: Any) -> Graph:
-    found = load(f"{FILE}:{name}")
-    assert isinstance(found, Program)
-    return trace(found, options)
+def source(where: str) -> str:
+    """The line of a fault."""
+    file, _, number = where.rpartition(":")
+    return linecache.getline(file, int(number))
 
 
-def line(mark: str) -> str:
-    """Where the misuse stands."""
-    number = next(n for n, text in enumerate(FILE.read_text().splitlines(), 1) if text.endswith(f"  # {mark}"))
-    return f"{FILE}:{number}"
+MARKED = marked(FILE)
 
 
-ONE = "rewards of samples=1, one response to a prompt"
-MISUSE = {
-    "alone": ("group_advantage", ONE, "too-few-samples"),
-    "one_left_out": ("leave_one_out_advantage", ONE, "too-few-samples"),
-    "alone_and_learnt": ("group_advantage", ONE, "too-few-samples"),
-    "refused_plainly": ("unwell", "nobody can", "unmet-requirement"),
-    "many_greedy": ("greedy_advantage", "greedy rewards of samples=4", "too-many-samples"),
-    "no_pair": ("dpo_update", ONE, "too-few-samples"),
-    "penalised_by_nothing": ("policy_update: option 'kl'", "0.1 without a reference", "missing-reference"),
-    "expected_by_nothing": ("gae: option 'kl'", "0.1 without a reference", "missing-reference"),
-    "without_old": ("policy_update: loss tis", "no proximal_P for it", "missing-proximal"),
-    "without_a_peak": ("policy_update: option 'lr'", "cosine without peak", "unbound-schedule"),
-    "below_nothing": ("policy_update: lr linear: option 'warmup'", "-1", "out-of-range"),
-    "two_rates": ("policy_update: option 'lr'", "a learning rate beside the input `rate`", "two-learning-rates"),
-    "twins": ("policy_update", "two terms of the name 'ppo'", "duplicate-term"),
-    "dotted": ("term: option 'name'", "'my.term'", "bad-name"),
-    "term_without_old": ("term: loss tis", "no proximal_P for it", "missing-proximal"),
-    "unnamed": ("group_advantage: option 'by'", "sub-groups of no rollouts", "missing-rollouts"),
-    "own": ("policy_update: loss own_loss", "no reference_P for it", "missing-reference"),
-    "empty_exam": ("measure: option 'problems'", "0", "out-of-range"),
-}
-
-
-@pytest.mark.parametrize("name", MISUSE)
+@pytest.mark.parametrize("name", MARKED)
 def test_what_a_node_or_a_loss_cannot_work_with_is_a_fault_at_its_line(name: str) -> None:
-    (fault,) = check(graph(name))
-    assert (fault.what, fault.given, fault.code) == MISUSE[name]
-    assert fault.where == line(name)
+    assert_told(FILE, name, MARKED[name])
 
 
-def test_all_options_that_are_too_small_are_told() -> None:
-    faults = check(graph("empty_buffer"))
-    assert [(f.what, f.given) for f in faults] == [("replay: option 'take'", "0"), ("replay: option 'max_age'", "-1")]
-    assert {f.code for f in faults} == {"out-of-range"}
-    assert {f.where for f in faults} == {line("empty_buffer")}
+def with_bonus(logprobs_P: Tensor, sampled: Sampled, *, base: Loss, bonus: float = 0.1) -> Tensor:
+    """A loss of one's own on top of another one."""
+    return base(logprobs_P, sampled)[0] - bonus * logprobs_P
+
+
+LOSS = "policy_update: loss"
+OPTION = "policy_update: option"
+RANGE, TYPE = "out-of-range", "wrong-option-type"
+WIDE: dict[str, Any] = {"clip_low": "wide", "dual_clip": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "faults"),
+    [
+        ({"lr": cosine}, [("unbound-schedule", f"{OPTION} 'lr'", "cosine without peak")]),
+        ({"lr": partial(linear, peak=1e-4, warmup=-1)}, [(RANGE, "policy_update: lr linear: option 'warmup'", "-1")]),
+        ({"kl": 0.1}, [("missing-reference", f"{OPTION} 'kl'", "0.1 without a reference")]),
+        ({"kl": 0.0}, []),
+        ({"loss": partial(tis, cap=3.0)}, [("missing-proximal", f"{LOSS} tis", "no proximal_P for it")]),
+        (
+            {"loss": partial(with_bonus, base=partial(tis, cap=-1.0))},
+            [
+                ("missing-proximal", f"{LOSS} with_bonus: base tis", "no proximal_P for it"),
+                (RANGE, f"{LOSS} with_bonus: base tis: option 'cap'", "-1.0"),
+            ],
+        ),
+        (
+            {"loss": partial(importance_weighted, level="sequance", bound="mask"), "average": "tokenmean"},  # type: ignore[arg-type]
+            [
+                (TYPE, f"{OPTION} 'average'", "'tokenmean'"),
+                (TYPE, f"{LOSS} importance_weighted: option 'level'", "'sequance'"),
+            ],
+        ),
+        ({"loss": "ppo"}, [(TYPE, f"{OPTION} 'loss'", "'ppo'")]),
+        (
+            {"loss": partial(ppo, **WIDE), "clip_norm": 0, "betas": (0.9, 1.0), "micro_tokens": 0},
+            [
+                (RANGE, f"{OPTION} 'clip_norm'", "0"),
+                (RANGE, f"{OPTION} 'micro_tokens'", "0"),
+                (RANGE, f"{OPTION} 'betas'", "[0.9, 1.0]"),
+                (RANGE, f"{LOSS} ppo: option 'clip_low'", "'wide'"),
+                (RANGE, f"{LOSS} ppo: option 'dual_clip'", "1"),
+            ],
+        ),
+    ],
+)
+def test_options_of_an_update_that_cannot_work_are_all_told(
+    options: dict[str, Any], faults: list[tuple[str, str, str]]
+) -> None:
+    @program
+    def updated(policy: Policy, prompts: Prompts) -> Policy:
+        rollouts = generate(prompts, broadcast(policy), samples=4)
+        advantage = group_advantage(score(rollouts, by=math_answer))
+        return policy_update(policy, rollouts, advantage, **{"loss": ppo, **options})
+
+    assert [(f.code, f.what, f.given) for f in check(trace(updated))] == faults
 
 
 FACTORS = "a finite number of at least 0"
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "what", "needed"),
+    ("name", "options", "what", "needed"),
     [
         ("aipo", {"rho": 0.0}, "aipo_update: option 'rho'", "a number above 0"),
         ("aipo", {"lr": -1.0}, "aipo_update: option 'lr'", f"{FACTORS}, or a schedule"),
@@ -91,25 +126,8 @@ FACTORS = "a finite number of at least 0"
         ),
     ],
 )
-def test_numbers_that_cannot_work_are_faults(program: str, options: dict[str, Any], what: str, needed: str) -> None:
-    found = load(program)
-    assert isinstance(found, Program)
-    faults = {(fault.what, fault.needed) for fault in check(trace(found, options))}
-    assert (what, needed) in faults
-
-
-def test_all_numbers_of_a_call_that_cannot_work_are_told() -> None:
-    faults = check(graph("out_of_range"))
-    assert {(f.what, f.given) for f in faults} == {
-        ("generate: option 'temperature'", "-1"),
-        ("generate: option 'top_k'", "1.5"),
-        ("generate: option 'top_p'", "0.0"),
-        ("policy_update: loss ppo: option 'clip_low'", "'wide'"),
-        ("policy_update: loss ppo: option 'dual_clip'", "1"),
-        ("policy_update: option 'clip_norm'", "0"),
-        ("policy_update: option 'betas'", "[0.9, 1.0]"),
-        ("policy_update: option 'micro_tokens'", "0"),
-    }
+def test_numbers_that_cannot_work_are_faults(name: str, options: dict[str, Any], what: str, needed: str) -> None:
+    assert (what, needed) in {(fault.what, fault.needed) for fault in check(trace(load(name), options))}
 
 
 @pytest.mark.parametrize(
@@ -125,83 +143,18 @@ def test_all_numbers_of_a_call_that_cannot_work_are_told() -> None:
 def test_samples_that_no_policy_can_score_are_refused_where_they_are_made(
     options: dict[str, Any], faults: list[str]
 ) -> None:
-    found = check(graph("learns_from_odd_samples", **options))
-    assert [(f.what, f.where) for f in found] == [
-        (f"generate: option {name!r}", line("learns_from_odd_samples")) for name in faults
-    ]
+    found = check(trace(load(f"{FILE}:learns_from_odd_samples"), options))
+    assert [f.what for f in found] == [f"generate: option {name!r}" for name in faults]
     for fault, name in zip(found, faults, strict=True):
         assert fault.given.startswith(f"{options[name]}, of rollouts that are scored by policy_update ({FILE}:")
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "scorer"),
-    [("talks_oddly", "temperature", "mine"), ("rescores_odd_samples", "top_p", "reference_logprobs")],
-)
-def test_such_samples_are_refused_whoever_scores_them(name: str, option: str, scorer: str) -> None:
-    (fault,) = check(graph(name))
-    assert fault.where == line(name)
-    assert fault.what.endswith(f": option {option!r}")
-    assert f"scored by {scorer} (" in fault.given
-
-
-def test_a_loss_that_is_bound_to_a_loss_is_asked_too() -> None:
-    faults = check(graph("on_top"))
-    assert [(f.what, f.given, f.where) for f in faults] == [
-        ("policy_update: loss with_bonus: base tis", "no proximal_P for it", line("on_top")),
-        ("policy_update: loss with_bonus: base tis: option 'cap'", "-1.0", line("on_top")),
-    ]
-
-
-def test_a_word_that_is_none_of_the_choices_is_a_fault() -> None:
-    assert {(f.what, f.given, f.needed) for f in check(graph("misspelt"))} == {
-        ("policy_update: option 'average'", "'tokenmean'", "'token_mean' or 'sequence_mean' or 'constant'"),
-        ("policy_update: loss importance_weighted: option 'level'", "'sequance'", "'token' or 'sequence'"),
-    }
-
-
-def test_a_text_is_no_function() -> None:
-    (fault,) = check(graph("named_by_a_text"))
-    assert (fault.what, fault.given) == ("policy_update: option 'loss'", "'ppo'")
-    assert fault.needed.startswith("a function: NAME")
-
-
-def test_an_environment_and_its_tools_get_some_time() -> None:
-    faults = {(f.what, f.given, f.needed) for f in check(graph("no_time"))}
-    assert faults == {
-        ("python_tool: option 'deadline'", "0", "a number above 0"),
-        ("python_tool: option 'seconds'", "0.0", "a number above 0"),
-        ("python_tool: option 'workers'", "0", "a whole number of at least 1"),
-        ("python_tool: option 'memory_mib'", "8", "a whole number of at least 32"),
-        ("python_tool: option 'on_timeout'", "None", "'reply' or 'fail'"),
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("alone", {"samples": 2}),
-        ("penalised_by_nothing", {"kl": 0.0}),
-        ("compared_with_the_batch", {}),
-        ("another", {}),
-        ("judged_once", {}),
-        ("forked", {}),
-        ("offline", {}),
-        ("compares_odd_samples", {}),
-        ("chooses_by_odd_samples", {}),
-    ],
-)
-def test_what_can_work_is_no_fault(name: str, options: dict[str, Any]) -> None:
-    assert check(graph(name, **options)) == []
+        assert "= generate(prompts, behaviour, samples=4, **told)" in source(fault.where)
 
 
 def test_data_without_mu_is_told_to_a_loss_that_needs_it_and_to_no_other() -> None:
     """What the first value of a source has is known once it has been read: by `run`, before any process starts."""
     (fault,) = answer("run", f"{FILE}:offline", [])["faults"]
-    assert (fault["what"], fault["given"], fault["where"]) == (
-        "policy_update: loss ppo",
-        "no behaviour_P for it",
-        line("offline"),
-    )
+    assert (fault["what"], fault["given"]) == ("policy_update: loss ppo", "no behaviour_P for it")
+    assert "policy_update(policy, kept, group_advantage(rewards), loss=ppo)" in source(fault["where"])
     assert "logprobs_NT were recorded" in fault["needed"]
     assert answer("run", f"{FILE}:offline", ["--recorded"])["faults"] == []
     assert answer("run", f"{FILE}:offline_without_ratios", [])["faults"] == []
@@ -209,11 +162,6 @@ def test_data_without_mu_is_told_to_a_loss_that_needs_it_and_to_no_other() -> No
 
 
 def test_a_graph_whose_nodes_are_not_imported_is_checked_without_them() -> None:
-    strange = Graph.from_json(graph("alone").to_json())
-    nodes = [node.__class__(**{**_fields(node), "op": "nowhere.to_be:found"}) for node in strange.nodes if node.fires]
-    ways = [node for node in strange.nodes if not node.fires]
-    assert check(strange.replace(nodes=(*ways, *nodes))) == []
-
-
-def _fields(node: Any) -> dict[str, Any]:
-    return {slot: getattr(node, slot) for slot in type(node).__slots__}
+    made = trace(load(f"{FILE}:alone"))
+    nodes = tuple(replace(node, op="nowhere.to_be:found") if node.fires else node for node in made.nodes)
+    assert check(made.replace(nodes=nodes)) == []
