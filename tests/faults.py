@@ -25,7 +25,7 @@ def marked(file: Path) -> dict[str, Told]:
             above = []
     found = {}
     for item in ast.parse(text).body:
-        if isinstance(item, ast.FunctionDef) and "program" in map(ast.unparse, item.decorator_list):
+        if isinstance(item, ast.FunctionDef) and any(ast.unparse(d).startswith("program") for d in item.decorator_list):
             begin, end = item.decorator_list[0].lineno, item.end_lineno or item.lineno
             found[item.name] = [mark for mark in marks if begin <= mark[0] <= end]
     assert sum(map(len, found.values())) == len(marks), "a mark outside of the programs"

@@ -260,6 +260,8 @@ def talking(
 @program
 def boundless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     """A conversation without a bound."""
+    # unbounded-turns: generate: turns given no bound
+    # unknown-model: generate: input 'behaviour' given the weights of 'policy', of which its maker
     rollouts, _ = converse(prompts, broadcast(policy), environment=fake_environment)
     return fake_update(policy, rollouts, fake_score(rollouts))
 
@@ -268,6 +270,7 @@ def boundless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 def answered_by_a_function(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     """The one that answers has no @node."""
     behaviour = broadcast(policy)
+    # not-a-node: the node that answers given <function reply … needed a function with @node or, for an env
     talk, answer = alternate(speak, reply.fn, prompts, behaviour, turns=2)  # type: ignore[call-overload]
     return learn(policy, grade(talk, answer))
 
@@ -276,12 +279,14 @@ def answered_by_a_function(policy: FakePolicy, prompts: FakePrompts) -> FakePoli
 def keeps_by_nothing(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     """A filter that nobody has said."""
     rollouts = fake_generate(prompts, broadcast(policy))
+    # no-predicate: keep: option 'when' given None
     return fake_update(policy, rollouts, keep(fake_score(rollouts)))  # type: ignore[call-overload]
 
 
 @program
 def endless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     """Turns without a bound."""
+    # unbounded-turns: speak: turns given no bound
     talk, answer = alternate(speak, reply, prompts, broadcast(policy))
     return learn(policy, grade(talk, answer))
 
@@ -308,6 +313,7 @@ def keeps_everything(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) 
 @program
 def filters_by_lambda(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
+    # local-function: keep: option 'when' given
     return fake_update(policy, rollouts, keep(fake_score(rollouts), when=lambda rewards: True))
 
 
@@ -334,6 +340,7 @@ def slow_values(policy: FakePolicy) -> Rewards:
 @program
 def reads_a_slower_node(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
+    # reader-too-often: 'slow_values', which … needed a reader at those updates: score_average.every(2)
     score_average(slow_values.every(2)(policy))
     return fake_update(policy, rollouts, fake_score(rollouts))
 
@@ -343,6 +350,7 @@ def reads_a_slower_value(policy: FakePolicy, average: FakeAverage, prompts: Fake
     rollouts = fake_generate(prompts, broadcast(policy))
     learnt = fake_update(policy, rollouts, fake_score(rollouts))
     moved = follow.every(2)(average, learnt)
+    # reader-too-often: 'follow', which … 2); or the carried value 'average', which stays as it is in between
     size(moved)
     return {"policy": learnt, "average": moved}
 
@@ -351,6 +359,7 @@ def reads_a_slower_value(policy: FakePolicy, average: FakeAverage, prompts: Fake
 def slow_reader_of_groups(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
     rewards = fake_score(rollouts)
+    # every-skips-groups: 'fake_score', of which … score_average without .every(3); or score_average.every(3)
     score_average.every(3)(rewards)
     return fake_update(policy, rollouts, rewards)
 
@@ -358,11 +367,13 @@ def slow_reader_of_groups(policy: FakePolicy, prompts: FakePrompts) -> FakePolic
 @program
 def slow_group_node(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
+    # every-per-group: fake_score.every(2) given a node that fires per group
     return fake_update(policy, rollouts, fake_score.every(2)(rollouts))
 
 
 @program
 def delay_elsewhere(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
+    # other-pool: choose reads delay in pool 'generator' … needed choose.on("scorer")
     chosen = read_aloud(choose.on("generator")(prompts, delay(seen, lag=1)))
     rewards = fake_score(fake_generate(chosen, broadcast(policy)))
     return {"policy": learn(policy, rewards), "seen": remember(seen, rewards)}
@@ -370,6 +381,7 @@ def delay_elsewhere(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dic
 
 @program
 def delay_with_filter(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
+    # delay-beside-filter: delay is exact given delay beside keep, which drops groups
     chosen = read_aloud(choose(prompts, delay(seen, lag=1)))
     rewards = keep(fake_score(fake_generate(chosen, broadcast(policy))), when=always)
     return {"policy": learn(policy, rewards), "seen": remember.every(1)(seen, rewards)}
@@ -377,6 +389,8 @@ def delay_with_filter(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> d
 
 @program
 def delay_of_a_slow_value(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts) -> dict[str, Any]:
+    # delay-of-every: given 'average', which follow makes at every 2. update needed follow without .every(2)
+    # delay-of-model: given 'average', a FakeAverage, of whose weights lag + 2 copies … broadcast(average, lag=k)
     chosen = weigh(prompts, delay(average, lag=1))
     rollouts = fake_generate(chosen, broadcast(policy))
     learnt = fake_update(policy, rollouts, fake_score(rollouts))
@@ -391,12 +405,14 @@ def weigh(prompts: FakePrompts, average: FakeAverage) -> FakePrompts:
 @program
 def delay_per_update(policy: FakePolicy, seen: Seen, prompts: FakePrompts) -> dict[str, Any]:
     rewards = fake_score(fake_generate(prompts, broadcast(policy)))
+    # delay-per-update: remember reads delay given a node per update
     return {"policy": learn(policy, rewards), "seen": remember(delay(seen, lag=1), rewards)}
 
 
 @program
 def mute(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
+    # speaker-inputs: alternate: the node that speaks … optional inputs conversation and replies
     rewards, _ = alternate(fake_score, reply, rollouts, turns=2)
     return learn(policy, rewards)
 
@@ -606,6 +622,7 @@ def named_twice(proposer: FakePolicy, solver: FakePolicy, prompts: FakePrompts) 
     rewards = fake_score(rollouts)
     return {
         "proposer": fake_update.named("solver")(proposer, rollouts, rewards),
+        # duplicate-name: fake_update.named given 'solver', the name of the call at
         "solver": fake_update.named("solver")(solver, rollouts, rewards),
     }
 

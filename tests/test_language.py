@@ -31,6 +31,7 @@ from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 
+from .faults import assert_told, marked
 from .gates.replaying import replayed
 from .gates.running import (
     assert_equal_bits,
@@ -45,7 +46,9 @@ from .gates.running import (
 )
 
 pytestmark = pytest.mark.timeout(180)
-FILE = f"{Path(__file__).parent / 'programs_for_language.py'}:"
+PROGRAMS = Path(__file__).parent / "programs_for_language.py"
+FILE = f"{PROGRAMS}:"
+MARKED = marked(PROGRAMS)
 UPDATES, BATCH = 6, 3
 TOY = RunOptions(updates=UPDATES, batch=BATCH, slots=16, deadline=60.0)
 
@@ -84,6 +87,18 @@ def failed(tmp_path: Path, name: str, flags: RunOptions = TOY, **options: Any) -
     return summary(made)
 
 
+def stop_after(folder: Path, update: int) -> None:
+    """Run until there is a row of that update, then as a Ctrl-C stops it."""
+    interrupted = threading.Event()
+
+    def hear(line: dict[str, Any]) -> None:
+        if line["kind"] == "row" and line["row"]["update"] == update and not interrupted.is_set():
+            interrupted.set()
+            signal.raise_signal(signal.SIGINT)
+
+    assert status_here(folder, hear)[0] == "stopped"
+
+
 PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
@@ -99,6 +114,39 @@ def test_a_construct_is_checked_and_survives_json(name: str) -> None:
     assert check(made, batch=BATCH) == []
     assert Graph.from_json(json.loads(json.dumps(made.to_json()))) == made
     assert Graph.from_json(made.to_json()).digest() == made.digest()
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_misuse_of_a_construct_is_told_at_its_line(name: str) -> None:
+    assert_told(PROGRAMS, name, MARKED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "printed"),
+    [
+        (
+            "filtered",
+            {},
+            ["kept_rewards = keep(rollouts, rewards, when=odd_sum)  # generator, per group, drops"],
+        ),
+        ("clocks", {"every": 4, "look": 5}, ["# trainer, every 4 updates", "# watcher, every 5 updates"]),
+        ("seldom", {}, ["broadcast(policy, lag=3, every=2)"]),
+        ("moved", {}, ["rewards = fake_score(rollouts)                 # trainer, per update"]),
+        ("curriculum", {}, ["past_seen = delay(seen, lag=1)", "choose(prompts, past_seen)"]),
+        (
+            "talking",
+            {"turns": 4},
+            [
+                "conversation, replies = alternate(speak, reply, prompts, behaviour, stubborn=2,",
+                "turns=4)",
+                "# generator and environment, per group, at most 4 turns",
+            ],
+        ),
+    ],
+)
+def test_a_construct_is_printed_as_it_is_written(name: str, options: dict[str, Any], printed: list[str]) -> None:
+    text = str(graph(name, **options))
+    assert all(words in text for words in printed), text
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -124,13 +172,6 @@ def test_a_construct_at_lag_zero_is_the_same_bits_in_processes(tmp_path: Path, n
 # Filters ------------------------------------------------------------------------------------------------------
 
 
-def test_a_filter_is_printed_where_its_values_are_made() -> None:
-    assert (
-        "kept_rollouts, kept_rewards = keep(rollouts, rewards, when=odd_sum)  # generator, per group, drops groups"
-        in str(graph("filtered"))
-    )
-
-
 @PROCESSES
 def test_a_filter_drops_groups_and_the_next_ones_take_their_place(tmp_path: Path, processes: bool) -> None:
     folder = run(tmp_path, "filtered", processes=processes, lag=1)
@@ -154,25 +195,7 @@ def test_a_filter_that_drops_everything_ends_the_run_with_the_counts(tmp_path: P
     assert "--drops" in error
 
 
-def test_a_filter_needs_a_predicate_that_other_processes_can_import() -> None:
-    with pytest.raises(GraphError, match="when") as raised:
-        graph("filters_by_lambda")
-    assert [fault.code for fault in raised.value.faults] == ["local-function"]
-
-
 # Clocks ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_filter_says_by_what() -> None:
-    with pytest.raises(GraphError, match=r"option 'when' \[no-predicate\]\n.*None\n"):
-        graph("keeps_by_nothing")
-
-
-def test_a_slower_clock_is_printed() -> None:
-    text = str(graph("clocks", every=4, look=5))
-    assert "# trainer, every 4 updates" in text
-    assert "# watcher, every 5 updates" in text
-    assert "broadcast(policy, lag=3, every=2)" in str(graph("seldom"))
 
 
 def test_weights_that_travel_too_seldom_for_their_lag_are_refused() -> None:
@@ -195,9 +218,7 @@ def test_a_slower_node_fires_at_its_updates_and_its_value_stays_in_between(tmp_p
 
 @PROCESSES
 def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_path: Path, processes: bool) -> None:
-    folder = run(
-        tmp_path, "clocks", processes=processes, lag=1, look=2, flags=RunOptions(**{**vars(TOY), "updates": 7})
-    )
+    folder = run(tmp_path, "clocks", processes=processes, lag=1, look=2, flags=replace(TOY, updates=7))
     seen = [row for row in [*rows(folder), *summary(folder)["measured"]] if "watch_update" in row]
     assert [(row["watch_update"], row["watched_version"]) for row in seen] == [(1.0, 1.0), (3.0, 3.0), (5.0, 5.0)]
 
@@ -218,24 +239,6 @@ def test_nobody_waits_for_a_node_that_only_measures() -> None:
     assert watched == list(range(4, 40, 5))
 
 
-def test_a_slower_node_that_others_read_at_each_update_is_refused() -> None:
-    said = faults("reads_a_slower_node")
-    assert "needed  a reader at those updates: score_average.every(2)" in said
-    assert said.count("or the carried value") == 0  # there is none
-    assert "2); or the carried value 'average', which stays as it is in between" in faults("reads_a_slower_value")
-
-
-def test_a_slower_node_that_reads_groups_is_told_what_to_write() -> None:
-    said = faults("slow_reader_of_groups")
-    assert "given   'fake_score', of which each update has a batch of its own" in said
-    assert "score_average without .every(3); or score_average.every(3) of what a node" in said
-
-
-def test_a_node_that_fires_per_group_has_no_slower_clock() -> None:
-    with pytest.raises(GraphError, match=r"fake_score\.every\(2\) \[every-per-group\]"):
-        graph("slow_group_node")
-
-
 # Steps ----------------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +254,7 @@ def test_minibatches_that_do_not_divide_the_batch_are_refused_before_anything_st
 @PROCESSES
 @pytest.mark.parametrize("lag", [0, 2])
 def test_updates_in_a_row_make_one_version(tmp_path: Path, lag: int, processes: bool) -> None:
-    pinned = RunOptions(**{**vars(TOY), "versions": "pinned"})
+    pinned = replace(TOY, versions="pinned")
     found = rows(run(tmp_path, "in_a_row", processes=processes, lag=lag, flags=pinned))
     assert [row["lag_max"] for row in found] == [min(update, lag) for update in range(UPDATES)]
     assert [row["policy_version"] for row in found] == list(range(1, UPDATES + 1))
@@ -261,8 +264,6 @@ def test_updates_in_a_row_make_one_version(tmp_path: Path, lag: int, processes: 
 
 
 def test_a_node_fires_where_and_when_the_call_says(tmp_path: Path) -> None:
-    made = graph("moved")
-    assert "rewards = fake_score(rollouts)                 # trainer, per update" in str(made)
     assert_equal_bits(
         final_state(run(tmp_path, "moved", lag=0), UPDATES),
         final_state(run(tmp_path, "without_filter", lag=0), UPDATES),
@@ -270,31 +271,6 @@ def test_a_node_fires_where_and_when_the_call_says(tmp_path: Path) -> None:
 
 
 # Delays -------------------------------------------------------------------------------------------------------
-
-
-def test_a_delay_is_printed() -> None:
-    text = str(graph("curriculum"))
-    assert "past_seen = delay(seen, lag=1)" in text
-    assert "choose(prompts, past_seen)" in text
-
-
-def test_a_delayed_value_is_read_in_its_own_pool_and_per_group() -> None:
-    assert 'needed  choose.on("scorer")' in faults("delay_elsewhere")
-    assert "[delay-per-update]" in faults("delay_per_update")
-
-
-def test_what_would_make_a_delay_inexact_is_refused() -> None:
-    assert "[delay-beside-filter]" in faults("delay_with_filter")
-    said = faults("delay_of_a_slow_value")
-    assert "given   'average', which follow makes at every 2. update" in said
-    assert "needed  follow without .every(2)" in said
-
-
-def test_models_are_not_delayed() -> None:
-    said = faults("delay_of_a_slow_value")
-    assert "given   'average', a FakeAverage, of whose weights lag + 2 copies would be kept" in said
-    assert "[delay-of-model]" in said
-    assert "broadcast(average, lag=k)" in said
 
 
 @PROCESSES
@@ -315,18 +291,13 @@ def test_a_delay_is_part_of_the_cycle_that_bounds_the_period() -> None:
     assert found.period_s == pytest.approx(1.0)
 
 
-def test_a_delayed_value_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
-    whole = run(tmp_path, "curriculum", lag=0, delayed=2)
-    half = prepared(tmp_path, "curriculum", lag=0, delayed=2)
-    interrupted = threading.Event()
-
-    def after_the_third(line: dict[str, Any]) -> None:
-        if line["kind"] == "row" and line["row"]["update"] == 2 and not interrupted.is_set():
-            interrupted.set()
-            signal.raise_signal(signal.SIGINT)
-
-    assert status_here(half, after_the_third)[0] == "stopped"
-    assert 3 <= len(rows(half)) < UPDATES
+@pytest.mark.parametrize(("name", "options", "update"), [("curriculum", {"delayed": 2}, 2), ("composed", {}, 1)])
+def test_a_delayed_value_and_a_state_go_on_exactly_after_a_resume(
+    tmp_path: Path, name: str, options: dict[str, Any], update: int
+) -> None:
+    whole, half = run(tmp_path, name, lag=0, **options), prepared(tmp_path, name, lag=0, **options)
+    stop_after(half, update)
+    assert update < len(rows(half)) < UPDATES
     run_here(half)
     assert_equal_bits(final_state(whole, UPDATES), final_state(half, UPDATES))
 
@@ -389,7 +360,7 @@ def test_a_run_that_only_fails_ends_with_its_counts_and_the_last_traceback(tmp_p
 
 
 def test_failures_and_retries_are_counted_in_rows_status_summary_and_report(tmp_path: Path) -> None:
-    flags = RunOptions(**{**vars(TOY), "on_failure": "replace", "retries": 1})
+    flags = replace(TOY, on_failure="replace", retries=1)
     made = prepared(tmp_path, "breaking", flags, every=3)
     status, lines = status_here(made)
     assert status == "done"
@@ -412,14 +383,7 @@ def test_a_run_that_is_stopped_or_fails_knows_its_dropped_and_failed_groups(tmp_
     flags = RunOptions(updates=2, batch=2, slots=16, drops=3, deadline=60.0)
     assert failed(tmp_path, "drops_everything", flags)["fates"] == {"consumed": 0, "dropped": 12, "failed": 0}
     half = prepared(tmp_path, "filtered")
-    interrupted = threading.Event()
-
-    def after_the_third(line: dict[str, Any]) -> None:
-        if line["kind"] == "row" and line["row"]["update"] == 2 and not interrupted.is_set():
-            interrupted.set()
-            signal.raise_signal(signal.SIGINT)
-
-    assert status_here(half, after_the_third)[0] == "stopped"
+    stop_after(half, 2)
     fates = summary(half)["fates"]
     assert fates == replayed(half)[0].outcomes
     assert fates["dropped"] >= sum(row["dropped"] for row in rows(half)) > 0
@@ -448,23 +412,9 @@ def test_a_node_that_is_an_option_takes_the_place_of_another() -> None:
     assert other["add_noise"].pool == "noise"
 
 
-def test_a_node_with_state_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
-    whole, half = run(tmp_path, "composed", lag=0), prepared(tmp_path, "composed", lag=0)
-    interrupted = threading.Event()
-
-    def after_the_second(line: dict[str, Any]) -> None:
-        if line["kind"] == "row" and line["row"]["update"] == 1 and not interrupted.is_set():
-            interrupted.set()
-            signal.raise_signal(signal.SIGINT)
-
-    assert status_here(half, after_the_second)[0] == "stopped"
-    run_here(half)
-    assert_equal_bits(final_state(whole, UPDATES), final_state(half, UPDATES))
-
-
 def test_a_nodes_key_comes_from_the_runs_seed(tmp_path: Path) -> None:
     first, same = run(tmp_path, "composed", lag=0), run(tmp_path, "composed", lag=0)
-    other = run(tmp_path, "composed", lag=0, flags=RunOptions(**{**vars(TOY), "seed": 1}))
+    other = run(tmp_path, "composed", lag=0, flags=replace(TOY, seed=1))
     figures = [[row["noise_max"] for row in rows(folder)] for folder in (first, same, other)]
     assert figures[0] == figures[1] != figures[2]
 
@@ -472,39 +422,11 @@ def test_a_nodes_key_comes_from_the_runs_seed(tmp_path: Path) -> None:
 # Turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_turns_are_printed_as_one_call() -> None:
-    text = str(graph("talking", turns=4))
-    assert "conversation, replies = alternate(speak, reply, prompts, behaviour, stubborn=2," in text
-    assert "turns=4)" in text
-    assert "# generator and environment, per group, at most 4 turns" in text
-
-
-def test_turns_need_a_bound() -> None:
-    for program, node in (("endless", "speak"), ("boundless", "generate")):
-        said = faults(program)
-        assert f"{node}: turns" in said
-        assert "given   no bound" in said
-        assert "[unbounded-turns]" in said
-
-
 @pytest.mark.parametrize("turns", [0, -1, 1.5])
 def test_a_bound_of_turns_that_is_none_is_told_as_it_was_given(turns: Any) -> None:
     said = faults("talking", turns=turns)
     assert f"given   {turns}\n" in said
     assert "[unbounded-turns]" in said
-
-
-def test_those_who_take_turns_are_nodes() -> None:
-    with pytest.raises(
-        GraphError, match=r"the node that answers \[not-a-node\]\n.*function reply.*\n.*@environment"
-    ) as refused:
-        graph("answered_by_a_function")
-    assert FILE in str(refused.value)
-
-
-def test_a_node_that_cannot_go_on_with_a_conversation_takes_no_turns() -> None:
-    with pytest.raises(GraphError, match="optional inputs conversation and replies"):
-        graph("mute")
 
 
 @PROCESSES
@@ -522,7 +444,7 @@ def test_turns_end_at_their_bound(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_breaks_gives_its_group_its_fate(tmp_path: Path) -> None:
-    flags = RunOptions(**{**vars(TOY), "on_failure": "replace"})
+    flags = replace(TOY, on_failure="replace")
     folder = run(tmp_path, "talking", flags=flags, lag=1, turns=8, raise_at=4)
     assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
     error = failed(tmp_path, "talking", lag=1, turns=8, raise_at=4)["error"]

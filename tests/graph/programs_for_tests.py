@@ -58,10 +58,7 @@ class Values:
 
 
 @node(pool="generator", init=make_engine)
-def generate(engine: Engine, prompts: Prompts, behaviour: Weights, *, samples: int = 8) -> tuple[Engine, Rollouts]:
-    raise NotImplementedError
-
-
+def generate(engine: Engine, prompts: Prompts, behaviour: Weights, *, samples: int = 8) -> tuple[Engine, Rollouts]: ...
 @node(pool="scorer")
 def score(rollouts: Rollouts, *, by: object = math_answer) -> tuple[Rewards, Metrics]:
     rewards = Rewards((1.0,) * len(rollouts))

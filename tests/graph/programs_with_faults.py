@@ -25,118 +25,51 @@ class Riddles: ...
 
 
 @node(pool="generator")
-def generate(prompts: Prompts, behaviour: Weights, *, samples: int = 4) -> Rollouts:
-    raise NotImplementedError
-
-
+def generate(prompts: Prompts, behaviour: Weights, *, samples: int = 4) -> Rollouts: ...
 @node(pool="scorer")
-def score(rollouts: Rollouts) -> Rewards:
-    raise NotImplementedError
-
-
+def score(rollouts: Rollouts) -> Rewards: ...
 @node(pool="scorer")
-def advise(rewards: Rewards) -> Advantages:
-    raise NotImplementedError
-
-
+def advise(rewards: Rewards) -> Advantages: ...
 @node(pool="scorer")
-def split(rewards: Rewards) -> tuple[Rewards, Advantages]:
-    raise NotImplementedError
-
-
+def split(rewards: Rewards) -> tuple[Rewards, Advantages]: ...
 @node
-def improve(rollouts: Rollouts) -> Better:
-    raise NotImplementedError
-
-
+def improve(rollouts: Rollouts) -> Better: ...
 @node
-def pick(rewards: Better) -> Rewards:
-    raise NotImplementedError
-
-
+def pick(rewards: Better) -> Rewards: ...
 @node
-def note(anything: Any) -> Metrics:
-    raise NotImplementedError
-
-
+def note(anything: Any) -> Metrics: ...
 @node(pool="generator")
-def dream(behaviour: Weights) -> Rollouts:
-    raise NotImplementedError
-
-
+def dream(behaviour: Weights) -> Rollouts: ...
 @node(pool="generator")
-def conjure() -> Rollouts:
-    raise NotImplementedError
-
-
+def conjure() -> Rollouts: ...
 @node(pool="generator")
-def ask(riddles: Riddles) -> Prompts:
-    raise NotImplementedError
-
-
+def ask(riddles: Riddles) -> Prompts: ...
 @node(pool="trainer")
-def measure(policy: Policy, rollouts: Rollouts) -> Logprobs:
-    raise NotImplementedError
-
-
+def measure(policy: Policy, rollouts: Rollouts) -> Logprobs: ...
 @node(pool="reference")
-def measure_reference(policy: Reference, rollouts: Rollouts) -> Logprobs:
-    raise NotImplementedError
-
-
+def measure_reference(policy: Reference, rollouts: Rollouts) -> Logprobs: ...
 @node(pool="trainer")
-def watch(policy: Policy, rollouts: Rollouts) -> Metrics:
-    raise NotImplementedError
-
-
+def watch(policy: Policy, rollouts: Rollouts) -> Metrics: ...
 @node(pool="trainer")
-def adapt(weights: Weights, rollouts: Rollouts) -> Policy:
-    raise NotImplementedError
-
-
+def adapt(weights: Weights, rollouts: Rollouts) -> Policy: ...
 @node(pool="trainer", clock="update")
-def tick() -> Metrics:
-    raise NotImplementedError
-
-
+def tick() -> Metrics: ...
 @node(pool="trainer", clock="update")
-def learn(policy: Policy, rollouts: Rollouts, rewards: Rewards) -> Policy:
-    raise NotImplementedError
-
-
+def learn(policy: Policy, rollouts: Rollouts, rewards: Rewards) -> Policy: ...
 @node(pool="trainer", clock="update")
-def learn_from(policy: Policy, logprobs: Logprobs) -> Policy:
-    raise NotImplementedError
-
-
+def learn_from(policy: Policy, logprobs: Logprobs) -> Policy: ...
 @node(pool="trainer", clock="update")
-def learn_beside(policy: Policy, other: Policy, rollouts: Rollouts) -> Policy:
-    raise NotImplementedError
-
-
+def learn_beside(policy: Policy, other: Policy, rollouts: Rollouts) -> Policy: ...
 @node(pool="trainer", clock="update")
-def merge(first: Policy, second: Policy) -> Policy:
-    raise NotImplementedError
-
-
+def merge(first: Policy, second: Policy) -> Policy: ...
 @node(pool="trainer", clock="update")
-def compare(old: Policy, new: Policy) -> Metrics:
-    raise NotImplementedError
-
-
+def compare(old: Policy, new: Policy) -> Metrics: ...
 @node(pool="trainer", clock="update")
-def norm(policy: Policy) -> Metrics:
-    raise NotImplementedError
-
-
+def norm(policy: Policy) -> Metrics: ...
 @node(pool="trainer", clock="update")
-def snapshot(policy: Policy) -> Policy:
-    raise NotImplementedError
-
-
+def snapshot(policy: Policy) -> Policy: ...
 @node(pool="trainer", clock="update")
-def distil(policy: Policy, rewards: Rewards) -> Rewards:
-    raise NotImplementedError
+def distil(policy: Policy, rewards: Rewards) -> Rewards: ...
 
 
 def sampled(prompts: Prompts, policy: Policy) -> tuple[Rollouts, Rewards]:

@@ -86,8 +86,6 @@ def figures(length: Length) -> Metrics:
 
 @node
 def silent(length: Length) -> None: ...
-
-
 @node(init=start)
 def counted(tally: Tally, length: Length, *, at: int = 0) -> tuple[Tally, Reward]:
     tally.count += 1
@@ -267,12 +265,12 @@ def refused(function: Any, code: str, *words: str, stateful: bool = False) -> No
 
 
 def test_inputs_need_a_class_and_no_default() -> None:
-    def bare(x) -> Reward: ...  # type: ignore[no-untyped-def, empty-body]
-    def union(x: Reward | Length) -> Reward: ...  # type: ignore[empty-body]
-    def preset(x: Length = Length(3)) -> Reward: ...  # type: ignore[empty-body] # noqa: B008
-    def starred(*x: Length) -> Reward: ...  # type: ignore[empty-body]
-    def open_ended(**x: Length) -> Reward: ...  # type: ignore[empty-body]
-    def unnamed(x: Length, /) -> Reward: ...  # type: ignore[empty-body]
+    def bare(x) -> Reward: ...  # type: ignore[no-untyped-def]
+    def union(x: Reward | Length) -> Reward: ...
+    def preset(x: Length = Length(3)) -> Reward: ...  # noqa: B008
+    def starred(*x: Length) -> Reward: ...
+    def open_ended(**x: Length) -> Reward: ...
+    def unnamed(x: Length, /) -> Reward: ...
 
     refused(bare, "bad-annotation", "parameter 'x'", "no annotation")
     refused(union, "bad-annotation", "parameter 'x'", "Reward | ")
@@ -284,7 +282,7 @@ def test_inputs_need_a_class_and_no_default() -> None:
 
 def test_outputs_need_classes() -> None:
     def bare(x: Length): ...  # type: ignore[no-untyped-def]
-    def text(x: Length) -> "Reward | Length": ...  # type: ignore[empty-body]
+    def text(x: Length) -> "Reward | Length": ...
     def missing(x: Length) -> "Nowhere": ...  # type: ignore[name-defined] # noqa: F821
 
     refused(bare, "bad-annotation", "return annotation", "no annotation")
@@ -293,13 +291,13 @@ def test_outputs_need_classes() -> None:
 
 
 def test_a_stateful_node_returns_its_state() -> None:
-    def forgets(tally: Tally, x: Length) -> Reward: ...  # type: ignore[empty-body]
+    def forgets(tally: Tally, x: Length) -> Reward: ...
 
     refused(forgets, "state-not-returned", "return annotation", stateful=True)
 
 
 def test_optional_inputs_and_required_options() -> None:
-    def optional(x: Length, y: Reward | None = None, *, must: int) -> Reward: ...  # type: ignore[empty-body]
+    def optional(x: Length, y: Reward | None = None, *, must: int) -> Reward: ...
 
     found = interface(optional, stateful=False)
     assert [(p.name, p.type, p.optional) for p in found.inputs] == [("x", Length, False), ("y", Reward, True)]

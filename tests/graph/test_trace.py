@@ -73,13 +73,9 @@ class Model:
 
 
 @node(pool="scorer")
-def judge(answers: Answers) -> Rewards:
-    raise NotImplementedError
-
-
+def judge(answers: Answers) -> Rewards: ...
 @node(pool="scorer")
-def both(rewards: Rewards) -> tuple[Rewards, Advantages]:
-    raise NotImplementedError
+def both(rewards: Rewards) -> tuple[Rewards, Advantages]: ...
 
 
 class Pair(NamedTuple):
@@ -88,18 +84,13 @@ class Pair(NamedTuple):
 
 
 @node(pool="scorer")
-def pair(rewards: Rewards) -> tuple[Pair, Metrics]:
-    raise NotImplementedError
-
-
+def pair(rewards: Rewards) -> tuple[Pair, Metrics]: ...
 @node(pool="trainer", clock="update")
-def learn(model: Model, rewards: Rewards, extra: Rewards | None = None, *, rate: float = 0.1) -> tuple[Model, Metrics]:
-    raise NotImplementedError
-
-
+def learn(
+    model: Model, rewards: Rewards, extra: Rewards | None = None, *, rate: float = 0.1
+) -> tuple[Model, Metrics]: ...
 @node(pool="scorer")
-def mean(rewards: Rewards) -> Metrics:
-    raise NotImplementedError
+def mean(rewards: Rewards) -> Metrics: ...
 
 
 def test_a_trace_records_arguments_nodes_and_results() -> None:
@@ -193,8 +184,7 @@ def test_a_state_is_no_input_and_a_stream_keeps_none() -> None:
         return Tally()
 
     @node(init=start)
-    def smooth(tally: Tally, rewards: Rewards, *, decay: float = 0.5) -> tuple[Tally, Rewards]:
-        raise NotImplementedError
+    def smooth(tally: Tally, rewards: Rewards, *, decay: float = 0.5) -> tuple[Tally, Rewards]: ...
 
     @program
     def stateful(model: Model, answers: Answers) -> Model:
@@ -306,8 +296,7 @@ def test_inputs_may_be_passed_by_name_and_optional_ones_left_out() -> None:
 
 def test_options_are_json_and_functions_become_paths() -> None:
     @node
-    def rich(answers: Answers, *, table: Any, by: Any, kind: Any) -> Rewards:
-        raise NotImplementedError
+    def rich(answers: Answers, *, table: Any, by: Any, kind: Any) -> Rewards: ...
 
     @program
     def options(model: Model, answers: Answers, *, by: Any = both) -> Model:
@@ -627,10 +616,7 @@ def speak(
     *,
     samples: int = 4,
     heat: float = 1.0,
-) -> tuple[Slots, Rollouts]:
-    raise NotImplementedError
-
-
+) -> tuple[Slots, Rollouts]: ...
 @node(pool="shop", init=open_slots)
 def serve(
     slots: Slots,
@@ -641,23 +627,13 @@ def serve(
     *,
     patience: int = 2,
     heat: float = 1.0,
-) -> tuple[Slots, Replies]:
-    raise NotImplementedError
-
-
+) -> tuple[Slots, Replies]: ...
 @node(pool="scorer")
-def judge_it(rollouts: Rollouts, replies: Replies, *, weight: float = 1.0) -> Rewards:
-    raise NotImplementedError
-
-
+def judge_it(rollouts: Rollouts, replies: Replies, *, weight: float = 1.0) -> Rewards: ...
 @node(pool="scorer")
-def compare(first: Rollouts, second: Rollouts) -> Rewards:
-    raise NotImplementedError
-
-
+def compare(first: Rollouts, second: Rollouts) -> Rewards: ...
 @node(pool="trainer", clock="update")
-def teach(policy: Policy, rollouts: Rollouts, rewards: Rewards) -> Policy:
-    raise NotImplementedError
+def teach(policy: Policy, rollouts: Rollouts, rewards: Rewards) -> Policy: ...
 
 
 @program
